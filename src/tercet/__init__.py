@@ -1,0 +1,54 @@
+"""Tercet: train language models whose attention is Native Sparse Attention (arXiv 2502.11089).
+
+Names are resolved on first use, so that `import tercet` and the command line start without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> the room that holds it
+_HOME = {
+    "NSAConfig": "tercet.attention.spec",
+    "nsa_attention": "tercet.attention.functional",
+    "compress_mean": "tercet.attention.functional",
+    "compressed_attention": "tercet.attention.functional",
+    "select_blocks": "tercet.attention.functional",
+    "selected_attention": "tercet.attention.functional",
+    "window_attention": "tercet.attention.functional",
+    "combine": "tercet.attention.functional",
+    "AttentionAux": "tercet.attention.functional",
+    "NativeSparseAttention": "tercet.model.attention",
+    "DenseAttention": "tercet.model.attention",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from tercet.attention.functional import (
+        AttentionAux,
+        combine,
+        compress_mean,
+        compressed_attention,
+        nsa_attention,
+        select_blocks,
+        selected_attention,
+        window_attention,
+    )
+    from tercet.attention.spec import NSAConfig
+    from tercet.model.attention import DenseAttention, NativeSparseAttention
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tercet' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
