@@ -1,0 +1,29 @@
+"""Every test starts from the same seed, on one thread; property tests draw the same examples on every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "tercet", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tercet")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(1337)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", params=["reference"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The backends that the laws hold on any machine; the kernels meet the same laws in tests/kernels."""
+    return str(request.param)

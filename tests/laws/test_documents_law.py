@@ -1,0 +1,83 @@
+"""Documents: a packed batch equals the documents run one by one, outputs, sets and gradients."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+
+from cases import Case, Inputs, attend, cases, compressed_length, config, cu, inputs
+
+
+def document(x: Inputs, rows: slice, compressed: slice) -> Inputs:
+    return Inputs(*(v[:, compressed if i in (1, 2) else rows] for i, v in enumerate(x.tensors())))
+
+
+@settings(max_examples=40)
+@given(case=cases(packed=True))
+def test_packed_documents_equal_documents_one_by_one(case: Case, backend: str):
+    packed = case.x.leaves()
+    out, aux = attend(packed, case.cfg, backend, cu_seqlens=cu(case.documents), return_aux=True)
+    out.square().sum().backward()
+    row = short = 0
+    for tokens in case.documents or ():
+        rows = slice(row, row + tokens)
+        compressed = slice(short, short + compressed_length(tokens, case.cfg))
+        alone = document(case.x, rows, compressed).leaves()
+        alone_out, alone_aux = attend(alone, case.cfg, backend, return_aux=True)
+        alone_out.square().sum().backward()
+        torch.testing.assert_close(out[:, rows], alone_out, rtol=1e-10, atol=1e-10)
+        assert torch.equal(aux.block_indices[:, rows], alone_aux.block_indices)
+        for i, (p, a) in enumerate(zip(packed.tensors(), alone.tensors(), strict=True)):
+            part = p.grad[:, compressed if i in (1, 2) else rows]
+            expected = torch.zeros_like(part) if a.grad is None else a.grad
+            torch.testing.assert_close(part, expected, rtol=1e-9, atol=1e-10)
+        row, short = rows.stop, compressed.stop
+
+
+def test_one_document_equals_no_cu_seqlens(backend: str):
+    cfg = config()
+    x = inputs(cfg, 61)
+    plain, plain_aux = attend(x, cfg, backend, return_aux=True)
+    packed, packed_aux = attend(x, cfg, backend, cu_seqlens=cu([61]), return_aux=True)
+    torch.testing.assert_close(packed, plain, rtol=1e-12, atol=1e-12)
+    assert torch.equal(plain_aux.block_indices, packed_aux.block_indices)
+
+
+def test_padding_after_the_compressed_tokens_is_ignored_whatever_it_holds(backend: str):
+    cfg = config()
+    documents = (17, 2, 26)
+    x = inputs(cfg, 45, documents=documents)
+    expected = attend(x, cfg, backend, cu_seqlens=cu(documents))
+    for rubbish in (0.0, 1e30, float("nan"), float("inf")):
+
+        def padded(v: torch.Tensor, rubbish: float = rubbish) -> torch.Tensor:
+            return torch.cat([v, torch.full_like(v[:, :5], rubbish)], 1)
+
+        wide = x.with_(kc=padded(x.kc), vc=padded(x.vc)).leaves()
+        out = attend(wide, cfg, backend, cu_seqlens=cu(documents))
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        out.square().sum().backward()
+        for v in wide.tensors():
+            assert torch.isfinite(v.grad).all(), rubbish
+        for v in (wide.kc, wide.vc):
+            assert torch.count_nonzero(v.grad[:, -5:]) == 0
+
+
+def test_many_documents_shorter_than_everything(backend: str):
+    cfg = config()
+    documents = [1] * 13
+    x = inputs(cfg, 13, documents=documents)
+    out = attend(x, cfg, backend, cu_seqlens=cu(documents))
+    expected = x.gates[..., 1:2] * x.vs.repeat_interleave(2, 2) + x.gates[..., 2:] * x.vw.repeat_interleave(
+        2, 2
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_bounds_of_the_compressed_tokens_follow_the_documents():
+    cfg = config()
+    bounds = cfg.compressed_cu_seqlens(cu([17, 2, 26, 1, 4]))
+    assert bounds.dtype == torch.int32
+    lengths = [compressed_length(n, cfg) for n in (17, 2, 26, 1, 4)]
+    assert bounds.diff().tolist() == lengths
+    assert int(bounds[0]) == 0
