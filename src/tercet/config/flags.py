@@ -1,0 +1,185 @@
+"""Flags for every key of the configuration: `--train.lr 1e-3`. Parsing and help texts are tyro's.
+
+tyro fills plain dataclasses that mirror the configuration, whose defaults are the values of the chosen preset and
+file (so that `--help` shows what would really run). Only what was given on the command line is handed on: the one
+place where values are checked is the configuration itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from tercet.config.keys import Key, all_keys, flatten, suggestion
+from tercet.config.load import ConfigError
+from tercet.config.schema import RunConfig
+
+T = TypeVar("T")
+
+# The flags of the scripts that came before; each gets its answer instead of a guess by spelling.
+FORMER_FLAGS = {
+    "dataset": "--data.source (synthetic, python-source, fineweb-edu, or files of your own)",
+    "precision": "--train.precision bf16|fp32",
+    "steps": "--train.steps (optimizer updates)",
+    "seq_len": "--data.seq_len",
+    "batch_size": "--train.micro_batch (sequences per pass) with --train.tokens_per_step",
+    "accum_batches": "--train.tokens_per_step (accumulation is derived from it)",
+    "no_gc": "--train.activation_checkpointing none",
+    "ddp": "--parallel.strategy ddp",
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Options of the command itself by name, and the configuration's keys that were given."""
+
+    options: Any
+    overrides: dict[str, Any]
+
+
+def parse(arguments: Sequence[str], *, options: type, base: RunConfig, prog: str, description: str) -> Parsed:
+    """Read `arguments` as options of a command (fields of the dataclass `options`) and keys of the configuration."""
+    own = {f.name for f in dataclasses.fields(options)}
+    given = given_flags(arguments)
+    for written, name in given:
+        _check_known(written, name, own)
+    mirrored = _mirror(options, base)
+    result = run_tyro(
+        lambda: tyro.cli(
+            mirrored, args=list(arguments), prog=prog, description=description, use_underscores=True
+        )
+    )
+    overrides = {}
+    for _, name in given:
+        path = _positive(name)
+        if path in all_keys():
+            node: Any = result
+            for part in path.split("."):
+                node = getattr(node, part)
+            overrides[path] = node
+    return Parsed(result, overrides)
+
+
+def option_values(arguments: Sequence[str], name: str) -> list[str]:
+    """Values given to `--name`, before anything is parsed: the preset must be known to show its help."""
+    found = []
+    for i, argument in enumerate(arguments):
+        if argument == f"--{name}" and i + 1 < len(arguments):
+            found.append(arguments[i + 1])
+        elif argument.startswith(f"--{name}="):
+            found.append(argument.partition("=")[2])
+    return found
+
+
+def given_flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """(as written, as a key) of everything that looks like a flag."""
+    flags = [a.partition("=")[0] for a in arguments if re.match(r"--[A-Za-z]", a)]
+    return [(flag, flag[2:].replace("-", "_")) for flag in flags]
+
+
+def run_tyro(call: Callable[[], T]) -> T:
+    """tyro draws boxes around its errors; here an error is one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return call()
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_in_one_line(said.getvalue())) from None
+
+
+def _in_one_line(box: str) -> str:
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │╭╮╰╯") for line in box.splitlines()]
+    body = []
+    for line in lines[1:]:
+        if set(line) <= {"─"}:
+            break
+        body.append(line)
+    said = " ".join(body) or " ".join(lines)
+    return said.removeprefix("Error parsing ")
+
+
+def _check_known(written: str, name: str, own: set[str]) -> None:
+    keys = all_keys()
+    path = _positive(name)
+    if name in own or path in keys or name == "help":
+        if path in keys and not _has_flag(keys[path]):
+            raise ConfigError(
+                f"{path} is a table, which no flag can say: set it in a file given with --config"
+            )
+        return
+    if name in FORMER_FLAGS:
+        raise ConfigError(f"unknown option {written}: it is now {FORMER_FLAGS[name]}")
+    hint = suggestion(name, [*keys, *sorted(own)])
+    hint = re.sub(r"(?<=mean )|(?<= or )", "--", hint)
+    raise ConfigError(f"unknown option {written}: {hint or '--help lists all options'}")
+
+
+def _positive(name: str) -> str:
+    """`log.no_tensorboard` is the key `log.tensorboard`, set to false."""
+    if name in all_keys():
+        return name
+    table, _, leaf = name.rpartition(".")
+    path = f"{table}.{leaf.removeprefix('no_')}"
+    known = all_keys().get(path)
+    return path if known is not None and known.annotation is bool else name
+
+
+def _has_flag(key: Key) -> bool:
+    def simple(kind: Any) -> bool:
+        if typing.get_origin(kind) is Literal or kind in (bool, int, float, str, type(None), Ellipsis):
+            return True
+        return (
+            bool(typing.get_args(kind))
+            and typing.get_origin(kind) is not dict
+            and all(map(simple, typing.get_args(kind)))
+        )
+
+    return simple(key.annotation)
+
+
+def _mirror(options: type, base: RunConfig) -> type:
+    """A dataclass with the fields of `options` and, nested, one for each key that a flag can say."""
+    values = flatten(base)
+    tables: dict[str, list[Any]] = {"": [(f.name, f.type, f) for f in _own_fields(options)]}
+    for path, key in all_keys().items():
+        if not _has_flag(key):
+            continue
+        table, _, leaf = path.rpartition(".")
+        kind = Annotated[key.annotation, tyro.conf.arg(help=key.about or leaf)]  # type: ignore[valid-type]
+        tables.setdefault(table, []).append((leaf, kind, dataclasses.field(default=values[path])))
+    # Deepest tables first, each then a field of the one above it.
+    for table in sorted(filter(None, tables), key=lambda t: -t.count(".")):
+        above, _, leaf = table.rpartition(".")
+        made = dataclasses.make_dataclass(leaf, tables[table], frozen=True)
+        made.__doc__ = _about_table(table)
+        tables.setdefault(above, []).append((leaf, made, dataclasses.field(default_factory=made)))
+    order = {name: i for i, name in enumerate([*RunConfig.model_fields])}
+    tables[""].sort(key=lambda f: order.get(f[0], -1))
+    return dataclasses.make_dataclass(options.__name__, tables[""], frozen=True)
+
+
+def _own_fields(options: type) -> list[Any]:
+    hints = typing.get_type_hints(options, include_extras=True)
+    copies = []
+    for f in dataclasses.fields(options):
+        copy = dataclasses.field(default=f.default)
+        copy.name, copy.type = f.name, hints[f.name]
+        copies.append(copy)
+    return copies
+
+
+def _about_table(path: str) -> str:
+    table: Any = RunConfig
+    for name in path.split("."):
+        table = typing.get_type_hints(table)[name]
+    return (table.__doc__ or "").strip().splitlines()[0]

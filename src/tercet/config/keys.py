@@ -1,0 +1,123 @@
+"""The keys of a configuration, dotted, and what to say when a key is not one of them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel
+
+from tercet.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the configuration."""
+
+    path: str
+    annotation: Any
+    about: str
+    default: Any
+
+
+def is_table(annotation: Any) -> bool:
+    """Whether values of this type are tables of keys rather than values."""
+    return isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
+    )
+
+
+def fields_of(table: type) -> dict[str, tuple[Any, str, Any]]:
+    """name -> (annotation, help text, default) of a section or of a plain dataclass."""
+    if issubclass(table, BaseModel):
+        fields = table.model_fields.items()
+        return {name: (f.annotation, f.description or "", f.get_default()) for name, f in fields}
+    abouts = _attribute_docstrings(table)
+    hints = typing.get_type_hints(table)
+    return {f.name: (hints[f.name], abouts.get(f.name, ""), f.default) for f in dataclasses.fields(table)}
+
+
+@lru_cache(maxsize=1)
+def all_keys() -> dict[str, Key]:
+    """Every leaf of RunConfig by its dotted name, in the order of the schema."""
+    return {key.path: key for key in _walk(RunConfig, "")}
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Dotted name -> value, for every key."""
+    values = {}
+    for path in all_keys():
+        node: Any = config
+        for name in path.split("."):
+            node = getattr(node, name)
+        values[path] = node
+    return values
+
+
+def flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of a nested table; a key is whole once it is the name of a leaf, known or not."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path not in all_keys():
+            flat.update(flatten_table(value, path + "."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of flattening: dotted names become tables."""
+    root: dict[str, Any] = {}
+    for path, value in flat.items():
+        *tables, leaf = path.split(".")
+        node = root
+        for name in tables:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return root
+
+
+def suggestion(wrong: str, among: Iterable[str]) -> str:
+    """` did you mean …?` or nothing. A right name in a wrong place (`lr` for `train.lr`) counts as closest."""
+    known = list(among)
+    leaf = wrong.rsplit(".", 1)[-1]
+    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    near = same_leaf or difflib.get_close_matches(wrong, known, n=2, cutoff=0.6)
+    if not near:
+        by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
+        near = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.7)]
+    return f"did you mean {' or '.join(near[:3])}?" if near else ""
+
+
+def _walk(table: type, prefix: str) -> Iterable[Key]:
+    for name, (annotation, about, default) in fields_of(table).items():
+        path = f"{prefix}{name}"
+        if is_table(annotation):
+            yield from _walk(annotation, path + ".")
+        else:
+            yield Key(path, annotation, about, default)
+
+
+def _attribute_docstrings(table: type) -> dict[str, str]:
+    # pydantic reads them for its own models only, and NSAConfig is a plain dataclass on purpose.
+    body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

@@ -1,0 +1,204 @@
+"""From defaults, a preset, a TOML file and flags to one RunConfig, with the origin of every value.
+
+Later layers win. A file (and a preset) may name the preset it builds on with `preset = "NAME"`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
+from tercet.config.schema import RunConfig
+from tercet.config.toml import dumps
+from tercet.errors import TercetError
+
+DEFAULT = "default"
+# Where a run is kept is not part of what it computes: repeating a saved config starts a new folder.
+NOT_SAVED = ("run.dir",)
+
+
+class ConfigError(TercetError):
+    """The configuration or the command line is wrong; the message is one line with the mend in it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one place: dotted key -> value."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid configuration, and for each dotted key where its value came from."""
+
+    config: RunConfig
+    origins: dict[str, str]
+
+
+def load(
+    preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None
+) -> Loaded:
+    """Defaults, then the preset, then the file, then the flags (dotted key -> value)."""
+    layers: list[Layer] = []
+    if file is not None:
+        layers = _file_layers(Path(file))
+        based_on = [layer.origin for layer in layers if layer.origin.startswith("preset ")]
+        if preset is not None and based_on and based_on[-1] != f"preset {preset}":
+            raise ConfigError(
+                f"--preset {preset} beside --config {file}, which builds on {based_on[-1]}: give one of the two"
+            )
+        if based_on:
+            preset = None
+    if preset is not None:
+        layers = preset_layers(preset) + layers
+    if flags:
+        layers.append(Layer("flag", flags))
+    return merge(layers)
+
+
+def merge(layers: list[Layer]) -> Loaded:
+    """One validated configuration out of layers, later ones winning."""
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(all_keys(), DEFAULT)
+    for layer in layers:
+        for path, value in layer.values.items():
+            _check_key(path, layer.origin)
+            values[path] = _as_none(path, value)
+            origins[path] = layer.origin
+    try:
+        config = RunConfig.model_validate(nest(values))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, values, origins)) from None
+    return Loaded(config, origins)
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    folder = resources.files("tercet.config") / "presets"
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def preset_about(name: str) -> str:
+    """One sentence on a preset."""
+    return str(_preset_table(name).get("about", ""))
+
+
+def preset_layers(name: str) -> list[Layer]:
+    """The preset's values, after those of the preset it builds on."""
+    return _layers(_preset_table(name), f"preset {name}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a table; every way to fail is one line that names the file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {path} is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+
+
+def write_config(config: RunConfig, origins: Mapping[str, str], folder: str | Path) -> None:
+    """`config.toml`, from which `tercet train --config` repeats the run, and `origins.json` beside it."""
+    folder = Path(folder)
+    (folder / "config.toml").write_text(to_toml(config, origins), encoding="utf-8")
+    (folder / "origins.json").write_text(json.dumps(dict(origins), indent=1) + "\n", encoding="utf-8")
+
+
+def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
+    """The whole configuration as TOML, each value with its origin as a comment."""
+    values = {path: value for path, value in flatten(config).items() if path not in NOT_SAVED}
+    return dumps(values, comments=origins or {})
+
+
+def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True) -> list[str]:
+    """`key = value  (origin)`, one line each; by default those that are not defaults."""
+    from tercet.config.toml import value as as_toml
+
+    lines = [(path, as_toml(value), origins.get(path, DEFAULT)) for path, value in flatten(config).items()]
+    shown = [line for line in lines if not changed_only or line[2] != DEFAULT]
+    width = max((len(f"{path} = {text}") for path, text, _ in shown), default=0)
+    return [f"{f'{path} = {text}':<{min(width, 60)}}  ({origin})" for path, text, origin in shown]
+
+
+def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, with both values."""
+    a, b = flatten(left), flatten(right)
+    return {path: (a[path], b[path]) for path in a if a[path] != b[path]}
+
+
+def _file_layers(path: Path) -> list[Layer]:
+    return _layers(read_toml(path), f"file {path}")
+
+
+def _layers(table: dict[str, Any], origin: str) -> list[Layer]:
+    table = dict(table)
+    table.pop("about", None)
+    parent = table.pop("preset", None)
+    if parent is not None and not isinstance(parent, str):
+        raise ConfigError(f"preset={parent!r} in {origin} must be the name of a preset")
+    for name, value in table.items():
+        if not isinstance(value, Mapping) and name in RunConfig.model_fields:
+            raise ConfigError(
+                f"{name}={value!r} in {origin} must be a table: write [{name}] and its keys below"
+            )
+    below = preset_layers(parent) if parent is not None else []
+    return [*below, Layer(origin, flatten_table(table))]
+
+
+def _preset_table(name: str) -> dict[str, Any]:
+    names = preset_names()
+    if name not in names:
+        hint = suggestion(name, names)
+        raise ConfigError(f"unknown preset {name}: {hint or 'the presets are ' + ', '.join(names)}")
+    return tomllib.loads((resources.files("tercet.config") / "presets" / f"{name}.toml").read_text("utf-8"))
+
+
+def _check_key(path: str, origin: str) -> None:
+    keys = all_keys()
+    if path in keys:
+        return
+    if any(known.startswith(path + ".") for known in keys):
+        raise ConfigError(
+            f"{path} in {origin} is a table, not a value: set one of its keys, such as {path}.…"
+        )
+    hint = suggestion(path, keys) or "`tercet config show` lists all keys"
+    raise ConfigError(f"unknown key {path} in {origin}: {hint}")
+
+
+def _as_none(path: str, value: Any) -> Any:
+    # TOML has no null: "none" says it, for the keys that can be empty.
+    return (
+        None
+        if value == "none" and type(None) in getattr(all_keys()[path].annotation, "__args__", ())
+        else value
+    )
+
+
+def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    problems: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        path = ".".join(str(part) for part in problem["loc"])
+        key = next((k for k in all_keys() if path == k or path.startswith(k + ".")), None)
+        message = problem["msg"].removeprefix("Value error, ")
+        if key is None:
+            problems.setdefault(path, f"{path}: {message}" if path else message)
+            continue
+        said = message[0].lower() + message[1:]
+        problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {said}")
+    first, *more = problems.values()
+    return first + (f" (and {len(more)} more)" if more else "")

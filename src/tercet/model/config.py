@@ -1,0 +1,90 @@
+"""ModelConfig: the sizes of a model, and the rules they obey. No torch at import: `tercet plan` reads it too."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tercet.attention.spec import NSAConfig, check_branches, check_group_size
+
+AttentionKind = Literal["nsa", "dense"]
+Branch = Literal["compressed", "selected", "window"]
+
+
+class ModelConfig(BaseModel):
+    """A decoder of the Llama family: RMSNorm, SwiGLU, RoPE, grouped KV heads, and attention of either kind."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+    dim: int = Field(768, ge=1)
+    """Width of the residual stream."""
+    layers: int = Field(12, ge=1)
+    """Number of blocks, each attention and feed-forward."""
+    heads: int = Field(12, ge=1)
+    """Query heads (H)."""
+    kv_heads: int = Field(2, ge=1)
+    """Key/value heads (G); divides heads."""
+    head_dim: int = Field(64, ge=2)
+    """Size of one query and key head (Dk); even, for RoPE."""
+    value_dim: int | None = Field(None, ge=1)
+    """Size of one value head (Dv); none: as head_dim."""
+    ffn_dim: int = Field(2048, ge=1)
+    """Inner width of the SwiGLU."""
+    vocab_size: int = Field(256, ge=2)
+    """Rows of the embedding: at least the tokenizer's vocabulary (256 for bytes)."""
+    tie_embeddings: bool = True
+    """One matrix for the embedding and the head."""
+    attention: AttentionKind | tuple[AttentionKind, ...] = "nsa"
+    """Attention of all layers, or one word per layer."""
+    nsa: NSAConfig = NSAConfig()
+    """Block sizes of Native Sparse Attention."""
+    compression: Literal["mlp", "mean"] = "mlp"
+    """How a block of keys and values becomes one: learnt, or its mean."""
+    gate: Literal["sigmoid", "softmax"] = "sigmoid"
+    """How the branches are weighted: each by itself (the paper), or shares of one."""
+    shared_kv: bool = False
+    """One key/value projection for all branches instead of one each."""
+    branches: tuple[Branch, ...] = ("compressed", "selected", "window")
+    """Branches that take part; leave some out for an ablation."""
+    backend: Literal["auto", "reference", "triton"] = "auto"
+    """What computes NSA; one that cannot run here is an error."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary position encoding."""
+    rope_scaling: float = Field(1.0, gt=0)
+    """Positions are divided by this: above 1 when a model is taken to longer sequences."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys before RoPE."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of every RMSNorm."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of fresh weights; projections back into the residual stream get less, by depth."""
+
+    @field_validator("branches")
+    @classmethod
+    def _known_branches(cls, branches: tuple[str, ...]) -> tuple[str, ...]:
+        return check_branches(branches)
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        check_group_size(self.heads, self.kv_heads)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, take {self.head_dim + 1}")
+        if not isinstance(self.attention, str) and len(self.attention) != self.layers:
+            raise ValueError(
+                f"attention names {len(self.attention)} layers but layers={self.layers}: "
+                "give one word for all layers, or one per layer"
+            )
+        return self
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The attention of each layer."""
+        return (self.attention,) * self.layers if isinstance(self.attention, str) else self.attention
+
+    @property
+    def head_value_dim(self) -> int:
+        """Dv."""
+        return self.head_dim if self.value_dim is None else self.value_dim
