@@ -1,0 +1,114 @@
+"""Tiles that never cross a document, found by each program for itself: no table, no launch, no synchronisation.
+
+A *tile* is `ROWS` consecutive rows (tokens, selection blocks' tokens, compressed tokens) of one document. In a plain
+batch every sequence is a document and the tile's place is arithmetic. In a packed batch document i owns the tiles from
+`cu[i] // ROWS + i` on: that leaves each document at least ceil(size / ROWS) tiles, and the last of them may be
+idle. A program finds its document by bisection of `cu`, which is small and soon in L1.
+
+Rows are *flat*: token t of sequence b is row b·T + t, and documents of a packed batch stand one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def locate(CU, docs, tile, length, per_sequence, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """The document of a tile: (doc, start, size, first).
+
+    doc: its number; start: flat row of the document's first row; size: its rows; first: the place within the
+    document of the tile's first row, a multiple of ROWS. `first >= size` marks an idle tile: the program must leave,
+    or mask all rows. CU is None and docs unused unless PACKED.
+    """
+    if PACKED:
+        doc = 0
+        above = docs
+        while above - doc > 1:
+            middle = (doc + above) // 2
+            if tl.load(CU + middle) // ROWS + middle <= tile:
+                doc = middle
+            else:
+                above = middle
+        start = tl.load(CU + doc)
+        size = tl.load(CU + doc + 1) - start
+        first = (tile - doc - start // ROWS) * ROWS
+    else:
+        doc = tile // per_sequence
+        start = doc * length
+        size = length
+        first = (tile - doc * per_sequence) * ROWS
+    return doc, start, size, first
+
+
+@triton.jit
+def visible(position, L: tl.constexpr, S: tl.constexpr):
+    """num_cmp(t): how many compressed tokens the query at `position` sees."""
+    return tl.where(position + 1 < L, 0, (position + 1 - L) // S + 1)
+
+
+@triton.jit
+def _compressed_bounds(CU, CCU, docs, L: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr):
+    # one program: documents are few, and a running sum over chunks of them keeps their number a run-time value
+    index = tl.arange(0, CHUNK)
+    total = 0
+    tl.store(CCU, 0)
+    for base in tl.range(0, docs, CHUNK):
+        inside = base + index < docs
+        begin = tl.load(CU + base + index, mask=inside, other=0)
+        end = tl.load(CU + base + index + 1, mask=inside, other=0)
+        count = visible(end - begin - 1, L, S)
+        tl.store(CCU + base + index + 1, total + tl.cumsum(count, 0), mask=inside)
+        total += tl.sum(count, 0)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a launch must know of a batch's documents: host numbers and device bounds, never device values.
+
+    Kernels take `*documents.tokens(rows)` as (CU, docs, length, per_sequence) and a grid of
+    `documents.token_tiles(rows)`; `compressed` / `compressed_tiles` are the same over compressed tokens.
+    """
+
+    batch: int
+    length: int  # T
+    compressed_length: int  # Tc, padding included
+    cu: Tensor | None  # int32 [docs + 1], None in a plain batch
+    ccu: Tensor | None  # int32 [docs + 1], bounds of the compressed tokens
+
+    @property
+    def packed(self) -> bool:
+        return self.cu is not None
+
+    @property
+    def count(self) -> int:
+        return self.batch if self.cu is None else self.cu.shape[0] - 1
+
+    def token_tiles(self, rows: int) -> int:
+        return self._tiles(self.length, rows)
+
+    def compressed_tiles(self, rows: int) -> int:
+        return self._tiles(self.compressed_length, rows)
+
+    def tokens(self, rows: int) -> tuple[Tensor | None, int, int, int]:
+        return self.cu, self.count, self.length, -(-self.length // rows)
+
+    def compressed(self, rows: int) -> tuple[Tensor | None, int, int, int]:
+        return self.ccu, self.count, self.compressed_length, max(1, -(-self.compressed_length // rows))
+
+    def _tiles(self, length: int, rows: int) -> int:
+        if self.cu is None:
+            return self.batch * -(-length // rows)
+        return length // rows + self.count
+
+
+def compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
+    """NSAConfig.compressed_cu_seqlens in one launch: eager PyTorch needs six, and short batches wait for the host."""
+    ccu = torch.empty_like(cu)
+    _compressed_bounds[(1,)](cu, ccu, cu.shape[0] - 1, block, stride, 256, num_warps=1)
+    return ccu
