@@ -1,0 +1,124 @@
+"""What is refused at the operator's door, each with one line that names the thing, its value, the rule and the mend."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tercet.attention.spec import NSAConfig, check_group_size
+
+
+def shape_of(x: Tensor) -> str:
+    return "[" + ", ".join(map(str, x.shape)) + "]"
+
+
+def check_tensors(tensors: dict[str, Tensor]) -> None:
+    """All 4-dimensional, of one device and one floating dtype (gates may be of another precision)."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, not a torch.Tensor")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {shape_of(x)}: it must have 4 axes, [batch, tokens, heads, size]")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}: move all to one device")
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{name} has dtype {x.dtype}: it must be a floating-point type")
+        if name != "gates" and x.dtype != first.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} and {first_name} {first.dtype}: give all the same dtype")
+
+
+def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None) -> None:
+    """k and v of one branch belong to q's batch, groups and head size; `tokens` None leaves their length open."""
+    k_name, v_name = f"k_{branch}", f"v_{branch}"
+    for name, x in ((k_name, k), (v_name, v)):
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]}: they must be equal")
+        if tokens is not None and x.shape[1] != tokens:
+            rule = (
+                f"config.num_compressed({q.shape[1]}) = {tokens} compressed tokens"
+                if branch == "compressed"
+                else f"q's {tokens} tokens"
+            )
+            raise ValueError(f"{name} has {x.shape[1]} tokens (shape {shape_of(x)}): it must have {rule}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"{k_name} has {k.shape[1]} tokens and {v_name} {v.shape[1]}: they must be equal")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"{k_name} has {k.shape[2]} heads and {v_name} {v.shape[2]}: they must be equal")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"{k_name} has head size {k.shape[3]} and q has {q.shape[3]}: they must be equal")
+    check_group_size(q.shape[2], k.shape[2])
+
+
+def check_same_groups(keys: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    names = list(keys)
+    for name in names[1:]:
+        if keys[name].shape[2] != keys[names[0]].shape[2]:
+            raise ValueError(
+                f"k_{name} has {keys[name].shape[2]} KV heads and k_{names[0]} {keys[names[0]].shape[2]}: "
+                "all branches share one number of KV heads"
+            )
+        if values[name].shape[3] != values[names[0]].shape[3]:
+            raise ValueError(
+                f"v_{name} has head size {values[name].shape[3]} and v_{names[0]} {values[names[0]].shape[3]}: "
+                "all branches share one value size"
+            )
+
+
+def check_gates(gates: Tensor, q: Tensor) -> None:
+    expected = (*q.shape[:3], 3)
+    if tuple(gates.shape) != expected:
+        raise ValueError(
+            f"gates has shape {shape_of(gates)}: it must be {list(expected)}, q's batch, tokens and heads, "
+            "then one number each for compressed, selected, window"
+        )
+
+
+def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: NSAConfig) -> None:
+    expected = (q.shape[0], q.shape[1], groups, config.select_count)
+    if tuple(block_indices.shape) != expected or block_indices.dtype != torch.int32:
+        raise ValueError(
+            f"block_indices has shape {shape_of(block_indices)} and dtype {block_indices.dtype}: it must be int32 "
+            f"{list(expected)}, [batch, tokens, kv_heads, select_count]"
+        )
+    if block_indices.device != q.device:
+        raise ValueError(f"block_indices is on {block_indices.device} and q on {q.device}: move all to one device")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, device: torch.device, *, values: bool) -> None:
+    """Bounds of packed documents. `values` reads the numbers themselves, which on a device synchronises."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens is {type(cu_seqlens).__name__}: it must be an int32 tensor [documents + 1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {shape_of(cu_seqlens)} and dtype {cu_seqlens.dtype}: "
+            "it must be int32 [documents + 1], from 0 to the number of tokens"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens was given with batch {batch}: pack the documents into one row, batch 1")
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {device}: move all to one device")
+    if not values:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts at {bounds[0]}: it must start at 0")
+    for document, (first, end) in enumerate(itertools.pairwise(bounds)):
+        if end < first:
+            raise ValueError(
+                f"cu_seqlens gives document {document} the length {end - first} (from {first} to {end}): "
+                "it must not fall"
+            )
+    if bounds[-1] != length:
+        raise ValueError(f"cu_seqlens ends at {bounds[-1]} and there are {length} tokens: it must end at {length}")
+
+
+def check_packed_compressed(k_compressed: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> None:
+    needed = int(config.compressed_cu_seqlens(cu_seqlens)[-1])
+    if k_compressed.shape[1] < needed:
+        raise ValueError(
+            f"k_compressed has {k_compressed.shape[1]} tokens: these documents have {needed} compressed tokens "
+            "(config.compressed_cu_seqlens tells their bounds; padding may follow)"
+        )

@@ -1,0 +1,76 @@
+"""Which backend runs a call, and why not a faster one. Follows from the call's own inputs, never from history."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import lru_cache
+
+from torch import Tensor
+
+from tercet.attention.spec import NSAConfig
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+class Route(str):
+    """The backend that a branch ran on. Compares as its name; `reason` says why it was not a faster one."""
+
+    reason: str | None
+
+    def __new__(cls, name: str, reason: str | None = None) -> Route:
+        route = super().__new__(cls, name)
+        route.reason = reason
+        return route
+
+    def __repr__(self) -> str:
+        return f"'{self}'" if self.reason is None else f"'{self}' ({self.reason})"
+
+
+def choose(backend: str, tensors: dict[str, Tensor], config: NSAConfig) -> Route:
+    """`tensors` holds q and the keys and values, by the names of nsa_attention's arguments."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
+    if backend == "reference":
+        return Route("reference", "asked for")
+    reason = why_not_triton(tensors, config)
+    if reason is None:
+        return Route("triton")
+    if backend == "triton":
+        raise RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" takes the reference instead')
+    if tensors["q"].is_cuda:
+        _warn_once(reason)
+    return Route("reference", reason)
+
+
+def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
+    q = tensors["q"]
+    if not triton_installed():
+        return "Triton is not installed (pip install 'tercet[kernels]')"
+    if not q.is_cuda and not _interpreting():
+        return f"q is on {q.device} and the kernels need a CUDA device"
+    from tercet.attention import kernels
+
+    order = ("q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window")
+    return kernels.unsupported(*(tensors[name] for name in order), config)
+
+
+@lru_cache(maxsize=1)
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreting() -> bool:
+    """Triton's own switch for running kernels on the CPU: slow, for tests of the kernels."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=64)
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"Native Sparse Attention runs on the reference backend, which is slow on a GPU: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,209 @@
+"""Attention over tiles of queries, each with the keys that it could see: what the reference's branches share.
+
+Axes: q [B, T, H, Dk]; k [B, S, G, Dk]; v [B, S, G, Dv]; h = H / G heads per group. Inside, a tile of C queries against
+S keys is one matrix product per (batch, group): rows [B·G, C·h, D].
+
+Memory grows with T: only (out, log-sum-exp) is kept of a tile, and the backward pass makes its probabilities again.
+Letting autograd keep them costs H·T·(Tc + T + w) numbers a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tercet.attention.layout import Packing
+
+# Numbers in one tile of scores: 8 MiB of fp32 stays within a CPU's outer caches.
+TILE_NUMBERS = 1 << 21
+
+
+@dataclass(frozen=True)
+class Tile:
+    """C queries and the S keys that they could see; `mask` (True: sees) broadcasts to [B, G, C, S]."""
+
+    queries: slice
+    keys: slice
+    t: Tensor  # [C] positions of the queries in their documents
+    mask: Tensor
+    first_key: Tensor | int = 0  # the column of the document's first key; see block_importance
+    last_position: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of tokens worked on alone: a whole batch, or one document of a packed sequence.
+
+    With `packing`, the stretch holds all documents at once and masks keep them apart: the way on a device, where
+    reading the documents' bounds would synchronise.
+    """
+
+    first: int
+    end: int
+    compressed_first: int
+    compressed_end: int
+    packing: Packing | None = None
+
+    def position(self, first: int, end: int, device: torch.device) -> Tensor:
+        """Positions of tokens within their documents."""
+        if self.packing is not None:
+            return self.packing.position[first:end]
+        return torch.arange(first - self.first, end - self.first, device=device)
+
+    def keep_apart(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
+        """A mask [..., C, S] of tokens, cut at document bounds."""
+        if self.packing is None:
+            return mask
+        document = self.packing.document
+        return mask & (document[queries, None] == document[keys])
+
+    def query_tiles(self, rows: int, stride: int = 1, most: int | None = None) -> Iterator[tuple[int, int]]:
+        """Bounds of query tiles, of a size that keeps their scores within about TILE_NUMBERS.
+
+        Each query has `rows` rows, and sees a key per `stride` tokens: those of its own tile, and `most` before it.
+        """
+        room = TILE_NUMBERS * stride // rows
+        first = self.first
+        while first < self.end:
+            before = self.end - self.first if self.packing is not None else first - self.first
+            if most is not None:
+                before = min(before, most)
+            # the largest size with size · (before + size) <= room
+            size = (math.isqrt(before * before + 4 * room) - before) // 2
+            end = min(first + max(size // 16 * 16, 16), self.end)
+            yield first, end
+            first = end
+
+
+def segments(length: int, compressed_length: int, packing: Packing | None) -> list[Segment]:
+    if packing is None:
+        return [Segment(0, length, 0, compressed_length)]
+    if packing.bounds is None:
+        return [Segment(0, length, 0, compressed_length, packing)]
+    return [Segment(*bounds) for bounds in packing.bounds if bounds[1] > bounds[0]]
+
+
+# The tiles of one branch, walked once in the forward and once in the backward pass.
+Walk = Callable[[], Iterator[Tile]]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Walk, observe: Callable[[Tile, Tensor], None] | None = None
+) -> Tensor:
+    return _MaskedAttention.apply(q, k, v, tiles, observe)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Softmax and sums are in fp32 for half-precision inputs, and in the inputs' own precision from there up."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Scratch:
+    """Reused storage: score tiles are large, and fresh pages for each cost more than the arithmetic on them."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._store = like.new_empty(0)
+
+    def take(self, *shape: int) -> Tensor:
+        numbers = 1
+        for size in shape:
+            numbers *= size
+        if self._store.numel() < numbers:
+            self._store = self._like.new_empty(numbers)
+        return self._store[:numbers].view(shape)
+
+
+class _MaskedAttention(torch.autograd.Function):
+    """softmax(q kᵀ · Dk^-½) v over each tile's visible keys. A query that sees none gives exactly 0, and no NaN."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Walk, observe: Callable[[Tile, Tensor], None] | None
+    ) -> Tensor:
+        batch, length, heads, _ = q.shape
+        groups = k.shape[2]
+        h = heads // groups
+        rows, keys, values = _by_group(q, groups), _by_group(k, groups), _by_group(v, groups)
+        out = rows.new_zeros(batch * groups, length * h, v.shape[-1])
+        # +inf, so that a row without keys has p = exp(-inf) = 0 in the backward pass as well
+        lse = rows.new_full((batch * groups, length * h), torch.inf)
+        scratch = _Scratch(rows)
+        for tile in tiles():
+            count, span = tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start
+            mine = slice(tile.queries.start * h, tile.queries.stop * h)
+            if span == 0:
+                if observe is not None:
+                    observe(tile, rows.new_zeros(batch, groups, count, h, 0))
+                continue
+            s = _scores(rows[:, mine], keys[:, tile.keys], tile, (batch, groups, h), scratch)
+            highest = s.amax(-1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)
+            p = s.sub_(highest).exp_()
+            total = p.sum(-1, keepdim=True)
+            p.div_(torch.where(total > 0, total, 1))
+            torch.bmm(p, values[:, tile.keys], out=out[:, mine])
+            lse[:, mine] = torch.where(total > 0, highest + total.log(), torch.inf)[..., 0]
+            if observe is not None:
+                observe(tile, p.view(batch, groups, count, h, span))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tiles = tiles
+        return _from_group(out, batch, length).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        batch, length, heads, width = q.shape
+        groups = k.shape[2]
+        h = heads // groups
+        scale = width**-0.5
+        rows, keys, values = _by_group(q, groups), _by_group(k, groups), _by_group(v, groups)
+        d_out = _by_group(grads[0], groups)
+        d_rows, d_keys, d_values = torch.zeros_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
+        delta = (d_out * out).sum(-1, keepdim=True)
+        scratch, d_scratch = _Scratch(rows), _Scratch(rows)
+        for tile in ctx.tiles():
+            if tile.keys.stop == tile.keys.start:
+                continue
+            mine = slice(tile.queries.start * h, tile.queries.stop * h)
+            mine_rows, mine_out = rows[:, mine], d_out[:, mine]
+            s = _scores(mine_rows, keys[:, tile.keys], tile, (batch, groups, h), scratch)
+            p = s.sub_(lse[:, mine, None]).exp_()
+            d_values[:, tile.keys].baddbmm_(p.mT, mine_out)
+            d_p = torch.bmm(mine_out, values[:, tile.keys].mT, out=d_scratch.take(*p.shape))
+            d_s = d_p.sub_(delta[:, mine]).mul_(p).mul_(scale)
+            torch.bmm(d_s, keys[:, tile.keys], out=d_rows[:, mine])
+            d_keys[:, tile.keys].baddbmm_(d_s.mT, mine_rows)
+        d_q = _from_group(d_rows, batch, length).to(q.dtype)
+        d_k, d_v = _from_group(d_keys, batch, k.shape[1]), _from_group(d_values, batch, v.shape[1])
+        return d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
+
+
+def _scores(rows: Tensor, keys: Tensor, tile: Tile, shape: tuple[int, int, int], scratch: _Scratch) -> Tensor:
+    """q kᵀ · Dk^-½, -inf where a query may not look. [B·G, C·h, S]"""
+    batch, groups, h = shape
+    s = scratch.take(rows.shape[0], rows.shape[1], keys.shape[1])
+    torch.bmm(rows, keys.mT, out=s)
+    s.mul_(rows.shape[-1] ** -0.5)
+    hidden = ~tile.mask
+    hidden = hidden.view(*(1,) * (4 - hidden.dim()), *hidden.shape)
+    s.view(batch, groups, -1, h, keys.shape[1]).masked_fill_(hidden[:, :, :, None], -torch.inf)
+    return s
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[B, T, G·h, D] -> [B·G, T·h, D] in the compute dtype: the rows of a query tile are then one slice."""
+    batch, length, heads, width = x.shape
+    x = x.to(compute_dtype(x)).view(batch, length, groups, heads // groups, width)
+    return x.permute(0, 2, 1, 3, 4).reshape(batch * groups, length * (heads // groups), width)
+
+
+def _from_group(x: Tensor, batch: int, length: int) -> Tensor:
+    """[B·G, T·h, D] -> [B, T, G·h, D]"""
+    h = x.shape[1] // length if length else 1
+    x = x.view(batch, x.shape[0] // batch, length, h, x.shape[-1])
+    return x.permute(0, 2, 1, 3, 4).reshape(batch, length, -1, x.shape[-1])
