@@ -47,9 +47,9 @@ class TrainConfig(Section):
     precision: Precision = "auto"
     """Arithmetic of forward and backward; weights stay fp32. auto: bf16 on a GPU, fp32 on a CPU."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """none: keep all; selective: recompute what is cheap; full: recompute each block. Selected blocks are kept in all."""
+    """none; selective: recompute what is cheap; full: recompute each block. Selected blocks are always kept."""
     compile: Switch = "auto"
-    """torch.compile of each block; auto: on a GPU only (on a CPU it costs half a minute and gains nothing)."""
+    """torch.compile of each block; auto: on a GPU only (on a CPU it costs half a minute, for no gain)."""
 
     val_every: int = Field(250, ge=0)
     """Steps between validations; 0 validates at the end only."""

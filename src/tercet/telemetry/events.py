@@ -1,0 +1,259 @@
+"""The one record of a run: typed events, one JSON line each, one file per rank. Everything else is read from it.
+
+A line is written by a single `write` to a file opened for appending, so a killed process loses at most the line it
+was writing. When a run resumes from step k, measurements of later steps move to `superseded_rank{r}.jsonl`: the
+stream never tells two stories of one step, and nothing is thrown away. No torch here: reports read this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tercet.errors import TercetError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all events have. `step` is the last optimizer update that had been made."""
+
+    kind: ClassVar[str] = ""
+    # Measurements are made again when a run goes back to an earlier step; what happened to the process is not.
+    measured: ClassVar[bool] = False
+
+    step: int
+    rank: int = 0
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A process took up the run, at step 0 or after a resume."""
+
+    kind: ClassVar[str] = "run_started"
+    name: str
+    steps: int
+    world_size: int
+    strategy: str
+    device: str
+    parameters: int
+    tokens_per_step: int
+    accumulation: int
+    resumed_from: str | None = None
+    superseded: int = 0  # measurements of steps after the resumed one, moved aside
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLogged(Event):
+    """A log interval: this step's values, and those of every step since the last one."""
+
+    kind: ClassVar[str] = "step"
+    measured: ClassVar[bool] = True
+    loss: float  # of this very step; mean over its target tokens
+    lr: float
+    grad_norm: float  # global, before clipping
+    tokens: int  # seen since the start of the run
+    tokens_per_s: float  # over the interval, all ranks, saves and validations left out
+    step_seconds: float  # mean over the interval
+    data_seconds: float  # of it, waiting for data
+    mfu: float | None  # share of the device's peak; None where the peak is not known
+    memory_gib: float  # allocated at most so far, on this rank's device (resident memory on a CPU)
+    skipped: int  # non-finite steps since the start of the run
+    epoch: int
+    first_step: int  # of the interval
+    losses: list[float]
+    grad_norms: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated(Event):
+    kind: ClassVar[str] = "validation"
+    measured: ClassVar[bool] = True
+    loss: float
+    tokens: int  # target tokens it is a mean over
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(Event):
+    kind: ClassVar[str] = "sample"
+    measured: ClassVar[bool] = True
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsSkipped(Event):
+    """Updates left out because loss or gradients were not finite."""
+
+    kind: ClassVar[str] = "skipped"
+    measured: ClassVar[bool] = True
+    steps: list[int]
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """`step` is the step that was saved."""
+
+    kind: ClassVar[str] = "checkpoint"
+    measured: ClassVar[bool] = True
+    path: str
+    bytes: int
+    seconds: float
+    blocked_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    kind: ClassVar[str] = "checkpoint_failed"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Event):
+    """A sentence for the person who reads the log."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """How the process left: completed, interrupted, halted (non-finite steps) or failed."""
+
+    kind: ClassVar[str] = "run_ended"
+    outcome: str
+    reason: str
+    seconds: float
+
+
+KINDS: dict[str, type[Event]] = {
+    cls.kind: cls
+    for cls in (
+        RunStarted,
+        StepLogged,
+        Validated,
+        Sampled,
+        StepsSkipped,
+        CheckpointSaved,
+        CheckpointFailed,
+        Noted,
+        RunEnded,
+    )
+}
+
+
+def events_file(folder: Path, rank: int = 0) -> Path:
+    return folder / f"events_rank{rank}.jsonl"
+
+
+class EventLog:
+    """Appends events to this rank's file, and hands each to the readers that follow along."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.path, self.rank = events_file(folder, rank), rank
+        self.readers: list[Callable[[Event], None]] = []
+        try:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise TercetError(f"{self.path}: cannot be written ({error.strerror}): pick another --run.dir") from None
+
+    def emit(self, event: Event) -> None:
+        """Write one line, then tell the readers."""
+        event = dataclasses.replace(event, rank=self.rank)
+        line = encode(event).encode()
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise OSError(28, f"only {written} of {len(line)} bytes could be written", str(self.path))
+        for reader in self.readers:
+            reader(event)
+
+    def sync(self) -> None:
+        """Wait until everything so far is on the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def encode(event: Event) -> str:
+    """One line of JSON. Numbers that JSON does not have are written as strings: "nan", "inf", "-inf"."""
+    record = {"kind": event.kind, **dataclasses.asdict(event)}
+    return json.dumps({k: _plain(v) for k, v in record.items()}, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def decode(line: str) -> Event | None:
+    """The event of a line; None for a kind that this version does not know. A broken line is a ValueError."""
+    record: dict[str, Any] = json.loads(line)
+    cls = KINDS.get(record.pop("kind"))
+    if cls is None:
+        return None
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    numbers = {k for k, f in known.items() if "float" in str(f.type)}
+    values = {k: _number(v) if k in numbers else v for k, v in record.items() if k in known}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Events of a file in order. A last line without an end was cut by a crash and is left out."""
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                event = decode(line)
+            except (ValueError, KeyError) as error:
+                raise TercetError(f"{path}:{number}: not an event ({error})") from None
+            if event is not None:
+                yield event
+
+
+def rewind(folder: Path, rank: int, step: int) -> int:
+    """Move measurements of steps after `step` aside; returns how many. Done before the log is opened."""
+    path = events_file(folder, rank)
+    if not path.exists():
+        return 0
+    kept: list[str] = []
+    moved: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        record = json.loads(line)
+        cls = KINDS.get(record["kind"])
+        # Kinds from a newer version go by their step alone.
+        stale = record["step"] > step and (cls is None or cls.measured)
+        (moved if stale else kept).append(line)
+    if moved:
+        with (folder / f"superseded_rank{rank}.jsonl").open("a", encoding="utf-8") as stream:
+            stream.writelines(moved)
+    # In one rename: a crash here leaves the old stream or the new one.
+    fresh = path.with_suffix(".tmp")
+    with fresh.open("w", encoding="utf-8") as stream:
+        stream.writelines(kept)
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(path)
+    return len(moved)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        return float(value)
+    return [_number(v) for v in value] if isinstance(value, list) else value

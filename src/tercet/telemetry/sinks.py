@@ -1,0 +1,80 @@
+"""Readers of the event stream that write what people's scripts and tools open: CSV files and TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tercet.telemetry.events import Event, RunEnded, Sampled, StepLogged, Validated
+
+TRAINING_COLUMNS = (
+    "step",
+    "loss",
+    "lr",
+    "tokens_per_s",
+    "grad_norm",
+    "tokens",
+    "step_seconds",
+    "data_seconds",
+    "mfu",
+    "memory_gib",
+    "skipped",
+    "epoch",
+    "time",
+)
+VALIDATION_COLUMNS = ("step", "loss", "tokens", "seconds", "time")
+
+
+class CsvSink:
+    """One kind of event as rows of a CSV file; floats with all their digits, None as nothing."""
+
+    def __init__(self, path: Path, kind: type[Event], columns: tuple[str, ...], past: Iterable[Event]) -> None:
+        """Writes the file anew from the events so far (header and all), then follows along."""
+        self._kind, self._columns = kind, columns
+        fresh = path.with_suffix(".csv.tmp")
+        with fresh.open("w", encoding="utf-8") as stream:
+            stream.write(",".join(columns) + "\n")
+            stream.writelines(self._row(e) for e in past if isinstance(e, kind))
+        fresh.replace(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, self._kind):
+            os.write(self._file, self._row(event).encode())
+
+    def _row(self, event: Event) -> str:
+        values = (getattr(event, column) for column in self._columns)
+        return ",".join("" if v is None else repr(v) for v in values) + "\n"
+
+
+class TensorBoardSink:
+    """Scalars and samples under tb/. After a resume, `purge_step` hides what was superseded."""
+
+    def __init__(self, folder: Path, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
+
+    def __call__(self, event: Event) -> None:
+        add: Callable[..., None] = self._writer.add_scalar
+        if isinstance(event, StepLogged):
+            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds"):
+                add(f"train/{name}", getattr(event, name), event.step, walltime=event.time)
+            if event.mfu is not None:
+                add("train/mfu", event.mfu, event.step, walltime=event.time)
+        elif isinstance(event, Validated):
+            add("validation/loss", event.loss, event.step, walltime=event.time)
+        elif isinstance(event, Sampled):
+            self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, walltime=event.time)
+        elif isinstance(event, RunEnded):
+            self._writer.close()
+
+
+def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
+    """training.csv and val.csv of a run folder."""
+    return [
+        CsvSink(folder / "training.csv", StepLogged, TRAINING_COLUMNS, past),
+        CsvSink(folder / "val.csv", Validated, VALIDATION_COLUMNS, past),
+    ]

@@ -1,0 +1,201 @@
+"""Saving: torch's distributed checkpoint, in safetensors, committed by one rename after all ranks have written.
+
+No pickle is written, and none is read. DCP's usual `.metadata` is a pickle, and its non-tensor entries are pickles too;
+so only tensors go through DCP, in its safetensors storage, whose index is the JSON header of each file, and the rest
+is JSON of our own. DCP's protocol (every rank writes, then the coordinator finishes) is also our commit protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+import tercet
+from tercet.config.train import CheckpointConfig
+from tercet.train import manifest
+from tercet.train.manifest import CheckpointError
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+# Optimizer state by parameter name, so that it reloads under any sharding and any grouping.
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+# One process without a process group is what most runs are, not a mistake to warn of. (The warning comes from
+# the saving thread, where catch_warnings cannot be used.)
+warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process")
+
+
+def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Weights and optimizer moments by name; the tensors are the live ones. Collective under sharding."""
+    named: dict[str, Any] = {MODEL + k: v for k, v in get_model_state_dict(model).items()}
+    if optimizer is not None:
+        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))
+        # The rest are the groups' hyper-parameters: they follow from the config, which is saved as such.
+        named |= {OPTIMIZER + k: v for k, v in state.items() if isinstance(v, Tensor) and k.startswith("state.")}
+    return named
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete and on the disk."""
+
+    path: Path
+    step: int
+    bytes: int
+    seconds: float  # from the order to save until it was complete
+    blocked_seconds: float  # of these, how long training stood still
+
+
+class Checkpointer:
+    """Saves the run, in the background, one save at a time, and keeps the newest ones."""
+
+    def __init__(self, checkpoints: Path, config: CheckpointConfig, *, rank: int = 0, world_size: int = 1) -> None:
+        self.checkpoints, self.config = checkpoints, config
+        self.rank, self.world_size = rank, world_size
+        self._future: Future[Any] | None = None
+        self._writer: _CommittingWriter | None = None
+        self._ordered = self._blocked = 0.0
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run_state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+    ) -> None:
+        """Copy everything now, write it in the background. An earlier save must have been collected."""
+        assert self._future is None
+        self._ordered = time.perf_counter()
+        tensors = tensors_to_save(model, optimizer)
+        self._writer = _CommittingWriter(
+            self.checkpoints, step, list(tensors), run_state, rank_state, self.config, self.rank, self.world_size
+        )
+        saved = dcp.async_save(dict(tensors), storage_writer=self._writer, no_dist=self.world_size == 1)
+        assert isinstance(saved, Future)
+        self._future = saved
+        self._blocked = time.perf_counter() - self._ordered
+
+    @property
+    def saving(self) -> bool:
+        """Whether an earlier save has not been collected yet."""
+        return self._future is not None
+
+    def collect(self, *, wait: bool) -> Saved | None:
+        """The save under way, if it is complete (or after waiting for it). A failed one is an error here."""
+        if self._future is None or not (wait or self._future.done()):
+            return None
+        assert self._writer is not None
+        future, writer, self._future = self._future, self._writer, None
+        waited = time.perf_counter()
+        try:
+            future.result()
+        except Exception as error:
+            writer.discard()
+            raise CheckpointError(_explain(error, writer)) from error
+        now = time.perf_counter()
+        return Saved(writer.final, writer.step, writer.bytes, now - self._ordered, self._blocked + now - waited)
+
+
+class _CommittingWriter(HuggingFaceStorageWriter):
+    """DCP's safetensors writer, with checksums, a manifest, fsync and the rename that makes it a checkpoint."""
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        step: int,
+        names: list[str],
+        run_state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        config: CheckpointConfig,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.step, self.bytes = step, 0
+        self.final = checkpoints / manifest.folder_name(step)
+        self.writing = checkpoints / (manifest.WRITING + manifest.folder_name(step))
+        self._run_state, self._rank_state, self._config = run_state, rank_state, config
+        self._rank, self._world_size = rank, world_size
+        super().__init__(
+            path=str(self.writing),
+            # Weights in a file of their own: whoever wants only them reads only that.
+            fqn_to_index_mapping={name: 1 if name.startswith(MODEL) else 2 for name in names},
+            save_distributed=True,
+        )
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """This rank's tensors, then its own state with the checksums of its files."""
+        future = super().write_data(plan, planner)
+        names = sorted({result.storage_data.relative_path for result in future.wait()})
+        for name in names:
+            _fsync(self.writing / name)
+        files = {name: manifest.file_record(self.writing / name) for name in names}
+        manifest.write_json(
+            self.writing / manifest.rank_file(self._rank), {"files": files, "state": dict(self._rank_state)}
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, after every rank has written: complete the folder and give it its name."""
+        files: dict[str, Any] = {}
+        for rank in range(self._world_size):
+            path = self.writing / manifest.rank_file(rank)
+            files |= manifest.read_json(path)["files"]
+            files[path.name] = manifest.file_record(path)
+        manifest.write_json(self.writing / manifest.RUN_STATE, dict(self._run_state))
+        files[manifest.RUN_STATE] = manifest.file_record(self.writing / manifest.RUN_STATE)
+        self.bytes = sum(record["bytes"] for record in files.values())
+        content = {
+            "format": manifest.FORMAT,
+            "step": self.step,
+            "tokens": self._run_state.get("tokens"),
+            "world_size": self._world_size,
+            "tercet": tercet.__version__,
+            "torch": torch.__version__,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "files": files,
+        }
+        manifest.write_json(self.writing / manifest.MANIFEST, content)
+        manifest.publish(self.writing, self.step)
+        manifest.retain(self.final.parent, self._config.keep, self._config.keep_every)
+
+    def discard(self) -> None:
+        """Free what a failed save took, so that a full disk is not kept full."""
+        manifest.sweep(self.writing.parent)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _explain(error: BaseException, writer: _CommittingWriter) -> str:
+    """One sentence for a failed save: the root cause, what is still safe, and what to do."""
+    cause: BaseException = error
+    if isinstance(error, dcp.api.CheckpointException):
+        cause = next((e for e, _ in error.failures.values()), error)
+    kept = manifest.complete_checkpoints(writer.final.parent)
+    safe = f"the newest complete checkpoint is {kept[-1]}" if kept else "no complete checkpoint exists yet"
+    mend = "free space there" if "space" in str(cause).lower() else "see that the folder can be written"
+    return f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {safe}: {mend}"

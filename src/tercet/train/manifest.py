@@ -1,0 +1,167 @@
+"""What makes a folder a checkpoint: a name, a manifest, and files that match their checksums. No torch, no pickle.
+
+checkpoints/
+  step-00000500/      complete: the folder got this name by one rename, after everything in it was on the disk
+    manifest.json       format version, step, tokens, and size and SHA-256 of every other file
+    run.json            step, tokens, data cursor, config, counters
+    rank-00000.json     random generators of each rank
+    shard-*.safetensors weights (…-00001-of-00002) and optimizer (…-00002-of-00002), one shard per rank
+  .writing-…          a save under way, or one that a crash cut short; never loaded, swept away at the next start
+  latest -> step-…    the newest complete one, for people; resuming looks at the folders themselves
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tercet.errors import TercetError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+RUN_STATE = "run.json"
+LATEST = "latest"
+WRITING = ".writing-"
+REMOVING = ".removing-"
+_NAME = re.compile(r"step-(\d{8,})$")
+
+
+class CheckpointError(TercetError):
+    """A checkpoint that cannot be written, or may not be loaded."""
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name, None for other folders."""
+    match = _NAME.match(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
+    """Complete checkpoint folders, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [(step_of(p), p) for p in checkpoints.iterdir() if p.is_dir() and not p.is_symlink()]
+    return [p for step, p in sorted((s, p) for s, p in found if s is not None)]
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder, its format version checked."""
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}: checkpoint format {manifest.get('format')!r}, this Tercet reads format {FORMAT}: "
+            "use the version of Tercet that wrote it"
+        )
+    return manifest
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Compare every file with the manifest, and return the manifest. The first difference is an error."""
+    manifest = read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing")
+        if path.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+            )
+        if file_record(path)["sha256"] != expected["sha256"]:
+            raise CheckpointError(f"{folder}: {name} does not match its SHA-256: its content was changed or damaged")
+    return manifest
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint, or an error that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds {type(value).__name__}, expected an object")
+    return value
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(writing: Path, step: int) -> Path:
+    """Turn a finished `.writing-` folder into the checkpoint of `step`, in one rename, and point `latest` at it."""
+    checkpoints = writing.parent
+    final = checkpoints / folder_name(step)
+    sync_folder(writing)
+    if final.exists():  # a damaged one that resuming passed over, or the same step saved again
+        remove(final)
+    writing.rename(final)
+    link = checkpoints / f".{LATEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(checkpoints / LATEST)
+    sync_folder(checkpoints)
+    return final
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint so that at no instant a half-deleted folder bears a complete one's name."""
+    doomed = folder.with_name(REMOVING + folder.name)
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def retain(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
+    """Delete all but the newest `keep` and the multiples of `keep_every`; returns what was deleted."""
+    if keep == 0:
+        return []
+    old = complete_checkpoints(checkpoints)[:-keep]
+    doomed = [p for p in old if not (keep_every and (step_of(p) or 0) % keep_every == 0)]
+    for folder in doomed:
+        remove(folder)
+    return doomed
+
+
+def sweep(checkpoints: Path) -> None:
+    """Clear what a crash left half-written or half-deleted."""
+    if checkpoints.is_dir():
+        for path in checkpoints.iterdir():
+            if path.name.startswith((WRITING, REMOVING)):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(path)

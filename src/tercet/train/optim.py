@@ -1,0 +1,50 @@
+"""AdamW with decay groups, and the global norm of the gradients before clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tercet.config.train import TrainConfig
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Fused AdamW; matrices decay, while norms, biases and other 1-D parameters do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """2-norm of all gradients together, as they are now, on their device. [] fp32"""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, norm: Tensor, skip: Tensor) -> None:
+    """One update at rate `lr`, unless `skip` (device-side bool): then weights and moments stay as they are.
+
+    The fused kernels read `found_inf` on the device, as under a GradScaler, so that nothing waits for it.
+    Zeroing the gradients instead was rejected: the moments and the weight decay would still move.
+    """
+    if clip > 0:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

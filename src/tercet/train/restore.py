@@ -1,0 +1,169 @@
+"""Loading: which checkpoint to resume from, whether it may be, and putting it into a live model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tercet.train import manifest
+from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
+from tercet.train.manifest import CheckpointError
+
+# Settings that may change between the parts of one run without changing what it learns, or that people mean to change.
+FREE = (
+    "run.name",
+    "run.dir",
+    "run.device",
+    "run.threads",
+    "log.",
+    "checkpoint.",
+    "parallel.",
+    "data.prefetch",
+    "train.steps",
+    "train.micro_batch",
+    "train.compile",
+    "train.activation_checkpointing",
+    "train.val_",
+    "train.sample_",
+    "train.max_skipped",
+    "train.init_",
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to resume from, its run state, and what there is to say about the choice."""
+
+    path: Path
+    run_state: dict[str, Any]
+    said: list[str]
+
+
+def choose(resume: str, checkpoints: Path, *, verify: bool) -> Found | None:
+    """`auto`: the newest intact checkpoint of this run, None if it has none at all. Otherwise: that very one.
+
+    A damaged checkpoint is passed over under `auto`, and said; named outright, it is an error.
+    """
+    check = manifest.verify if verify else manifest.read_manifest
+    if resume != "auto":
+        path = _resolve(Path(resume))
+        check(path)
+        return Found(path, manifest.read_json(path / manifest.RUN_STATE), [])
+    said: list[str] = []
+    for path in reversed(manifest.complete_checkpoints(checkpoints)):
+        try:
+            check(path)
+            return Found(path, manifest.read_json(path / manifest.RUN_STATE), said)
+        except CheckpointError as error:
+            said.append(f"passing over a damaged checkpoint: {error}")
+    if said:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints} is intact, nothing was changed: {'; '.join(said)}; "
+            "restore one from a copy, or start anew with another --run.dir"
+        )
+    return None
+
+
+def _resolve(path: Path) -> Path:
+    """A checkpoint folder, or the newest one of a run folder or of its checkpoints/."""
+    if (path / manifest.MANIFEST).is_file():
+        return path.resolve()
+    for folder in (path / "checkpoints", path):
+        found = manifest.complete_checkpoints(folder)
+        if found:
+            return found[-1]
+    raise CheckpointError(
+        f"--resume {path}: neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one; "
+        "name one, or use --resume auto"
+    )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return out
+
+
+def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:
+    """What differs from the saved config, one sentence each; an error where it would be another run."""
+    before, after = flat(saved), flat(now)
+    changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
+    told = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
+    shape = [k for k in changed if k.startswith("model.") and k not in ("model.backend", "model.rope_scaling")]
+    if shape:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(told[k] for k in shape)}: put these back, or take over "
+            "the weights that fit a changed model with train.init_from"
+        )
+    path = [k for k in changed if not k.startswith(FREE) and k != "model.backend"]
+    if path and not allow_change:
+        raise CheckpointError(
+            f"the config has changed since the checkpoint: {'; '.join(told[k] for k in path)}: put these back, or pass "
+            "--checkpoint.allow-config-change to go on with the new values"
+        )
+    return [told[k] for k in changed if k in path or k in ("train.steps", "model.backend")]
+
+
+def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read weights (and optimizer moments) from a checkpoint folder into the live model, resharding as needed."""
+    live = tensors_to_save(model, optimizer)
+    reader = HuggingFaceStorageReader(str(path))
+    _check_shapes(path, live, reader)
+    dcp.load(dict(live), storage_reader=reader)
+    set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in live.items() if k.startswith(MODEL)})
+    if optimizer is not None:
+        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))
+        state |= {k.removeprefix(OPTIMIZER): v for k, v in live.items() if k.startswith(OPTIMIZER)}
+        set_optimizer_state_dict(model, optimizer, state, options=OPTIONS)
+
+
+def load_weights_file(path: Path, model: nn.Module) -> None:
+    """Read weights alone from a .safetensors file; every name and shape must fit."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"train.init_from={path}: cannot be read ({error})") from None
+    weights = {k.removeprefix(MODEL): v for k, v in weights.items() if not k.startswith(OPTIMIZER)}
+    live = {k.removeprefix(MODEL): v for k, v in tensors_to_save(model, None).items()}
+    _compare(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+
+def _check_shapes(path: Path, live: Mapping[str, Tensor], reader: HuggingFaceStorageReader) -> None:
+    stored = reader.read_metadata().state_dict_metadata
+    parts = {k.split(".", 1)[0] for k in live}  # weights alone may be taken from a checkpoint that has more
+    sizes = {k: v.size for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+    _compare(
+        path, {k: v.shape for k, v in live.items()}, {k: v for k, v in sizes.items() if k.split(".", 1)[0] in parts}
+    )
+
+
+def _compare(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    missing, surplus = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
+    differ = [
+        f"{k} {list(stored[k])}, the model has {list(live[k])}" for k in live.keys() & stored if live[k] != stored[k]
+    ]
+    for what, names in (("lacks", missing), ("has a surplus of", surplus), ("differs in shape:", sorted(differ))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"{path} does not fit the model: it {what} {', '.join(names[:3])}{more}")

@@ -1,0 +1,81 @@
+"""One optimizer step: forward and backward of its micro-batches, then one update. No I/O, no host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tercet.parallel.strategy import Strategy
+from tercet.train.guard import NonFiniteGuard
+from tercet.train.optim import global_norm, update
+
+IGNORED_TARGET = -100
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass eats, on the device."""
+
+    tokens: Tensor  # [b, T], or [1, b*T] with cu_seqlens
+    targets: Tensor  # likewise; IGNORED_TARGET where there is nothing to predict
+    cu_seqlens: Tensor | None  # int32 [docs+1]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device-side results of a step; reading them is the caller's decision."""
+
+    loss: Tensor  # mean over the target tokens of the whole step, all ranks
+    grad_norm: Tensor  # global, before clipping
+    bad: Tensor  # bool: loss or gradients were not finite, and nothing was updated
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """bf16 compute over fp32 weights, or plain fp32."""
+    chosen = precision if precision != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    if chosen == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Cross-entropy summed over the targets of one micro-batch. [] fp32"""
+    return model(batch.tokens, batch.cu_seqlens, batch.targets).total
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[MicroBatch],
+    *,
+    lr: float,
+    clip: float,
+    precision: str,
+    guard: NonFiniteGuard,
+    strategy: Strategy,
+) -> StepResult:
+    """One update over all micro-batches together.
+
+    The loss is normalised by the targets of the whole step, on all ranks, not per micro-batch: packed
+    documents leave a different number of targets in each, and a mean of means would weigh them unequally.
+    """
+    device = batches[0].tokens.device
+    targets = torch.stack([(b.targets != IGNORED_TARGET).sum() for b in batches]).sum()
+    targets = strategy.all_sum(targets).clamp(min=1)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for i, batch in enumerate(batches):
+        with strategy.gradient_sync(model, last=i == len(batches) - 1):
+            with autocast(device, precision):
+                loss = loss_sum(model, batch)
+            # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
+            (loss * (strategy.world_size / targets)).backward()
+        total += loss.detach()
+    mean = strategy.all_sum(total) / targets
+    norm = global_norm(model.parameters())
+    bad, skip = guard.judge(mean, norm)
+    update(optimizer, lr, clip, norm, skip)
+    return StepResult(mean, norm, bad)
