@@ -37,7 +37,7 @@ class Selection:
         return (min(taken), max(left)) if taken and left else None
 
     def near_tie(self, relative: float) -> bool:
-        """Whether rounding may decide otherwise. Two scores of exactly 0 are no near-tie: lowest index wins."""
+        """Whether rounding may decide otherwise. Two scores of exactly 0 are a true tie instead."""
         edge = self.boundary()
         if edge is None or edge[0] == 0.0:
             return False
@@ -134,8 +134,8 @@ def importance(probabilities: list[Any], current: int, cfg: Any) -> list[Any]:
 
 
 def nsa(q, kc, vc, ks, vs, kw, vw, gates, cfg, cu_seqlens=None, block_indices=None) -> Answer:
-    """The operator, steps 1 to 7. With `block_indices` [B, T, G, n] those sets are read instead of the selected
-    ones (the selection is still worked out and returned, so that it can be judged)."""
+    """The operator, steps 1 to 7. With `block_indices` [B, T, G, n] those sets are read instead of the
+    selected ones (the selection is still worked out and returned, so that it can be judged)."""
     q, kc, vc, ks, vs, kw, vw, gates = (
         np.asarray(x, dtype=np.float64) for x in (q, kc, vc, ks, vs, kw, vw, gates)
     )

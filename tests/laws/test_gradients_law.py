@@ -1,4 +1,4 @@
-"""Law "gradients": float64 gradcheck of the operator; finite gradients where there is nothing to attend to."""
+"""Law "gradients": float64 gradcheck of the operator; finite gradients where nothing can be attended to."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from cases import attend, chosen, config, configs, inputs
 
 def expected_for_equal_probabilities(t: int, cfg: tercet.NSAConfig) -> list[int]:
     seen = len(oracle.visible_compressed(t, cfg.compress_block, cfg.compress_stride))
-    scores = oracle.importance([Fraction(1, seen)] * seen, t // cfg.select_block, cfg)
+    scores = oracle.importance([Fraction(1, seen or 1)] * seen, t // cfg.select_block, cfg)
     return oracle.choose(scores, t, cfg).chosen
 
 

@@ -1,0 +1,174 @@
+"""Bad input to the operator: one line each, that names the thing, its value and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cases import SMALL, Inputs, attend, config, cu, inputs
+
+CFG = config()
+X = inputs(CFG, 21, batch=2, dtype=torch.float32)
+PACKED = inputs(CFG, 21, documents=(9, 12), dtype=torch.float32)
+NAMES = {
+    "q": "q",
+    "kc": "k_compressed",
+    "vc": "v_compressed",
+    "ks": "k_selected",
+    "vs": "v_selected",
+    "kw": "k_window",
+    "vw": "v_window",
+    "gates": "gates",
+}
+
+
+def refusal(call: Callable[[], object], *words: str) -> str:
+    with pytest.raises((ValueError, TypeError)) as refused:
+        call()
+    message = str(refused.value)
+    assert "\n" not in message, message
+    for word in words:
+        assert word in message, f"{word!r} is not named in: {message}"
+    return message
+
+
+def test_what_is_changed_below_is_right_to_begin_with():
+    assert attend(X, CFG).shape == (2, 21, 4, 6)
+    assert attend(PACKED, CFG, cu_seqlens=cu((9, 12)), validate=True).shape == (1, 21, 4, 6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_rank_is_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name)[0]}), CFG), NAMES[name], "4")
+
+
+@pytest.mark.parametrize("name", ["kc", "vc"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_wrong_number_of_compressed_tokens_is_refused(name: str, change: int):
+    v = getattr(X, name)
+    wrong = torch.cat([v, v[:, :1]], 1) if change > 0 else v[:, :-1]
+    right = X.kc.shape[1]
+    refusal(lambda: attend(X.with_(**{name: wrong}), CFG), NAMES[name], str(right + change), str(right))
+
+
+@pytest.mark.parametrize("name", ["ks", "vs", "kw", "vw", "gates"])
+def test_a_wrong_length_is_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name)[:, :-2]}), CFG), NAMES[name], "19", "21")
+
+
+@pytest.mark.parametrize("name", ["kc", "vc", "ks", "vs", "kw", "vw", "gates"])
+def test_a_wrong_batch_is_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name)[:1]}), CFG), NAMES[name])
+
+
+@pytest.mark.parametrize("name", ["kc", "ks", "kw"])
+def test_a_key_size_that_is_not_that_of_the_queries_is_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name)[..., :5]}), CFG), NAMES[name], "5", "8")
+
+
+@pytest.mark.parametrize("name", ["vc", "vs", "vw"])
+def test_value_sizes_that_differ_are_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name)[..., :5]}), CFG), "5", "6")
+
+
+@pytest.mark.parametrize("name", ["kc", "vc", "ks", "vs", "kw", "vw"])
+def test_a_group_number_that_differs_is_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name)[:, :, :1]}), CFG))
+
+
+def test_heads_that_are_no_multiple_of_the_groups_are_refused():
+    x = X.with_(q=X.q[:, :, :3], gates=X.gates[:, :, :3])
+    refusal(lambda: attend(x, CFG), "heads=3", "kv_heads=2")
+
+
+@pytest.mark.parametrize("last", [1, 2, 4])
+def test_gates_of_the_wrong_last_size_are_refused(last: int):
+    gates = torch.rand(2, 21, 4, last)
+    refusal(lambda: attend(X.with_(gates=gates), CFG), "gates", str(last), "3")
+
+
+def test_gates_of_the_wrong_heads_are_refused():
+    refusal(lambda: attend(X.with_(gates=X.gates[:, :, :2]), CFG), "gates")
+
+
+@pytest.mark.parametrize("name", ["kc", "vc", "ks", "vs", "kw", "vw"])
+def test_mixed_dtypes_are_refused(name: str):
+    wrong = X.with_(**{name: getattr(X, name).double()})
+    refusal(lambda: attend(wrong, CFG), NAMES[name], "float64", "float32")
+
+
+@pytest.mark.parametrize("name", ["q", "kc", "vc", "ks", "vs", "kw", "vw", "gates"])
+def test_mixed_devices_are_refused(name: str):
+    refusal(lambda: attend(X.with_(**{name: getattr(X, name).to("meta")}), CFG), NAMES[name], "meta", "cpu")
+
+
+def test_whole_numbers_are_refused():
+    refusal(lambda: attend(X.map(lambda v: v.long()), CFG), "int64")
+
+
+def test_packed_documents_take_a_batch_of_one():
+    refusal(lambda: attend(X, CFG, cu_seqlens=cu((9, 12))), "cu_seqlens", "2", "1")
+
+
+def test_packed_documents_with_too_few_compressed_tokens_are_refused_when_validated():
+    short: Inputs = PACKED.with_(kc=PACKED.kc[:, :-1], vc=PACKED.vc[:, :-1])
+    words = ("k_compressed", str(short.kc.shape[1]), str(PACKED.kc.shape[1]))
+    refusal(lambda: attend(short, CFG, cu_seqlens=cu((9, 12)), validate=True), *words)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ([0, 9, 20], ["20", "21"]),
+        ([0, 9, 22], ["22", "21"]),
+        ([1, 9, 21], ["1"]),
+        ([0, 12, 9, 21], ["9"]),
+        ([0, -3, 21], ["-3"]),
+    ],
+    ids=str,
+)
+def test_documents_that_do_not_rise_from_0_to_the_last_token_are_refused_when_validated(bounds, words):
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    refusal(lambda: attend(PACKED, CFG, cu_seqlens=cu_seqlens, validate=True), "cu_seqlens", *words)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "word"),
+    [
+        (torch.tensor([[0, 9, 21]], dtype=torch.int32), "cu_seqlens"),
+        (torch.tensor([0.0, 9.0, 21.0]), "float32"),
+        (torch.tensor([0], dtype=torch.int32), "cu_seqlens"),
+    ],
+    ids=["rank", "dtype", "no document"],
+)
+def test_cu_seqlens_of_the_wrong_form_are_refused_always(bounds: torch.Tensor, word: str):
+    refusal(lambda: attend(PACKED, CFG, cu_seqlens=bounds), "cu_seqlens", word)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    refusal(lambda: attend(X, CFG, backend="cuda"), "cuda", "auto", "reference", "triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_triton_without_a_device_is_refused_with_the_reason():
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        attend(X, CFG, backend="triton")
+    assert "\n" not in str(refused.value)
+    assert "triton" in str(refused.value)
+    assert "cpu" in str(refused.value).lower() or "cuda" in str(refused.value).lower()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_auto_tells_what_each_branch_ran_and_why_not_something_faster():
+    out, aux = attend(X, CFG, "auto", return_aux=True)
+    assert {"compressed", "selected", "window"} <= set(aux.routes)
+    for branch in ("compressed", "selected", "window"):
+        assert "reference" in str(aux.routes[branch])
+    assert torch.equal(out, attend(X, CFG, "reference"))
+    assert any(word in str(aux.routes).lower() for word in ("cpu", "cuda"))
+
+
+def test_a_config_that_is_no_nsa_config_is_refused():
+    refusal(lambda: attend(X, SMALL), "config")  # type: ignore[arg-type]
