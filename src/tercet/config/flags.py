@@ -1,24 +1,25 @@
 """Flags for every key of the configuration: `--train.lr 1e-3`. Parsing and help texts are tyro's.
 
-tyro fills plain dataclasses that mirror the configuration, whose defaults are the values of the chosen preset and
-file (so that `--help` shows what would really run). Only what was given on the command line is handed on: the one
-place where values are checked is the configuration itself.
+tyro fills plain dataclasses that mirror the configuration, whose defaults are the values of the chosen preset
+and file (so that `--help` shows what would really run). Only what was given on the command line is handed on:
+the one place where values are checked is the configuration itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from tercet.config.keys import Key, all_keys, flatten, suggestion
+from tercet.config.keys import Key, all_keys, docstrings, suggestion
 from tercet.config.load import ConfigError
 from tercet.config.schema import RunConfig
 
@@ -45,18 +46,17 @@ class Parsed:
     overrides: dict[str, Any]
 
 
-def parse(arguments: Sequence[str], *, options: type, base: RunConfig, prog: str, description: str) -> Parsed:
-    """Read `arguments` as options of a command (fields of the dataclass `options`) and keys of the configuration."""
+def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any], prog: str, description: str) -> Parsed:
+    """Read `arguments` as options of a command (fields of the dataclass `options`) and as keys.
+
+    values: what help shows as a key's default, for keys that a preset or a file set.
+    """
     own = {f.name for f in dataclasses.fields(options)}
     given = given_flags(arguments)
     for written, name in given:
         _check_known(written, name, own)
-    mirrored = _mirror(options, base)
-    result = run_tyro(
-        lambda: tyro.cli(
-            mirrored, args=list(arguments), prog=prog, description=description, use_underscores=True
-        )
-    )
+    mirrored = _mirror(options, values)
+    result = _read(mirrored, arguments, prog=prog, description=description)
     overrides = {}
     for _, name in given:
         path = _positive(name)
@@ -68,14 +68,37 @@ def parse(arguments: Sequence[str], *, options: type, base: RunConfig, prog: str
     return Parsed(result, overrides)
 
 
-def option_values(arguments: Sequence[str], name: str) -> list[str]:
-    """Values given to `--name`, before anything is parsed: the preset must be known to show its help."""
-    found = []
+def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str) -> T:
+    """Call `function` with what `arguments` say: its signature is its flags, its docstring their help."""
+
+    # Put off, so that the function runs outside of tyro, and what it says on stderr passes through.
+    @functools.wraps(function)
+    def put_off(*positional: Any, **named: Any) -> Callable[[], T]:
+        return functools.partial(function, *positional, **named)
+
+    return _read(put_off, arguments, prog=prog)()
+
+
+def _read(target: Callable[..., T], arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
+    """tyro, whose errors come in boxes: here each is one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(target, args=list(arguments), prog=prog, description=description, use_underscores=True)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_in_one_line(said.getvalue())) from None
+
+
+def option_value(arguments: Sequence[str], name: str) -> str | None:
+    """What `--name` was given, before anything is parsed: the preset must be known to show its help."""
+    found = None
     for i, argument in enumerate(arguments):
         if argument == f"--{name}" and i + 1 < len(arguments):
-            found.append(arguments[i + 1])
+            found = arguments[i + 1]
         elif argument.startswith(f"--{name}="):
-            found.append(argument.partition("=")[2])
+            found = argument.partition("=")[2]
     return found
 
 
@@ -85,27 +108,18 @@ def given_flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return [(flag, flag[2:].replace("-", "_")) for flag in flags]
 
 
-def run_tyro(call: Callable[[], T]) -> T:
-    """tyro draws boxes around its errors; here an error is one line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return call()
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ConfigError(_in_one_line(said.getvalue())) from None
-
-
 def _in_one_line(box: str) -> str:
+    """tyro's box: a title, what is wrong, and perhaps options that are spelt alike."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │╭╮╰╯") for line in box.splitlines()]
-    body = []
+    paragraphs: list[list[str]] = [[]]
     for line in lines[1:]:
         if set(line) <= {"─"}:
-            break
-        body.append(line)
-    said = " ".join(body) or " ".join(lines)
-    return said.removeprefix("Error parsing ")
+            paragraphs.append([])
+        else:
+            paragraphs[-1].append(line)
+    said = " ".join(paragraphs[0]).removeprefix("Error parsing ")
+    near = [line.split()[0] for line in paragraphs[1] if line.startswith("--")] if len(paragraphs) > 1 else []
+    return said + (f": did you mean {' or '.join(near[:2])}?" if near and said.startswith("Unrecogn") else "")
 
 
 def _check_known(written: str, name: str, own: set[str]) -> None:
@@ -113,9 +127,7 @@ def _check_known(written: str, name: str, own: set[str]) -> None:
     path = _positive(name)
     if name in own or path in keys or name == "help":
         if path in keys and not _has_flag(keys[path]):
-            raise ConfigError(
-                f"{path} is a table, which no flag can say: set it in a file given with --config"
-            )
+            raise ConfigError(f"{path} is a table, which no flag can say: set it in a file given with --config")
         return
     if name in FORMER_FLAGS:
         raise ConfigError(f"unknown option {written}: it is now {FORMER_FLAGS[name]}")
@@ -147,16 +159,16 @@ def _has_flag(key: Key) -> bool:
     return simple(key.annotation)
 
 
-def _mirror(options: type, base: RunConfig) -> type:
+def _mirror(options: type, values: Mapping[str, Any]) -> type:
     """A dataclass with the fields of `options` and, nested, one for each key that a flag can say."""
-    values = flatten(base)
-    tables: dict[str, list[Any]] = {"": [(f.name, f.type, f) for f in _own_fields(options)]}
+    tables: dict[str, list[Any]] = {"": _own_fields(options)}
     for path, key in all_keys().items():
         if not _has_flag(key):
             continue
         table, _, leaf = path.rpartition(".")
-        kind = Annotated[key.annotation, tyro.conf.arg(help=key.about or leaf)]  # type: ignore[valid-type]
-        tables.setdefault(table, []).append((leaf, kind, dataclasses.field(default=values[path])))
+        default = values.get(path, key.default)
+        default = tuple(default) if isinstance(default, list) else default
+        tables.setdefault(table, []).append((leaf, _flag(key), dataclasses.field(default=default)))
     # Deepest tables first, each then a field of the one above it.
     for table in sorted(filter(None, tables), key=lambda t: -t.count(".")):
         above, _, leaf = table.rpartition(".")
@@ -168,14 +180,21 @@ def _mirror(options: type, base: RunConfig) -> type:
     return dataclasses.make_dataclass(options.__name__, tables[""], frozen=True)
 
 
-def _own_fields(options: type) -> list[Any]:
-    hints = typing.get_type_hints(options, include_extras=True)
-    copies = []
-    for f in dataclasses.fields(options):
-        copy = dataclasses.field(default=f.default)
-        copy.name, copy.type = f.name, hints[f.name]
-        copies.append(copy)
-    return copies
+def _flag(key: Key) -> Any:
+    return Annotated.__class_getitem__((key.annotation, tyro.conf.arg(help=key.about)))  # type: ignore[attr-defined]
+
+
+def _own_fields(options: type) -> list[tuple[str, Any, Any]]:
+    abouts = {name: about for base in reversed(options.__mro__[:-1]) for name, about in docstrings(base).items()}
+    hints = typing.get_type_hints(options)
+    return [
+        (
+            f.name,
+            _flag(Key(f.name, hints[f.name], abouts.get(f.name, ""), f.default)),
+            dataclasses.field(default=f.default),
+        )
+        for f in dataclasses.fields(options)
+    ]
 
 
 def _about_table(path: str) -> str:

@@ -31,17 +31,15 @@ class Key:
 
 def is_table(annotation: Any) -> bool:
     """Whether values of this type are tables of keys rather than values."""
-    return isinstance(annotation, type) and (
-        issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
-    )
+    return isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation))
 
 
-def fields_of(table: type) -> dict[str, tuple[Any, str, Any]]:
+def fields_of(table: Any) -> dict[str, tuple[Any, str, Any]]:
     """name -> (annotation, help text, default) of a section or of a plain dataclass."""
     if issubclass(table, BaseModel):
         fields = table.model_fields.items()
         return {name: (f.annotation, f.description or "", f.get_default()) for name, f in fields}
-    abouts = _attribute_docstrings(table)
+    abouts = docstrings(table)
     hints = typing.get_type_hints(table)
     return {f.name: (hints[f.name], abouts.get(f.name, ""), f.default) for f in dataclasses.fields(table)}
 
@@ -108,8 +106,8 @@ def _walk(table: type, prefix: str) -> Iterable[Key]:
             yield Key(path, annotation, about, default)
 
 
-def _attribute_docstrings(table: type) -> dict[str, str]:
-    # pydantic reads them for its own models only, and NSAConfig is a plain dataclass on purpose.
+def docstrings(table: type) -> dict[str, str]:
+    """The texts under a class's fields. pydantic reads its own models' only, and NSAConfig is a plain dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {

@@ -28,6 +28,8 @@ NOT_SAVED = ("run.dir",)
 class ConfigError(TercetError):
     """The configuration or the command line is wrong; the message is one line with the mend in it."""
 
+    usage = True
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -45,25 +47,20 @@ class Loaded:
     origins: dict[str, str]
 
 
-def load(
-    preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None
-) -> Loaded:
+def load(preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
     """Defaults, then the preset, then the file, then the flags (dotted key -> value)."""
-    layers: list[Layer] = []
-    if file is not None:
-        layers = _file_layers(Path(file))
-        based_on = [layer.origin for layer in layers if layer.origin.startswith("preset ")]
-        if preset is not None and based_on and based_on[-1] != f"preset {preset}":
-            raise ConfigError(
-                f"--preset {preset} beside --config {file}, which builds on {based_on[-1]}: give one of the two"
-            )
-        if based_on:
-            preset = None
-    if preset is not None:
-        layers = preset_layers(preset) + layers
-    if flags:
-        layers.append(Layer("flag", flags))
-    return merge(layers)
+    return merge([*read_layers(preset, file), Layer("flag", flags or {})])
+
+
+def read_layers(preset: str | None = None, file: str | Path | None = None) -> list[Layer]:
+    """The preset's values, then the file's, not yet validated: flags may be what makes them whole."""
+    layers = [] if file is None else _file_layers(Path(file))
+    based_on = [layer.origin for layer in layers if layer.origin.startswith("preset ")]
+    if preset is None:
+        return layers
+    if based_on and based_on[-1] != f"preset {preset}":
+        raise ConfigError(f"--preset {preset} and --config {file}, which builds on {based_on[-1]}: give one of the two")
+    return layers if based_on else preset_layers(preset) + layers
 
 
 def merge(layers: list[Layer]) -> Loaded:
@@ -153,9 +150,7 @@ def _layers(table: dict[str, Any], origin: str) -> list[Layer]:
         raise ConfigError(f"preset={parent!r} in {origin} must be the name of a preset")
     for name, value in table.items():
         if not isinstance(value, Mapping) and name in RunConfig.model_fields:
-            raise ConfigError(
-                f"{name}={value!r} in {origin} must be a table: write [{name}] and its keys below"
-            )
+            raise ConfigError(f"{name}={value!r} in {origin} must be a table: write [{name}] and its keys below")
     below = preset_layers(parent) if parent is not None else []
     return [*below, Layer(origin, flatten_table(table))]
 
@@ -173,20 +168,14 @@ def _check_key(path: str, origin: str) -> None:
     if path in keys:
         return
     if any(known.startswith(path + ".") for known in keys):
-        raise ConfigError(
-            f"{path} in {origin} is a table, not a value: set one of its keys, such as {path}.…"
-        )
+        raise ConfigError(f"{path} in {origin} is a table, not a value: set one of its keys, such as {path}.…")
     hint = suggestion(path, keys) or "`tercet config show` lists all keys"
     raise ConfigError(f"unknown key {path} in {origin}: {hint}")
 
 
 def _as_none(path: str, value: Any) -> Any:
     # TOML has no null: "none" says it, for the keys that can be empty.
-    return (
-        None
-        if value == "none" and type(None) in getattr(all_keys()[path].annotation, "__args__", ())
-        else value
-    )
+    return None if value == "none" and type(None) in getattr(all_keys()[path].annotation, "__args__", ()) else value
 
 
 def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -15,17 +15,17 @@ from tercet.config.train import CheckpointConfig, LogConfig, TrainConfig
 class RunSection(Section):
     """The run itself: where it is kept, on what it runs, and its randomness."""
 
-    name: str = Field("run", min_length=1)
+    name: str = Field(default="run", min_length=1)
     """Name of the run; part of its folder's name when run.dir is not given."""
     dir: str | None = None
     """Folder of the run; none: runs/NAME-DATE-TIME."""
-    seed: int = Field(1337, ge=0)
+    seed: int = Field(default=1337, ge=0)
     """Seed of the weights and of the order of the data."""
     deterministic: bool = False
     """Only kernels that give the same bits every time; slower on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; none: as torch chooses."""
 
 
@@ -34,16 +34,38 @@ class ParallelConfig(Section):
 
     strategy: Literal["single", "ddp", "fsdp", "hsdp", "cp"] = "single"
     """One device, replicas (ddp), sharded weights (fsdp, hsdp) or a sharded sequence (cp)."""
-    world_size: int = Field(1, ge=1)
+    world_size: int = Field(default=1, ge=1)
     """Ranks this configuration is meant for; a launch with another number is refused."""
+    static_graph: bool = True
+    """ddp: the same parameters take part in every step, so that buckets are arranged once."""
+    bucket_mb: float = Field(default=25.0, gt=0)
+    """ddp: megabytes of gradients per all-reduce."""
+    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
+    """ddp: what gradients are sent as."""
+    sharding: Literal["full", "grad_op"] = "full"
+    """fsdp, hsdp: shard weights too, or gradients and optimizer only."""
+    prefetch: int = Field(default=1, ge=0)
+    """fsdp, hsdp: blocks whose weights are gathered ahead of time."""
 
     @model_validator(mode="after")
-    def _single_is_one_rank(self) -> Self:
+    def _read_by_this_strategy(self) -> Self:
         if self.strategy == "single" and self.world_size != 1:
-            raise ValueError(
-                f"world_size={self.world_size} with strategy=single: pick ddp or fsdp, or world_size=1"
-            )
+            raise ValueError(f"world_size={self.world_size} with strategy=single: pick ddp or fsdp, or world_size=1")
+        for strategies, names in _READ_BY.items():
+            for name in names:
+                value, default = getattr(self, name), type(self).model_fields[name].default
+                if self.strategy not in strategies and value != default:
+                    raise ValueError(
+                        f"{name}={value} is not read by strategy={self.strategy}: "
+                        f"drop it, or pick {' or '.join(strategies)}"
+                    )
         return self
+
+
+_READ_BY = {
+    ("ddp",): ("static_graph", "bucket_mb", "gradient_compression"),
+    ("fsdp", "hsdp"): ("sharding", "prefetch"),
+}
 
 
 class RunConfig(Section):

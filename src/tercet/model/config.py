@@ -19,21 +19,21 @@ class ModelConfig(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
 
-    dim: int = Field(768, ge=1)
+    dim: int = Field(default=768, ge=1)
     """Width of the residual stream."""
-    layers: int = Field(12, ge=1)
+    layers: int = Field(default=12, ge=1)
     """Number of blocks, each attention and feed-forward."""
-    heads: int = Field(12, ge=1)
+    heads: int = Field(default=12, ge=1)
     """Query heads (H)."""
-    kv_heads: int = Field(2, ge=1)
+    kv_heads: int = Field(default=2, ge=1)
     """Key/value heads (G); divides heads."""
-    head_dim: int = Field(64, ge=2)
+    head_dim: int = Field(default=64, ge=2)
     """Size of one query and key head (Dk); even, for RoPE."""
-    value_dim: int | None = Field(None, ge=1)
+    value_dim: int | None = Field(default=None, ge=1)
     """Size of one value head (Dv); none: as head_dim."""
-    ffn_dim: int = Field(2048, ge=1)
+    ffn_dim: int = Field(default=2048, ge=1)
     """Inner width of the SwiGLU."""
-    vocab_size: int = Field(256, ge=2)
+    vocab_size: int = Field(default=256, ge=2)
     """Rows of the embedding: at least the tokenizer's vocabulary (256 for bytes)."""
     tie_embeddings: bool = True
     """One matrix for the embedding and the head."""
@@ -51,15 +51,15 @@ class ModelConfig(BaseModel):
     """Branches that take part; leave some out for an ablation."""
     backend: Literal["auto", "reference", "triton"] = "auto"
     """What computes NSA; one that cannot run here is an error."""
-    rope_theta: float = Field(10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position encoding."""
-    rope_scaling: float = Field(1.0, gt=0)
+    rope_scaling: float = Field(default=1.0, gt=0)
     """Positions are divided by this: above 1 when a model is taken to longer sequences."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before RoPE."""
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of every RMSNorm."""
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of fresh weights; projections back into the residual stream get less, by depth."""
 
     @field_validator("branches")

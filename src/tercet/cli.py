@@ -1,0 +1,274 @@
+"""The command line: parse, call, exit code. torch is imported by the commands that compute, not here.
+
+Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tercet
+from tercet.errors import TercetError
+
+if TYPE_CHECKING:
+    from tercet.config.load import Loaded
+
+OVERVIEW = """\
+Tercet trains language models whose attention is Native Sparse Attention.
+
+usage: tercet COMMAND [options]       tercet COMMAND --help
+
+  train            train a model:            tercet train --preset tiny
+  plan             what a run will cost:     tercet plan --preset m7c --gpu H200
+  presets          configurations to start from
+  config show      the configuration that a command line means, each value with its origin
+  config diff A B  what differs between two presets, files or run folders
+{groups}
+A configuration is a preset, then a TOML file, then flags; later ones win. Every key is a flag:
+  tercet train --preset m7c --config mine.toml --train.lr 1e-3 --data.seq_len 8192
+With --debug an error shows its traceback.
+"""
+
+# `tercet GROUP NAME` calls the function NAME of the module; its signature is its flags, its docstring its help.
+GROUPS = {
+    "data": ("tercet.data.commands", ("prepare", "train_tokenizer", "inspect", "bench"), "texts into tokens"),
+    "bench": ("tercet.bench.commands", (), "measure: attention, training"),
+}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the configuration comes from."""
+
+    preset: str | None = None
+    """A configuration to start from; `tercet presets` lists them."""
+    config: str | None = None
+    """A TOML file whose values go over the preset's, such as RUN/config.toml of an earlier run."""
+
+
+@dataclass(frozen=True)
+class TrainOptions(Sources):
+    """Options of `tercet train` itself."""
+
+    resume: str | None = None
+    """Go on from a checkpoint: auto (the newest in run.dir, or a fresh start if there is none) or a folder."""
+
+
+@dataclass(frozen=True)
+class PlanOptions(Sources):
+    """Options of `tercet plan` itself."""
+
+    gpu: str | None = None
+    """Plan for this GPU instead of what is in this machine: H200, A100, …"""
+    json: bool = False
+    """Print one line of JSON instead."""
+
+
+@dataclass(frozen=True)
+class ShowOptions(Sources):
+    """Options of `tercet config show` itself."""
+
+    changed: bool = False
+    """Only what is not a default, one line each."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `tercet` command."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    try:
+        return _dispatch([a for a in arguments if a != "--debug"])
+    except TercetError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if getattr(error, "usage", False) else 1
+    except BrokenPipeError:
+        # `tercet presets | head`: whoever read has read enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if arguments[0] in ("--version", "-V", "version"):
+        print(f"tercet {tercet.__version__}")
+        return 0
+    from tercet.config.environment import environment_warnings
+
+    for line in environment_warnings(os.environ):
+        print(f"warning: {line}", file=sys.stderr)
+    name, rest = arguments[0], arguments[1:]
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "plan": _plan,
+        "presets": _presets,
+        "config": _config,
+        **{group: _group(group) for group in GROUPS},
+    }
+    if name not in commands:
+        raise _usage(f"unknown command {name}: {_near(name, commands)}")
+    try:
+        return commands[name](rest)
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+
+
+def _train(arguments: list[str]) -> int:
+    """Train a model. Begin with `tercet train --preset tiny`; `tercet plan` takes the same options and says what they
+    cost. The run folder keeps config.toml, from which --config repeats the run, and checkpoints, from which
+    --resume auto goes on."""
+    loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
+    from tercet.train.loop import train
+
+    return train(loaded.config, origins=loaded.origins, resume=options.resume)
+
+
+def _plan(arguments: list[str]) -> int:
+    """What a run will cost, before anything is allocated: parameters, tokens, arithmetic, memory by part, time."""
+    loaded, options = _load(PlanOptions, arguments, "plan", _plan.__doc__)
+    from tercet.plan import find_device, make_plan, render
+
+    plan = make_plan(loaded.config, find_device(loaded.config.run.device, options.gpu))
+    if options.json:
+        import json
+
+        print(json.dumps(plan.as_dict()))
+    else:
+        print("\n".join(render(loaded.config, plan)))
+    return 0
+
+
+def _presets(arguments: list[str]) -> int:
+    from tercet.config.load import preset_about, preset_names
+
+    if arguments and arguments[0] not in ("-h", "--help"):
+        raise _usage(f"tercet presets takes no arguments, not {arguments[0]}: see one with `tercet config show`")
+    names = preset_names()
+    width = max(map(len, names))
+    print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
+    print("\nUse one:  tercet train --preset NAME     See one:  tercet config show --preset NAME")
+    return 0
+
+
+def _config(arguments: list[str]) -> int:
+    parts = {"show": _show, "diff": _diff}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: tercet config show [options]\n       tercet config diff A B")
+        return 0
+    if arguments[0] not in parts:
+        raise _usage(f"unknown command config {arguments[0]}: {_near(arguments[0], parts)}")
+    return parts[arguments[0]](arguments[1:])
+
+
+def _show(arguments: list[str]) -> int:
+    """The configuration that these options mean, as TOML, each value with its origin."""
+    loaded, options = _load(ShowOptions, arguments, "config show", _show.__doc__)
+    from tercet.config.load import describe, to_toml
+
+    if options.changed:
+        print("\n".join(describe(loaded.config, loaded.origins)))
+    else:
+        print(to_toml(loaded.config, loaded.origins), end="")
+    return 0
+
+
+def _diff(arguments: list[str]) -> int:
+    """What differs between two configurations; each is a preset, a TOML file or a run folder."""
+    from tercet.config.load import differences
+    from tercet.config.toml import value
+
+    if len(arguments) != 2 or any(a.startswith("-") for a in arguments):
+        raise _usage("tercet config diff takes two presets, TOML files or run folders: tercet config diff A B")
+    left, right = arguments
+    found = differences(_named(left).config, _named(right).config)
+    for path, (a, b) in found.items():
+        print(f"{path}: {value(a)} -> {value(b)}")
+    if not found:
+        print(f"{left} and {right} are the same")
+    return 0
+
+
+def _group(group: str) -> Callable[[list[str]], int]:
+    def run(arguments: list[str]) -> int:
+        from tercet.config.flags import call
+
+        module_name, names, _ = GROUPS[group]
+        if not _exists(module_name):
+            raise _usage(f"tercet {group} is not part of this version")
+        module = importlib.import_module(module_name)
+        functions = {n.replace("_", "-"): getattr(module, n) for n in names or module.__all__}
+        if not arguments or arguments[0] in ("-h", "--help"):
+            width = max(map(len, functions))
+            for name, function in functions.items():
+                print(f"tercet {group} {name:<{width}}  {(function.__doc__ or '').strip().splitlines()[0]}")
+            return 0
+        name = arguments[0].replace("_", "-")
+        if name not in functions:
+            raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
+        return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}") or 0)
+
+    return run
+
+
+def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
+    """Preset, file and flags of a command line as one configuration, and the options of the command itself."""
+    from tercet.config.flags import option_value, parse
+    from tercet.config.load import load, read_layers
+
+    layers = read_layers(option_value(arguments, "preset"), option_value(arguments, "config"))
+    values = {key: value for layer in layers for key, value in layer.values.items()}
+    description = " ".join((about or "").split())
+    parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}", description=description)
+    own = parsed.options
+    if command == "train" and own.preset is None and own.config is None:
+        raise _usage("no configuration given: try `tercet train --preset tiny`, or `tercet presets` for the list")
+    return load(own.preset, own.config, parsed.overrides), own
+
+
+def _named(name: str) -> Loaded:
+    """A configuration by the name of its preset, its file or its run folder."""
+    from tercet.config.load import load, preset_names
+
+    path = Path(name)
+    if name in preset_names():
+        return load(preset=name)
+    if path.is_dir():
+        return load(file=path / "config.toml")
+    if path.is_file() or path.suffix == ".toml":
+        return load(file=path)
+    raise _usage(f"{name} is neither a preset nor a TOML file nor a run folder: `tercet presets` lists the presets")
+
+
+def _overview() -> str:
+    width = 15
+    lines = [f"  {group + ' …':<{width}}  {about}" for group, (module, _, about) in GROUPS.items() if _exists(module)]
+    return OVERVIEW.format(groups="\n".join(lines))
+
+
+def _exists(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _near(wrong: str, among: Iterable[str]) -> str:
+    from tercet.config.keys import suggestion
+
+    return suggestion(wrong, among) or f"one of {', '.join(among)}"
+
+
+def _usage(message: str) -> TercetError:
+    from tercet.config.load import ConfigError
+
+    return ConfigError(message)

@@ -1,0 +1,183 @@
+"""What a model costs, from its shapes alone: parameters, arithmetic, bytes. No torch: `tercet plan` starts at once.
+
+Counts are exact where they can be (parameters; query-key pairs under the causal rules of each branch) and say so
+where they are estimates (activations). FLOPs count a multiply-add as two, and only matmuls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tercet.attention.spec import NSAConfig
+from tercet.model.config import ModelConfig
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters; a tied head counts once, as embedding."""
+
+    embedding: int
+    attention: int
+    ffn: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.ffn + self.norms + self.head
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Query-key pairs of one head over one whole document, by branch."""
+
+    compressed: int = 0
+    selected: int = 0
+    window: int = 0
+    dense: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.compressed + self.selected + self.window + self.dense
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the peak of a step, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    compute_copies: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def parameters(model: ModelConfig) -> Parameters:
+    """Exact; tests count the real model's."""
+    kinds = model.attention_kinds
+    return Parameters(
+        embedding=model.vocab_size * model.dim,
+        attention=sum(attention_matrices(model, kind) + _attention_extras(model, kind) for kind in kinds),
+        ffn=model.layers * 3 * model.dim * model.ffn_dim,
+        norms=(2 * model.layers + 1) * model.dim,
+        head=0 if model.tie_embeddings else model.vocab_size * model.dim,
+    )
+
+
+def attention_matrices(model: ModelConfig, kind: str) -> int:
+    """Entries of one layer's projections: all that multiplies every token."""
+    dk, dv = model.head_dim, model.head_value_dim
+    kv_sets = 1 if kind == "dense" or model.shared_kv else len(model.branches)
+    query_and_output = model.dim * model.heads * (dk + dv)
+    keys_and_values = kv_sets * model.dim * model.kv_heads * (dk + dv)
+    return query_and_output + keys_and_values + (gate_matrix(model) if kind == "nsa" else 0)
+
+
+def pairs(nsa: NSAConfig, length: int, branches: tuple[str, ...]) -> Pairs:
+    """Exact sums over t of num_cmp(t), of the tokens in the selected blocks, and of min(w, t + 1)."""
+    counts = {
+        "compressed": _compressed_pairs(nsa, length),
+        "selected": _selected_pairs(nsa, length),
+        "window": _window_pairs(nsa.window, length),
+    }
+    return Pairs(**{branch: counts[branch] for branch in branches})
+
+
+def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
+    """Pairs of one head of a layer of this kind."""
+    if kind == "dense":
+        return Pairs(dense=length * (length + 1) // 2)
+    return pairs(model.nsa, length, model.branches)
+
+
+def forward_flops(model: ModelConfig, length: int) -> float:
+    """FLOPs of one document of `length` tokens, forward."""
+    matrices = model.layers * 3 * model.dim * model.ffn_dim + model.vocab_size * model.dim
+    attended = 0.0
+    for kind in model.attention_kinds:
+        matrices += attention_matrices(model, kind)
+        per_pair = 2 * model.heads * (model.head_dim + model.head_value_dim)
+        attended += per_pair * attention_pairs(model, kind, length).total
+        if kind == "nsa":
+            attended += compression_flops(model, length)
+    return 2.0 * matrices * length + attended
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs per trained token: forward, and twice that backward. Recomputation is not counted (as in MFU)."""
+    return 3 * forward_flops(model, seq_len) / seq_len
+
+
+def memory(
+    model: ModelConfig,
+    tokens: int,
+    *,
+    compute_bytes: int,
+    activation_checkpointing: str,
+    weight_shards: int = 1,
+    optimizer_shards: int = 1,
+) -> Memory:
+    """Bytes on one device for one pass over `tokens` tokens; weights, gradients and AdamW's moments in fp32."""
+    count = parameters(model).total
+    rows = min(tokens, _loss_rows(model.vocab_size))
+    return Memory(
+        weights=FP32 * count // weight_shards,
+        gradients=FP32 * count // optimizer_shards,
+        optimizer=2 * FP32 * count // optimizer_shards,
+        compute_copies=0 if compute_bytes == FP32 else compute_bytes * count // weight_shards,
+        activations=tokens * activation_bytes_per_token(model, compute_bytes, activation_checkpointing),
+        loss=rows * model.vocab_size * (FP32 + compute_bytes)
+        + tokens * model.dim * FP32
+        + FP32 * model.vocab_size * model.dim,
+    )
+
+
+def _compressed_pairs(nsa: NSAConfig, length: int) -> int:
+    # Σ over x = 0 … length - l of (x // d + 1), x = t + 1 - l.
+    last = length - nsa.compress_block
+    if last < 0:
+        return 0
+    whole, rest = divmod(last, nsa.compress_stride)
+    return nsa.compress_stride * whole * (whole - 1) // 2 + whole * (rest + 1) + last + 1
+
+
+def _selected_pairs(nsa: NSAConfig, length: int) -> int:
+    # A query in block c reads min(n, c + 1) blocks: all whole but its own, of which it reads what came so far.
+    block, count = nsa.select_block, nsa.select_count
+    blocks, rest = divmod(length, block)
+    rising = min(blocks, count)
+    earlier = rising * (rising - 1) // 2 + (blocks - rising) * (count - 1)
+    whole = block * block * earlier + blocks * block * (block + 1) // 2
+    return whole + rest * block * min(count - 1, blocks) + rest * (rest + 1) // 2
+
+
+def _window_pairs(window: int, length: int) -> int:
+    reach = min(window, length)
+    return reach * (reach + 1) // 2 + (length - reach) * reach
+
+
+def _loss_rows(v):
+    return 1024
+
+
+def gate_matrix(m):
+    return m.dim * 3 * m.heads
+
+
+def compression_flops(m, l):
+    return 0.0
+
+
+def _attention_extras(m, k):
+    return 0
+
+
+def activation_bytes_per_token(m, c, a):
+    return 100 * m.dim * m.layers

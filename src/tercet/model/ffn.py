@@ -1,0 +1,19 @@
+"""SwiGLU, the feed-forward half of a block (arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)); gate and up are one matrix, for one larger matmul instead of two."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)

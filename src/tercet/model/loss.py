@@ -1,0 +1,99 @@
+"""Cross-entropy of the head without all fp32 logits at once.
+
+For a vocabulary of 50k the logits of one step are larger than everything else together (65,536 tokens: 13 GB in
+fp32), so rows are done in chunks. Since the loss is a sum of rows, each chunk's gradient is known as soon as its
+logits are: it is formed in the forward pass and scaled in the backward pass. Recomputing the logits in the backward
+pass instead, the textbook way, needs the same memory and one matmul in four more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+# fp32 logits held at once. Small enough to vanish beside the activations, large enough for full-speed matmuls.
+CHUNK_BYTES = 1 << 28
+
+
+class Loss(NamedTuple):
+    """Summed, not averaged: ranks and accumulated passes add up both, and divide once."""
+
+    total: Tensor
+    """Nats over all counted targets: fp32, 0-dim, differentiable."""
+    tokens: Tensor
+    """How many targets counted: int64, 0-dim, on the device."""
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows whose fp32 logits fit in CHUNK_BYTES: a power of two, at least 256."""
+    return max(256, 1 << (max(1, CHUNK_BYTES // (4 * vocab_size)).bit_length() - 1))
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None) -> Loss:
+    """-log softmax(hidden @ weight.T)[targets], summed over the targets that are not IGNORED.
+
+    hidden: [..., D]; weight: [V, D]; targets: int64 [...]; rows: per chunk, chosen from V if not given.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"targets {list(targets.shape)} must be hidden without its last axis {list(hidden.shape)}")
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    rows = rows or chunk_rows(weight.shape[0])
+    total = _ChunkedCrossEntropy.apply(flat, weight, targets, rows, torch.is_grad_enabled())
+    return Loss(total, (targets != IGNORED).sum())
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, gradient: bool) -> Tensor:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        # needs_input_grad does not know of no_grad: without the flag, validation would form gradients too.
+        wants_hidden, wants_weight = (gradient and wanted for wanted in ctx.needs_input_grad[:2])
+        with torch.autocast(device, enabled=False):
+            w = weight.to(dtype)
+            # Sums in fp32 whatever the inputs are, but never less precise than they.
+            wide = torch.promote_types(dtype, torch.float32)
+            total = torch.zeros((), dtype=wide, device=hidden.device)
+            d_hidden = torch.empty_like(hidden) if wants_hidden else None
+            d_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+            for start in range(0, hidden.shape[0], rows):
+                part = slice(start, start + rows)
+                x = hidden[part].to(dtype)
+                logits = (x @ w.t()).to(wide)
+                total += _rows_(logits, targets[part], gradient=wants_hidden or wants_weight)
+                d_logits = logits.to(dtype)
+                if d_hidden is not None:
+                    d_hidden[part] = d_logits @ w
+                if d_weight is not None:
+                    d_weight += d_logits.t() @ x
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = upstream
+        d_hidden, d_weight = ctx.saved_tensors
+        return (
+            None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _rows_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
+    """The summed loss of some rows; `logits` are overwritten, by their gradient where it is asked for."""
+    counted = targets != IGNORED
+    index = torch.where(counted, targets, 0).unsqueeze(1)
+    logits -= logits.amax(1, keepdim=True)
+    chosen = logits.gather(1, index).squeeze(1)
+    sums = logits.exp_().sum(1)
+    if gradient:
+        logits *= (counted / sums).unsqueeze(1)
+        logits.scatter_add_(1, index, -counted.to(logits.dtype).unsqueeze(1))
+    return torch.where(counted, sums.log() - chosen, 0.0).sum()

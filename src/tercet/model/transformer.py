@@ -1,0 +1,125 @@
+"""The decoder: blocks of attention and SwiGLU between an embedding and a head (Llama's arrangement).
+
+tokens: int64 [B, T]; hidden states: [B, T, dim]; logits: [B, T, vocab].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.config import AttentionKind, ModelConfig
+from tercet.model.ffn import SwiGLU
+from tercet.model.loss import Loss, cross_entropy
+
+__all__ = ["Block", "ModelConfig", "Transformer"]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)). Called as a module, so that it can be wrapped by itself."""
+
+    def __init__(self, config: ModelConfig, kind: AttentionKind) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = _attention(config, kind)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, cache: Any = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache)
+        return x + self.ffn(self.ffn_norm(x))
+
+    def init_weights(self, std: float, into_residual: float) -> None:
+        for norm in (self.attention_norm, self.ffn_norm):
+            nn.init.ones_(norm.weight)
+        self.attention.init_weights(std=std, output_std=into_residual)
+        nn.init.normal_(self.ffn.gate_up.weight, std=std)
+        nn.init.normal_(self.ffn.down.weight, std=into_residual)
+
+
+class Transformer(nn.Module):
+    """A language model. With targets it gives their loss, without them the logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal weights, narrower where a block writes into the residual stream: 2·layers of them add up there.
+
+        Draws from torch's global generator. What attention starts in a known state (gates, φ) it keeps.
+        """
+        std = self.config.init_std
+        into_residual = std / (2 * self.config.layers) ** 0.5
+        nn.init.normal_(self.embedding.weight, std=std)
+        if not self.config.tie_embeddings:
+            nn.init.normal_(self.head.weight, std=std)
+        nn.init.ones_(self.norm.weight)
+        for block in self.blocks:
+            cast(Block, block).init_weights(std, into_residual)
+
+    def attention_layers(self) -> list[NativeSparseAttention | DenseAttention]:
+        """Attention of every block, in order: for statistics and caches."""
+        return [cast(Block, block).attention for block in self.blocks]
+
+    def hidden(self, tokens: Tensor, cu_seqlens: Tensor | None = None, cache: Sequence[Any] | None = None) -> Tensor:
+        """Normalised hidden states; `self.head` makes logits of those that are wanted."""
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cu_seqlens) if cache is None else block(x, cu_seqlens, cache[i])
+        return self.norm(x)
+
+    @overload
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor | None = ..., targets: None = ..., cache: Any = ...
+    ) -> Tensor: ...
+    @overload
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor, cache: Any = ...) -> Loss: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor | Loss:
+        """Logits [B, T, vocab], or the Loss of `targets` [B, T]: the token after each one, -100 where none counts."""
+        hidden = self.hidden(tokens, cu_seqlens, cache)
+        if targets is None:
+            return F.linear(hidden, self.head.weight)
+        return cross_entropy(hidden, self.head.weight, targets)
+
+
+def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
+    build = {"nsa": NativeSparseAttention, "dense": DenseAttention}[kind]
+    return build(
+        config.dim,
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.value_dim,
+        config.nsa,
+        compression=config.compression,
+        gate=config.gate,
+        shared_kv=config.shared_kv,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        qk_norm=config.qk_norm,
+        branches=config.branches,
+        backend=config.backend,
+    )

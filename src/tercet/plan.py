@@ -1,0 +1,192 @@
+"""`tercet plan`: what a run will cost, from its configuration alone, before anything is allocated. No torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tercet.config.schema import RunConfig
+from tercet.model import cost
+from tercet.telemetry.peak import peak_flops
+
+# Shares of the device's peak that whole training steps were seen to reach; the estimate says that it assumes them.
+GPU_UTILISATION = 0.30
+CPU_UTILISATION = 0.30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the run would take place. `flops`: per second, at its peak; None where nobody knows it."""
+
+    name: str
+    flops: float | None
+    memory: int | None
+    utilisation: float
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.utilisation == GPU_UTILISATION and self.name != "CPU"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run in numbers."""
+
+    parameters: cost.Parameters
+    tokens_per_step: int
+    accumulation: int
+    tokens: int
+    flops_per_token: float
+    pairs: int
+    dense_pairs: int
+    memory: cost.Memory
+    device: Device
+    seconds: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        totals = {"parameters_total": self.parameters.total, "memory_total": self.memory.total}
+        return {**asdict(self), **totals}
+
+
+def find_device(wanted: str, gpu: str | None = None) -> Device:
+    """The device that `run.device` means on this machine, or a GPU by name for a run elsewhere."""
+    if gpu is not None:
+        return Device(gpu.upper(), peak_flops(gpu.upper()), None, GPU_UTILISATION)
+    found = None if wanted == "cpu" else _nvidia_smi()
+    return found or Device("CPU", _measured_cpu_flops(), None, CPU_UTILISATION)
+
+
+def make_plan(config: RunConfig, device: Device) -> Plan:
+    """Everything that follows from the configuration's numbers."""
+    model, ranks, length = config.model, config.parallel.world_size, config.data.seq_len
+    low_precision = config.train.precision == "bf16" or (config.train.precision == "auto" and device.is_gpu)
+    sharded = ranks if config.parallel.strategy in ("fsdp", "hsdp") else 1
+    flops = cost.flops_per_token(model, length)
+    tokens = config.train.steps * config.train.tokens_per_step
+    rate = None if device.flops is None else device.flops * device.utilisation * ranks
+    kinds = model.attention_kinds
+    return Plan(
+        parameters=cost.parameters(model),
+        tokens_per_step=config.train.tokens_per_step,
+        accumulation=config.accumulation,
+        tokens=tokens,
+        flops_per_token=flops,
+        pairs=sum(cost.attention_pairs(model, kind, length).total for kind in kinds),
+        dense_pairs=len(kinds) * cost.attention_pairs(model, "dense", length).total,
+        memory=cost.memory(
+            model,
+            config.train.micro_batch * length,
+            compute_bytes=2 if low_precision else 4,
+            activation_checkpointing=config.train.activation_checkpointing,
+            weight_shards=sharded if config.parallel.sharding == "full" else 1,
+            optimizer_shards=sharded,
+        ),
+        device=device,
+        seconds=None if rate is None else tokens * flops / rate,
+    )
+
+
+def render(config: RunConfig, plan: Plan) -> list[str]:
+    """The plan as lines for a person."""
+    model, ranks, device = config.model, config.parallel.world_size, plan.device
+    kinds = model.attention_kinds
+    mix = kinds[0] if len(set(kinds)) == 1 else f"{kinds.count('nsa')} nsa + {kinds.count('dense')} dense"
+    p, m = plan.parameters, plan.memory
+    head = "tied head" if model.tie_embeddings else f"head {number(p.head)}"
+    passes = "pass" if plan.accumulation == 1 else "passes"
+    rows = {
+        "model": f"{model.layers} layers ({mix}), dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
+        f" of {model.head_dim}, ffn {model.ffn_dim}, vocabulary {model.vocab_size:,}",
+        "parameters": f"{number(p.total)}: embedding {number(p.embedding)}, attention {number(p.attention)}, "
+        f"ffn {number(p.ffn)}, norms {number(p.norms)}, {head}",
+        "step": f"{plan.tokens_per_step:,} tokens = {ranks} rank{'s' * (ranks > 1)} × {config.train.micro_batch} "
+        f"sequences × {config.data.seq_len:,} tokens × {plan.accumulation} {passes}",
+        "run": f"{config.train.steps:,} steps, {number(plan.tokens)} tokens",
+        "arithmetic": f"{number(plan.flops_per_token)}FLOP a token, "
+        f"{number(plan.flops_per_token * plan.tokens_per_step)}FLOP a step, "
+        f"{number(plan.flops_per_token * plan.tokens)}FLOP in all (forward and backward)",
+        "attention": _attention_line(plan),
+        "memory": f"about {gib(m.total)} a device: weights {gib(m.weights)}, gradients {gib(m.gradients)}, optimizer "
+        f"{gib(m.optimizer)}, copies for compute {gib(m.compute_copies)}, activations {gib(m.activations)}, "
+        f"loss {gib(m.loss)}",
+        "device": _device_line(plan),
+        "time": _time_line(plan),
+    }
+    if device.memory is not None and m.total > device.memory:
+        rows["warning"] = (
+            f"{gib(m.total)} may not fit in {gib(device.memory)}: lower train.micro_batch (accumulation follows), "
+            "or set train.activation_checkpointing to selective or full"
+        )
+    return [f"{name:<11} {text}" for name, text in rows.items()]
+
+
+def number(value: float) -> str:
+    """Three digits and a unit: 73.2 M."""
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} "
+
+
+def gib(size: float) -> str:
+    """Bytes in the unit that suits them."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _attention_line(plan: Plan) -> str:
+    if plan.pairs == plan.dense_pairs:
+        return "dense: every earlier token is read"
+    ratio = plan.dense_pairs / plan.pairs
+    compared = f"{ratio:.1f}× fewer" if ratio >= 1 else f"{1 / ratio:.2f}× more"
+    return f"{compared} query-key pairs than dense attention at this length"
+
+
+def _device_line(plan: Plan) -> str:
+    device = plan.device
+    speed = "peak unknown" if device.flops is None else f"{number(device.flops)}FLOP/s"
+    how = "" if device.flops is None else (" (bf16 peak)" if device.is_gpu else " (measured, fp32 matmul)")
+    held = "" if device.memory is None else f", {gib(device.memory)}"
+    return f"{device.name}: {speed}{how}{held}"
+
+
+def _time_line(plan: Plan) -> str:
+    if plan.seconds is None:
+        return "not estimated: the peak of this device is not known; a short run will tell"
+    rate = plan.tokens / plan.seconds
+    share = f"{plan.device.utilisation:.0%} of the device's peak"
+    return f"about {duration(plan.seconds)} at {rate:,.0f} tokens/s, if steps reach {share}"
+
+
+def _nvidia_smi() -> Device | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    if answer.returncode or not answer.stdout.strip():
+        return None
+    name, mib = (part.strip() for part in answer.stdout.splitlines()[0].rsplit(",", 1))
+    return Device(name, peak_flops(name), int(mib) * 2**20 if mib.isdigit() else None, GPU_UTILISATION)
+
+
+def _measured_cpu_flops(size: int = 512) -> float:
+    # A tenth of a second of matmul says more about a CPU than its name.
+    import numpy as np
+
+    a = np.ones((size, size), np.float32)
+    a @ a
+    done, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < 0.1:
+        a @ a
+        done += 1
+    return done * 2.0 * size**3 / spent
