@@ -1,4 +1,4 @@
-"""What a run reads: sources, tokenizer, packing, validation split. Plain values; nothing here opens a file."""
+"""What a run reads: sources, tokenizer, packing, validation split. Nothing here opens a file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tercet.config.section import Section
 
-SourceName = Literal[
-    "python-source", "synthetic", "text", "jsonl", "parquet", "shards", "fineweb-edu", "mixture"
-]
+SourceName = Literal["python-source", "synthetic", "text", "jsonl", "parquet", "shards", "fineweb-edu", "mixture"]
 FILE_SOURCES = ("text", "jsonl", "parquet", "shards")
 
 
@@ -32,16 +30,17 @@ class SyntheticConfig(_DataSection):
     """Made-up documents: noise, or tasks that only long-range attention can solve."""
 
     task: Literal["random", "recall", "copy"] = "random"
-    """random: uniform tokens, nothing to learn (throughput runs). recall: keys and values scattered early in the
-    document, asked for at its end. copy: a string at the start, to be repeated at the end. In recall and copy only
-    the answers count in the loss."""
+    """random: uniform tokens, nothing to learn (throughput runs). recall: keys and values scattered early in
+    the document, asked for at its end. copy: a string at the start, to be repeated at the end. In recall and
+    copy only the answers count in the loss."""
 
     length: int = Field(default=0, ge=0)
-    """Tokens per document, its EOS included; 0 means data.seq_len, so that one document fills one sequence."""
+    """Tokens per document, its EOS included; 0 means data.seq_len, so that one document fills one
+    sequence."""
 
     min_distance: int = Field(default=1024, ge=1)
-    """Least distance in tokens from a fact to the question about it. A stack of L window-only layers sees at most
-    L * (window - 1) tokens back: choose more than that and the window alone cannot answer."""
+    """Least distance in tokens from a fact to the question about it. A stack of L window-only layers sees at
+    most L * (window - 1) tokens back: choose more than that and the window alone cannot answer."""
 
     pairs: int = Field(default=8, ge=1, le=500)
     """Key-value pairs per recall document."""
@@ -68,26 +67,28 @@ class SourceConfig(_DataSection):
     """One source of documents."""
 
     source: SourceName = "python-source"
-    """Where documents come from. python-source: Python files of this machine (no download). synthetic: made up.
-    text, jsonl, parquet: local files, .gz and .zst allowed for text and jsonl. shards: a folder written by
-    `tercet data prepare`. fineweb-edu: streamed from the hub, or read from a local folder given as path. mixture:
-    several of these, by weight."""
+    """Where documents come from. python-source: Python files of this machine (no download). synthetic: made
+    up. text, jsonl, parquet: local files, .gz and .zst allowed for text and jsonl. shards: a folder written
+    by `tercet data prepare`. fineweb-edu: streamed from the hub, or read from a local folder given as path.
+    mixture: several of these, by weight."""
 
     path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Files, folders or globs for text, jsonl, parquet and shards; a local parquet folder for fineweb-edu."""
 
     python: Literal["stdlib", "site-packages"] = "stdlib"
-    """For python-source: stdlib is the standard library alone, the same for everyone with this Python version;
-    site-packages adds the installed packages (more text, but different on every machine)."""
+    """For python-source: stdlib is the standard library alone, the same for everyone with this Python
+    version; site-packages adds the installed packages (more text, but different on every machine)."""
 
     text_field: str = "text"
     """Name of the field (jsonl) or column (parquet) that holds a document's text."""
 
     prompt_field: str = ""
-    """Field or column with a prompt that stands before the text and does not count in the loss; empty: none."""
+    """Field or column with a prompt that stands before the text and does not count in the loss; empty:
+    none."""
 
     separator: str = ""
-    """For text files: cut each file into documents at this string (it belongs to none); empty: a file is a document."""
+    """For text files: cut each file into documents at this string (it belongs to none); empty: a file is a
+    document."""
 
     synthetic: SyntheticConfig = SyntheticConfig()
     """The task, for source=synthetic."""
@@ -96,10 +97,12 @@ class SourceConfig(_DataSection):
     """Hub repository that fineweb-edu streams from when no path is given; its parquet files are read."""
 
     hub_folder: str = "sample/10BT"
-    """Folder of that repository to stream: sample/10BT, sample/100BT, sample/350BT, or data for everything."""
+    """Folder of that repository to stream: sample/10BT, sample/100BT, sample/350BT, or data for
+    everything."""
 
     hub_revision: str = "main"
-    """Branch, tag or commit. The commit it stands for is kept in the cursor: a resumed run reads the same files."""
+    """Branch, tag or commit. The commit it stands for is kept in the cursor: a resumed run reads the same
+    files."""
 
     @model_validator(mode="after")
     def _path_fits_source(self) -> SourceConfig:
@@ -115,7 +118,8 @@ class SourceConfig(_DataSection):
             )
         if self.prompt_field and self.source not in ("jsonl", "parquet"):
             raise ValueError(
-                f"prompt_field={self.prompt_field!r} is not read by source={self.source}: only jsonl and parquet have fields"
+                f"prompt_field={self.prompt_field!r} is not read by source={self.source}: "
+                "only jsonl and parquet have fields"
             )
         if self.separator and self.source != "text":
             raise ValueError(
@@ -131,14 +135,13 @@ class MixturePart(SourceConfig):
     """Name in logs and errors; empty: the source's name."""
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Share of the tokens, relative to the other parts: weights 3 and 1 give three tokens in four and one in four."""
+    """Share of the tokens, relative to the other parts: weights 3 and 1 give three tokens in four and one in
+    four."""
 
     @model_validator(mode="after")
     def _no_mixture_within(self) -> MixturePart:
         if self.source == "mixture":
-            raise ValueError(
-                "source=mixture inside a mixture: list its parts directly, with their weights multiplied"
-            )
+            raise ValueError("source=mixture inside a mixture: list its parts directly, with their weights multiplied")
         return self
 
 
@@ -146,10 +149,12 @@ class DataConfig(SourceConfig):
     """What the model reads, and in which order."""
 
     tokenizer: str = "byte"
-    """byte (256 values; byte 0 is EOS), a tokenizer.json or a folder that holds one, or a hub name such as gpt2."""
+    """byte (256 values; byte 0 is EOS), a tokenizer.json or a folder that holds one, or a hub name such as
+    gpt2."""
 
     eos_token: str = ""
-    """Token that ends a document, where a tokenizer.json has no well-known one (such as <|endoftext|> or </s>)."""
+    """Token that ends a document, where a tokenizer.json has no well-known one (such as <|endoftext|> or
+    </s>)."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Tokens per sequence. Longer documents go on in the next sequence; nothing is cut off."""
@@ -158,28 +163,31 @@ class DataConfig(SourceConfig):
     """Parts of source=mixture, as [[data.mixture]] tables: each a source with its own path and a weight."""
 
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of documents kept for validation. A hash of the text decides, so a document and its exact copies are
-    all on one side, whatever the seed, the order or the tokenizer."""
+    """Share of documents kept for validation. A hash of the text decides, so a document and its exact copies
+    are all on one side, whatever the seed, the order or the tokenizer."""
 
     shuffle: bool = True
     """Read documents in a new order each epoch, given by the seed. Off: in the order of the sorted files."""
 
     shuffle_block: int = Field(default=4096, ge=1)
-    """jsonl, parquet and hub streams: files are put in random order, and records are shuffled within blocks of this
-    many. python-source, whole text files, shards and synthetic are shuffled over everything."""
+    """jsonl, parquet and hub streams: files are put in random order, and records are shuffled within blocks
+    of this many. python-source, whole text files, shards and synthetic are shuffled over everything."""
 
     packing: Literal["continue", "whole"] = "continue"
-    """continue: every sequence is full, and a document may go on in the next one. whole: a document that would not
-    fit in the rest of a sequence starts the next one, and the rest is padding (counted)."""
+    """continue: every sequence is full, and a document may go on in the next one. whole: a document that
+    would not fit in the rest of a sequence starts the next one, and the rest is padding (counted)."""
 
     cross_document_attention: bool = False
-    """Let tokens attend to earlier documents of their sequence. No loss is taken across documents either way."""
+    """Let tokens attend to earlier documents of their sequence. No loss is taken across documents either
+    way."""
 
     exhaustion: Literal["repeat", "stop"] = "repeat"
-    """When every training document was read: begin the next epoch, or end the run. Validation is always one pass."""
+    """When every training document was read: begin the next epoch, or end the run. Validation is always one
+    pass."""
 
     bad_records: Literal["error", "skip"] = "error"
-    """A record that cannot be read (broken JSON, no text, not UTF-8): stop and name it, or skip it and count it."""
+    """A record that cannot be read (broken JSON, no text, not UTF-8): stop and name it, or skip it and count
+    it."""
 
     prefetch: int = Field(default=4, ge=0, le=1024)
     """Batches made ahead of time in the background; 0 makes each one when it is asked for."""
@@ -187,9 +195,7 @@ class DataConfig(SourceConfig):
     @model_validator(mode="after")
     def _mixture_has_parts(self) -> DataConfig:
         if self.source == "mixture" and not self.mixture:
-            raise ValueError(
-                "source=mixture has no parts: add [[data.mixture]] tables with source and weight"
-            )
+            raise ValueError("source=mixture has no parts: add [[data.mixture]] tables with source and weight")
         if self.mixture and self.source != "mixture":
             raise ValueError(
                 f"mixture has {len(self.mixture)} parts but source={self.source}: set source=mixture or drop them"

@@ -1,0 +1,88 @@
+"""An iterator run ahead of its reader, in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _End:
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class Ahead(Generic[T]):
+    """Keeps up to `depth` items of `source` ready. Errors of the source are raised where the item is asked for.
+
+    A thread and not a process: the work is numpy copies, file reads and a tokenizer that lets go of the
+    interpreter lock, and a process would have to send every batch through a pipe.
+    """
+
+    def __init__(self, source: Iterator[T], depth: int) -> None:
+        self.wait_seconds = 0.0
+        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._end: _End | None = None
+        # The thread holds no reference to self, so that a forgotten Ahead can be collected and stop its thread.
+        self._thread = threading.Thread(
+            target=_run, args=(source, self._queue, self._stop), name="tercet-data", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._end is None:
+            begin = time.perf_counter()
+            item = self._queue.get()
+            self.wait_seconds += time.perf_counter() - begin
+            if not isinstance(item, _End):
+                return item
+            self._end = item
+        if self._end.error is not None:
+            raise self._end.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; asking for more afterwards ends at once."""
+        self._stop.set()
+        if self._end is None:
+            self._end = _End(None)
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.02)
+            except queue.Empty:
+                self._thread.join(timeout=0.02)
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _run(source: Iterator[Any], ready: queue.Queue[Any], stop: threading.Event) -> None:
+    end = _End(None)
+    try:
+        for item in source:
+            if not _put(ready, item, stop):
+                break
+    except BaseException as error:  # handed to the reader, whatever it is
+        end = _End(error)
+    finally:
+        if isinstance(source, Generator):
+            source.close()
+        _put(ready, end, stop)
+
+
+def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False

@@ -1,0 +1,20 @@
+"""What the data side says when it cannot go on."""
+
+from __future__ import annotations
+
+from tercet.errors import TercetError
+
+
+class DataError(TercetError):
+    """Names the file or value, the rule it breaks and the mend, in one line."""
+
+
+class BadRecordError(DataError):
+    """One record that cannot be read. Fatal, or skipped and counted, as data.bad_records says."""
+
+    def __init__(self, file: str, record: int | str, reason: str) -> None:
+        self.file, self.record, self.reason = file, record, reason
+        where = f"record {record} of {file}" if record != "" else file
+        super().__init__(
+            f"{where}: {reason}: mend it, or leave such records out (counted) with --data.bad-records skip"
+        )

@@ -1,0 +1,131 @@
+"""Batches for the trainer, each with the cursor that stands after it.
+
+The cursor travels with the batch, so what was prefetched and never used is neither lost nor repeated: a run goes on
+from the cursor of the last batch it consumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tercet.config.data import DataConfig
+from tercet.data.ahead import Ahead
+from tercet.data.errors import DataError
+from tercet.data.packing import LoaderStats, Packed, Packing, pack
+from tercet.data.sources import open_stream
+from tercet.data.stream import DocumentStream
+from tercet.data.tokenizers import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share. tokens, targets: [b, T]; cu_seqlens: [documents + 1] over the b * T tokens, flattened."""
+
+    tokens: torch.Tensor  # int64, pinned where there is a GPU
+    targets: torch.Tensor  # int64, -100 where there is nothing to predict
+    cu_seqlens: torch.Tensor | None  # int32; None with cross_document_attention
+    state: dict[str, Any]  # the cursor after this batch: JSON-able, the same on every rank
+    stats: LoaderStats
+
+
+class Loader:
+    """Iterate over it once. `close` when done with it, or use it as a context manager."""
+
+    def __init__(self, stream: DocumentStream, batches: Iterator[Batch], prefetch: int) -> None:
+        self._stream, self._source = stream, batches
+        self._ahead = Ahead(batches, prefetch) if prefetch else None
+        self._waited = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ahead is not None:
+            return next(self._ahead)
+        begin = time.perf_counter()
+        try:
+            return next(self._source)
+        finally:
+            self._waited += time.perf_counter() - begin
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time the reader of this loader has waited for batches so far."""
+        return self._ahead.wait_seconds if self._ahead is not None else self._waited
+
+    @property
+    def bad_records(self) -> list[str]:
+        """The first few skipped records in words; batch.stats.skipped counts them all."""
+        return list(self._stream.bad_records)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        else:
+            self._source.close()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def build_loader(
+    data: DataConfig,
+    *,
+    seed: int,
+    batch_sequences: int,
+    rank: int = 0,
+    world_size: int = 1,
+    split: Literal["train", "validation"] = "train",
+    state: dict[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Loader:
+    """Batches of `batch_sequences` sequences over all ranks, of which this rank gets its contiguous share.
+
+    `state` goes on after the batch it came with, at any world size, batch size or sequence length.
+    """
+    if batch_sequences < 1 or batch_sequences % world_size:
+        above = -(-max(batch_sequences, 1) // world_size) * world_size
+        raise DataError(f"batch_sequences={batch_sequences} is not a multiple of world_size={world_size}: take {above}")
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank={rank} is not one of 0 … {world_size - 1} (world_size={world_size})")
+    if tokenizer is None:
+        tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    stream = open_stream(data, tokenizer, seed=seed, split=split)
+    share = batch_sequences // world_size
+    packing = Packing(
+        seq_len=data.seq_len,
+        sequences=batch_sequences,
+        first=rank * share,
+        count=share,
+        whole=data.packing == "whole",
+        padding_token=tokenizer.eos_id,
+    )
+    batches = _to_torch(pack(stream, packing, state), data)
+    return Loader(stream, batches, data.prefetch)
+
+
+def _to_torch(packs: Iterator[Packed], data: DataConfig) -> Iterator[Batch]:
+    pin = torch.cuda.is_available()
+    try:
+        for packed in packs:
+            tensors = [torch.from_numpy(array) for array in packed[:3]]
+            if pin:
+                tensors = [tensor.pin_memory() for tensor in tensors]
+            tokens, targets, cu_seqlens = tensors
+            yield Batch(
+                tokens=tokens.view(-1, data.seq_len),
+                targets=targets.view(-1, data.seq_len),
+                cu_seqlens=None if data.cross_document_attention else cu_seqlens,
+                state=packed.state,
+                stats=packed.stats,
+            )
+    finally:
+        packs.close()  # type: ignore[attr-defined]

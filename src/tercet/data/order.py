@@ -1,0 +1,58 @@
+"""Orders and splits that are pure functions of numbers: no generator state, nothing to save, the same on every
+numpy version and machine.
+
+numpy's own generators were not used: their streams may change between numpy versions, and a run resumed after an
+upgrade would read documents in another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(value: np.ndarray) -> np.ndarray:
+    """The splitmix64 finaliser: a bijection of 64-bit integers whose outputs look random. uint64 in and out."""
+    value = value ^ (value >> np.uint64(30))
+    value = value * np.uint64(0xBF58476D1CE4E5B9)
+    value = value ^ (value >> np.uint64(27))
+    value = value * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def key(*parts: int) -> int:
+    """One 64-bit key out of several integers (a seed, an epoch, a block number...)."""
+    state = 0
+    for part in parts:
+        mixed = np.array([(state + (part & _MASK) + _GOLDEN) & _MASK], dtype=np.uint64)
+        state = int(mix(mixed)[0])
+    return state
+
+
+def random_u64(stream: int, count: int) -> np.ndarray:
+    """`count` random-looking uint64 that depend on `stream` (a `key`) only: splitmix64's own sequence."""
+    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return mix(steps + np.uint64(stream))
+
+
+def permutation(count: int, *parts: int) -> np.ndarray:
+    """0 … count-1 in an order that depends on `parts` only. int64."""
+    return np.argsort(random_u64(key(*parts), count), kind="stable")
+
+
+def document_hash(data: bytes) -> int:
+    """64 bits of SHA-256 of a document's UTF-8 text: decides its side of the validation split."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def in_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
+    """Which documents are for validation: those whose hash lies in the lowest `fraction` of all hashes."""
+    return hashes < np.uint64(validation_threshold(fraction))
+
+
+def validation_threshold(fraction: float) -> int:
+    return min(int(fraction * 2.0**64), _MASK)

@@ -1,0 +1,184 @@
+"""Documents packed into sequences, with their boundaries and targets. numpy only.
+
+S sequences of T tokens are one batch of all ranks together; a rank copies its own and only counts through the others.
+tokens and targets: [own * T], cu_seqlens: [documents + 1] over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tercet.data.errors import DataError
+from tercet.data.stream import Cursor, Document, DocumentStream, totals
+
+IGNORE = -100  # the target that takes no part in the loss
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """Counted since the start of the run over all ranks; a resumed run goes on counting."""
+
+    documents: int  # read to their end
+    epoch: int
+    skipped: int  # bad records left out because data.bad_records is skip
+    left_out: int  # empty documents
+    tokens: int  # without padding
+    padding: int
+    sequences: int
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Packed(NamedTuple):
+    tokens: np.ndarray  # int64
+    targets: np.ndarray  # int64
+    cu_seqlens: np.ndarray  # int32
+    state: dict[str, Any]
+    stats: LoaderStats
+
+
+@dataclass(frozen=True)
+class Packing:
+    seq_len: int
+    sequences: int  # S
+    first: int  # of this rank
+    count: int  # of this rank
+    whole: bool  # do not split a document that fits in a sequence
+    padding_token: int
+
+
+def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> Iterator[Packed]:
+    """Batches from `state` on. At the end of the stream the last batch is filled up with padding."""
+    packer = _Packer(stream, packing, state)
+    try:
+        while not packer.ended:
+            packed = packer.batch()
+            if packed is not None:
+                yield packed
+    finally:
+        packer.close()
+
+
+def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Refuse a cursor of other data: it would point at other documents."""
+    if state.get("format") != FORMAT:
+        raise DataError(
+            f"data cursor has format {state.get('format')!r}, this version reads {FORMAT}: resume with the version "
+            "that wrote it, or start from the weights alone with train.init_from"
+        )
+    before, now = _flat(state["identity"]), _flat(identity)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise DataError(
+                f"the data changed since the checkpoint: {name} was {before.get(name, 'absent')!r} and is "
+                f"{now.get(name, 'absent')!r}: restore it, or start from the weights alone with train.init_from"
+            )
+
+
+class _Packer:
+    def __init__(self, stream: DocumentStream, packing: Packing, state: dict[str, Any] | None) -> None:
+        self._identity = stream.identity
+        if state is not None:
+            check_identity(state, self._identity)
+        self._packing = packing
+        self._cursor: Cursor | None = state["cursor"] if state else None  # before the document at hand
+        self._offset: int = state["offset"] if state else 0  # tokens taken of the document at hand
+        self._counts = {name: state[name] if state else 0 for name in ("tokens", "padding", "sequences")}
+        self.ended = False
+        self._documents = stream.documents(self._cursor)
+        self._document: Document | None = None
+        if self._offset:
+            self._document = next(self._documents, None)
+            if self._document is None or len(self._document.tokens) <= self._offset:
+                raise DataError(
+                    f"the data changed since the checkpoint: its cursor stands at token {self._offset} of a document "
+                    "that is now shorter: restore it, or start from the weights alone with train.init_from"
+                )
+
+    def close(self) -> None:
+        self._documents.close()
+
+    def batch(self) -> Packed | None:
+        """The next batch; None if the stream had nothing left for it."""
+        packing, length = self._packing, self._packing.seq_len
+        size = packing.count * length
+        tokens = np.full(size, packing.padding_token, dtype=np.int64)
+        targets = np.full(size, IGNORE, dtype=np.int64)
+        bounds = [0]
+        before = self._counts["tokens"]
+        for sequence in range(packing.sequences):
+            own = sequence - packing.first
+            if 0 <= own < packing.count:
+                begin, end = own * length, (own + 1) * length
+                self._fill(tokens[begin:end], targets[begin:end], bounds, begin)
+            else:
+                self._fill(None, None, None, 0)
+        if self._counts["tokens"] == before:
+            return None
+        self._counts["sequences"] += packing.sequences
+        return Packed(tokens, targets, np.array(bounds, dtype=np.int32), self._state(), self._stats())
+
+    def _fill(
+        self, tokens: np.ndarray | None, targets: np.ndarray | None, bounds: list[int] | None, begin: int
+    ) -> None:
+        """One sequence; without arrays it is another rank's, and only counted."""
+        length, at = self._packing.seq_len, 0
+        while at < length:
+            if self._document is None:
+                self._document = None if self.ended else next(self._documents, None)
+                self.ended = self._document is None
+            document = self._document
+            left = 0 if document is None else len(document.tokens) - self._offset
+            room = length - at
+            if document is None or (self._packing.whole and at > 0 and self._offset == 0 and left > room):
+                self._counts["padding"] += room
+                if bounds is not None:
+                    bounds.append(begin + length)  # padding is a document of its own: nobody attends to it
+                return
+            take = min(left, room)
+            if tokens is not None and targets is not None and bounds is not None:
+                _copy(document, self._offset, take, tokens[at : at + take], targets[at : at + take])
+                bounds.append(begin + at + take)
+            at += take
+            self._counts["tokens"] += take
+            if take == left:
+                self._cursor, self._offset, self._document = document.cursor, 0, None
+            else:
+                self._offset += take
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "identity": self._identity,
+            "cursor": self._cursor,
+            "offset": self._offset,
+            **self._counts,
+        }
+
+    def _stats(self) -> LoaderStats:
+        return LoaderStats(**totals(self._cursor), **self._counts)
+
+
+def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, targets: np.ndarray) -> None:
+    """The target of a token is its successor in the same document, be it in the next sequence; EOS has none."""
+    tokens[:] = document.tokens[offset : offset + take]
+    following = document.tokens[offset + 1 : offset + 1 + take]
+    targets[: len(following)] = following
+    if document.loss is not None:
+        targets[: len(following)][~document.loss[offset + 1 : offset + 1 + take]] = IGNORE
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,173 @@
+"""Records of one local file: whole text files, Python sources, JSON lines, parquet rows.
+
+Each reader yields (records read so far in this file, record or the reason why it is none), starting after the first
+`start` records. That number is part of the cursor, so it counts every line or row, good or bad.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import tokenize
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple, cast
+
+from tercet.data.errors import BadRecordError, DataError
+
+
+class Record(NamedTuple):
+    text: bytes  # UTF-8
+    prompt: bytes | None = None  # UTF-8; stands before the text, and does not count in the loss
+
+
+Read = tuple[int, Record | BadRecordError]
+Reader = Callable[[Path, int], Iterator[Read]]
+
+
+def open_binary(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.suffix == ".zst":
+        # pyarrow reads all frames of a file; zstandard's own reader stops after the first unless told otherwise.
+        stream = parquet_library(path).input_stream(str(path), compression="zstd")
+        return cast(IO[bytes], io.BufferedReader(stream, 1 << 20))
+    return open(path, "rb", buffering=1 << 20)
+
+
+def parquet_library(path: Path):  # type: ignore[no-untyped-def]
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow, which is not installed: pip install 'tercet[data]'") from error
+    return pyarrow
+
+
+def text_reader(separator: str) -> Reader:
+    """A file is a document, or as many as `separator` cuts it into."""
+    cut = separator.encode()
+
+    def read(path: Path, start: int) -> Iterator[Read]:
+        try:
+            with open_binary(path) as file:
+                data = file.read()
+        except (OSError, EOFError, zlib.error) as error:
+            yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
+            return
+        for index, text in enumerate(data.split(cut) if cut else [data]):
+            if index >= start:
+                yield index + 1, _checked(text, None, path, index + 1 if cut else "")
+
+    return read
+
+
+def read_python(path: Path, start: int) -> Iterator[Read]:
+    """A Python file, decoded as Python itself would; one that Python could not decode counts as empty."""
+    if start:
+        return
+    try:
+        data = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        yield 1, Record(data.decode(encoding).encode())
+    except (SyntaxError, UnicodeError):
+        # The standard library holds a few such files to test Python's own error messages.
+        yield 1, Record(b"")
+    except OSError as error:
+        yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
+
+
+def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
+    def read(path: Path, start: int) -> Iterator[Read]:
+        index = 0
+        try:
+            with open_binary(path) as file:
+                for line in file:
+                    index += 1
+                    if index <= start or line.isspace():
+                        continue
+                    yield index, _json_record(line, text_field, prompt_field, path, index)
+        except (OSError, EOFError, zlib.error) as error:
+            yield index + 1, BadRecordError(str(path), index + 1, f"the file breaks off here ({error})")
+
+    return read
+
+
+def parquet_reader(text_field: str, prompt_field: str) -> Reader:
+    columns = [text_field] + ([prompt_field] if prompt_field else [])
+
+    def read(path: Path, start: int) -> Iterator[Read]:
+        arrow = parquet_library(path)
+        index = 0
+        try:
+            file = arrow.parquet.ParquetFile(path)
+        except (OSError, arrow.ArrowException) as error:
+            yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({_first_line(error)})")
+            return
+        with file:
+            names = file.schema_arrow.names
+            for column in columns:
+                if column not in names:
+                    yield 1, BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(names)})")
+                    return
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if index + rows <= start:
+                    index += rows
+                    continue
+                try:
+                    for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=columns):
+                        values = batch.to_pydict()
+                        for row in range(batch.num_rows):
+                            index += 1
+                            if index > start:
+                                prompt = values[prompt_field][row] if prompt_field else None
+                                yield (
+                                    index,
+                                    make_record(values[text_field][row], prompt, prompt_field, str(path), index),
+                                )
+                except (OSError, arrow.ArrowException) as error:
+                    yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({_first_line(error)})")
+                    return
+
+    return read
+
+
+def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, index: int) -> Record | BadRecordError:
+    try:
+        value = json.loads(line)
+    except ValueError as error:  # broken JSON, or not UTF-8
+        return BadRecordError(str(path), index, f"is not JSON ({error})")
+    if not isinstance(value, dict):
+        return BadRecordError(str(path), index, f"is {type(value).__name__} and not an object")
+    for field in (text_field, prompt_field):
+        if field and field not in value:
+            return BadRecordError(str(path), index, f"has no field {field!r} (it has {', '.join(value) or 'none'})")
+    prompt = value[prompt_field] if prompt_field else None
+    return make_record(value[text_field], prompt, prompt_field, str(path), index)
+
+
+def make_record(text: object, prompt: object, prompt_field: str, file: str, index: int) -> Record | BadRecordError:
+    if not isinstance(text, str):
+        return BadRecordError(file, index, f"its text is {type(text).__name__} and not a string")
+    if prompt_field and not isinstance(prompt, str):
+        return BadRecordError(file, index, f"its {prompt_field} is {type(prompt).__name__} and not a string")
+    try:
+        return Record(text.encode(), prompt.encode() if isinstance(prompt, str) else None)
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON escapes can spell
+        return BadRecordError(file, index, f"its text is not Unicode ({error.reason} at {error.start})")
+
+
+def _checked(text: bytes, prompt: bytes | None, path: Path, index: int | str) -> Record | BadRecordError:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return BadRecordError(str(path), index, f"is not UTF-8 ({error.reason} at byte {error.start})")
+    return Record(text, prompt)
+
+
+def _first_line(error: BaseException) -> str:
+    return re.split(r"[\r\n]", str(error).strip(), maxsplit=1)[0]

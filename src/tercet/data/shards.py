@@ -1,0 +1,195 @@
+"""Pre-tokenised documents on disk: memory-mapped numpy files and a manifest.
+
+    manifest.json                    everything below, with checksums; written last
+    shard-00000.tokens.npy           [tokens] u1, u2 or u4: documents one after another, each with its EOS
+    shard-00000.documents.npy        [documents] (end: u8, hash: u8): where each ends; the hash of its text
+    shard-00000.loss.npy             [tokens] bool, only where some tokens do not count in the loss
+    shard-00000.json                 its entry of the manifest; its presence means that the shard is complete
+    tokenizer.json                   the tokenizer, unless it is `byte`
+
+The hash is that of the text, so documents are on the same side of the validation split as when read from the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tercet.data.errors import DataError
+from tercet.data.order import in_validation, permutation
+from tercet.data.stream import Cursor, Document, Documents, Reading
+from tercet.data.tokenizers import Tokenizer
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
+
+
+class ShardStream:
+    """Documents of a folder of shards, shuffled over all of them. Cursor: `at`, documents given in this epoch."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, reading: Reading, name: str) -> None:
+        self.bad_records: list[str] = []
+        self._folder, self._reading, self._name = folder, reading, name
+        manifest = read_manifest(folder)
+        made_with = manifest["tokenizer"]
+        if made_with["fingerprint"] != tokenizer.fingerprint:
+            mend = "byte" if made_with["name"] == "byte" else str(folder / "tokenizer.json")
+            raise DataError(
+                f"{folder} was tokenised with {made_with['name']}, not with tokenizer={tokenizer.name}: "
+                f"use --data.tokenizer {mend}, or prepare the shards again"
+            )
+        entries = manifest["shards"]
+        self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
+        self._tokens = [_open(folder, entry, "tokens") for entry in entries]
+        self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
+        documents = [np.asarray(_open(folder, entry, "documents")) for entry in entries]
+        hashes = np.concatenate([shard["hash"] for shard in documents] or [np.empty(0, np.uint64)])
+        # [documents of the split]: shard, first token, length
+        ends = np.concatenate([shard["end"].astype(np.int64) for shard in documents] or [np.empty(0, np.int64)])
+        shard = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
+        starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+        starts[np.flatnonzero(np.diff(shard, prepend=-1))] = 0
+        mine = np.ones(len(hashes), dtype=bool)
+        if reading.split != "all":
+            mine = in_validation(hashes, reading.validation_fraction) == (reading.split == "validation")
+        self._shard, self._start, self._end = shard[mine], starts[mine], ends[mine]
+        if not mine.any():
+            raise DataError(
+                f"{name}: no document of {len(mine)} in {folder} is for {reading.split} with validation_fraction="
+                f"{reading.validation_fraction}: change that fraction, or prepare more documents"
+            )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "source": self._name,
+            "shards": self._fingerprint,
+            "validation_fraction": self._reading.validation_fraction,
+            "shuffle": self._reading.shuffle,
+            "seed": self._reading.seed,
+            "split": self._reading.split,
+        }
+
+    def documents(self, cursor: Cursor | None = None) -> Documents:
+        epoch, at, given = (cursor["epoch"], cursor["at"], cursor["documents"]) if cursor else (0, 0, 0)
+        count = len(self._shard)
+        while epoch == 0 or self._reading.repeat:
+            order = permutation(count, self._reading.seed, epoch) if self._reading.shuffle else np.arange(count)
+            for begin in range(at, count, 1024):  # lists of Python integers: indexing numpy scalars is slow
+                chosen = order[begin : begin + 1024]
+                places = zip(
+                    self._shard[chosen].tolist(), self._start[chosen].tolist(), self._end[chosen].tolist(), strict=True
+                )
+                for at, (shard, start, end) in enumerate(places, start=begin + 1):
+                    given += 1
+                    here = {"epoch": epoch, "documents": given, "skipped": 0, "left_out": 0, "at": at}
+                    if at == count:
+                        here.update(epoch=epoch + 1, at=0)
+                    loss = self._loss[shard]
+                    yield Document(self._tokens[shard][start:end], None if loss is None else loss[start:end], here)
+            epoch, at = epoch + 1, 0
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        if any(folder.glob("shard-*.json")):
+            raise DataError(f"{folder} has shards but no {MANIFEST}: its preparation was interrupted; run it again")
+        raise DataError(f"{folder} has no {MANIFEST}: it is not a folder made by `tercet data prepare`")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}): prepare the shards again") from error
+    if manifest.get("format") != FORMAT:
+        raise DataError(
+            f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}: prepare the shards again"
+        )
+    return manifest
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Compare every file with its checksum in the manifest, which is returned."""
+    manifest = read_manifest(folder)
+    for entry in manifest["shards"]:
+        for kind, facts in entry["files"].items():
+            path = folder / f"{entry['name']}.{kind}.npy"
+            _check_size(path, facts)
+            if (found := sha256_file(path)) != facts["sha256"]:
+                raise DataError(
+                    f"{path} has sha256 {found[:16]}…, its manifest says {facts['sha256'][:16]}…: "
+                    "the file is damaged; prepare the shards again or restore it"
+                )
+    return manifest
+
+
+def write_shard(
+    folder: Path, name: str, tokens: np.ndarray, documents: np.ndarray, loss: np.ndarray | None, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Write one shard and, last and atomically, its entry: a shard is there as a whole or not at all."""
+    arrays = {"tokens": tokens, "documents": documents} | ({} if loss is None else {"loss": loss})
+    entry: dict[str, Any] = {"name": name, "tokens": len(tokens), "documents": len(documents), "files": {}, **facts}
+    for kind, array in arrays.items():
+        path = folder / f"{name}.{kind}.npy"
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    write_json(folder / f"{name}.json", entry)
+    return entry
+
+
+class atomic_write:
+    """The name of a temporary file beside `path`, which takes its place if nothing went wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(path.name + ".partial")
+
+    def __enter__(self) -> Path:
+        return self._temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            os.replace(self._temporary, self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
+    path = folder / f"{entry['name']}.{kind}.npy"
+    _check_size(path, entry["files"][kind])
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be opened ({error}): prepare the shards again or restore it") from error
+    # A plain view of the map: slicing np.memmap itself costs a microsecond of Python per document.
+    return array.view(np.ndarray)
+
+
+def _check_size(path: Path, facts: dict[str, Any]) -> None:
+    size = path.stat().st_size if path.is_file() else None
+    if size != facts["bytes"]:
+        found = "missing" if size is None else f"{size} bytes long"
+        raise DataError(
+            f"{path} is {found}, its manifest says {facts['bytes']} bytes: restore it, or prepare the shards again"
+        )

@@ -1,0 +1,169 @@
+"""Made-up documents, each a pure function of its number: noise, and tasks that need long-range attention.
+
+recall   ……ab=42;………cd=17;…………………………?cd=17;?ab=42;<eos>     facts scattered in noise, asked for at the end
+copy     ^QXJW…KD;…………………………………………?QXJW…KD;<eos>           a string to repeat at the end
+
+Tokens are ASCII codes used as token numbers, so that a byte model's documents can be read; with another tokenizer
+they are just numbers. Only answers count in the loss. From the nearest token of a fact to the first token of its
+answer there are always more than `min_distance` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tercet.config.data import SyntheticConfig
+from tercet.data.errors import DataError
+from tercet.data.order import in_validation, key, mix, random_u64
+from tercet.data.stream import Cursor, Document, Documents, Reading
+from tercet.data.tokenizers import Tokenizer, smallest_dtype
+
+KEYS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
+VALUES = np.frombuffer(b"0123456789", dtype=np.uint8)
+NOISE = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ .,", dtype=np.uint8)
+IS, END, ASK, START = (ord(c) for c in "=;?^")
+KEY_TOKENS = 2
+ASCII = 128
+
+Made = tuple[np.ndarray, np.ndarray | None]
+Task = Callable[[int], Made]  # from a 64-bit key
+
+
+class SyntheticStream:
+    """An endless stream, read in the order of document numbers: those numbers mean nothing, so there is nothing to
+    shuffle and no epoch ends. A hash of the number decides between training and validation."""
+
+    def __init__(
+        self, config: SyntheticConfig, seq_len: int, tokenizer: Tokenizer, reading: Reading, name: str
+    ) -> None:
+        self.bad_records: list[str] = []
+        self._reading, self._name = reading, name
+        length = config.length or seq_len
+        self._facts = {**config.model_dump(), "length": length, "tokenizer": tokenizer.fingerprint}
+        self._make = make_task(config, length, tokenizer.vocab_size, tokenizer.eos_id)
+        if reading.split == "validation" and reading.validation_fraction == 0:
+            raise DataError(f"{name}: no document for validation with validation_fraction=0: raise that fraction")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        fraction = self._reading.validation_fraction
+        # `length` may change with data.seq_len (a length-extension stage): the numbers of documents go on.
+        facts = {name: value for name, value in self._facts.items() if name not in ("length", "min_distance")}
+        return {
+            "source": self._name,
+            **facts,
+            "validation_fraction": fraction,
+            "seed": self._reading.seed,
+            "split": self._reading.split,
+        }
+
+    def documents(self, cursor: Cursor | None = None) -> Documents:
+        given = cursor["documents"] if cursor else 0
+        number = cursor["number"] if cursor else 0
+        while True:
+            numbers = np.arange(number, number + 256, dtype=np.uint64)
+            for number in numbers[self._mine(numbers)].tolist():
+                tokens, loss = self._make(key(self._reading.seed, number))
+                given += 1
+                counts = {"epoch": 0, "documents": given, "skipped": 0, "left_out": 0, "number": number + 1}
+                yield Document(tokens, loss, counts)
+            number = int(numbers[-1]) + 1
+
+    def _mine(self, numbers: np.ndarray) -> np.ndarray:
+        if self._reading.split == "all":
+            return np.ones(len(numbers), dtype=bool)
+        validation = in_validation(mix(numbers + np.uint64(1)), self._reading.validation_fraction)
+        return validation if self._reading.split == "validation" else ~validation
+
+
+def make_task(config: SyntheticConfig, length: int, vocab_size: int, eos_id: int) -> Task:
+    if config.task == "random":
+        return _random(length, vocab_size, eos_id)
+    if vocab_size < ASCII:
+        raise DataError(f"synthetic.task={config.task} writes ASCII codes: vocab_size={vocab_size} is below {ASCII}")
+    if chr(eos_id).isprintable() and eos_id < ASCII:
+        raise DataError(f"synthetic.task={config.task} writes ASCII codes, but EOS is {eos_id} ({chr(eos_id)!r})")
+    return (_recall if config.task == "recall" else _copy)(config, length, smallest_dtype(vocab_size), eos_id)
+
+
+def _random(length: int, vocab_size: int, eos_id: int) -> Task:
+    dtype = smallest_dtype(vocab_size)
+
+    def make(stream: int) -> Made:
+        # Uniform over the other tokens: EOS stands at the end only.
+        tokens = (random_u64(stream, length) % np.uint64(vocab_size - 1)).astype(np.int64)
+        tokens += tokens >= eos_id
+        tokens[-1] = eos_id
+        return tokens.astype(dtype), None
+
+    return make
+
+
+def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
+    values = config.value_tokens
+    fact = KEY_TOKENS + 1 + values + 1  # ab=42;
+    question = 1 + fact  # ?ab=42;
+    asked_at = length - 1 - config.queries * question
+    # The last fact may end so late that from its end to the first answer it is just over min_distance.
+    room = min(asked_at, asked_at + KEY_TOKENS + 2 - config.min_distance)
+    slots = room // fact
+    if slots < config.pairs:
+        need = length + config.pairs * fact - room
+        raise DataError(
+            f"synthetic.task=recall: documents of {length} tokens have room for {max(slots, 0)} of {config.pairs} "
+            f"pairs before min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, or fewer pairs, or a "
+            "smaller min_distance"
+        )
+
+    def make(stream: int) -> Made:
+        draw = random_u64(stream, length + slots + 26 * 26 + config.pairs * (values + 1))
+        noise, draw = draw[:length], draw[length:]
+        where, draw = np.argsort(draw[:slots], kind="stable")[: config.pairs], draw[slots:]
+        names, draw = np.argsort(draw[: 26 * 26], kind="stable")[: config.pairs], draw[26 * 26 :]
+        which, draw = np.argsort(draw[: config.pairs], kind="stable")[: config.queries], draw[config.pairs :]
+
+        facts = np.empty((config.pairs, fact), dtype=dtype)  # distinct keys, so that each has one answer
+        facts[:, 0], facts[:, 1], facts[:, 2] = KEYS[names // 26], KEYS[names % 26], IS
+        facts[:, 3:-1] = VALUES[(draw % np.uint64(10)).astype(np.int64)].reshape(config.pairs, values)
+        facts[:, -1] = END
+
+        tokens = NOISE[(noise % np.uint64(len(NOISE))).astype(np.int64)].astype(dtype)
+        tokens[: slots * fact].reshape(slots, fact)[where] = facts
+        asked = tokens[asked_at:-1].reshape(config.queries, question)
+        asked[:, 0], asked[:, 1:] = ASK, facts[which]
+        tokens[-1] = eos_id
+        loss = np.zeros(length, dtype=bool)
+        loss[asked_at:-1].reshape(config.queries, question)[:, KEY_TOKENS + 2 : -1] = True
+        return tokens, loss
+
+    return make
+
+
+def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
+    size = config.copy_tokens
+    asked_at = length - 1 - (size + 2)  # ?string;
+    # From the last token of the original to the first of its copy, as for every pair of equal tokens further apart.
+    distance = asked_at + 1 - size
+    if distance <= config.min_distance:
+        need = length + config.min_distance + 1 - distance
+        raise DataError(
+            f"synthetic.task=copy: documents of {length} tokens put only {distance} tokens between a string of {size} "
+            f"and its copy, min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, a shorter "
+            "string, or a smaller min_distance"
+        )
+
+    def make(stream: int) -> Made:
+        draw = random_u64(stream, length + size)
+        tokens = NOISE[(draw[:length] % np.uint64(len(NOISE))).astype(np.int64)].astype(dtype)
+        string = KEYS[(draw[length:] % np.uint64(len(KEYS))).astype(np.int64)]
+        tokens[0], tokens[1 : size + 1], tokens[size + 1] = START, string, END
+        tokens[asked_at], tokens[asked_at + 1 : asked_at + 1 + size], tokens[asked_at + 1 + size] = ASK, string, END
+        tokens[-1] = eos_id
+        loss = np.zeros(length, dtype=bool)
+        loss[asked_at + 1 : asked_at + 1 + size] = True
+        return tokens, loss
+
+    return make
