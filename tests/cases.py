@@ -43,6 +43,9 @@ class Inputs:
     vw: Tensor
     gates: Tensor
 
+    def __repr__(self) -> str:
+        return f"Inputs({', '.join(f'{f.name}={list(getattr(self, f.name).shape)}' for f in fields(self))})"
+
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f.name) for f in fields(self))
 
@@ -57,9 +60,7 @@ class Inputs:
 
 
 def compressed_length(tokens: int, cfg: tercet.NSAConfig) -> int:
-    return (
-        len(oracle.visible_compressed(tokens - 1, cfg.compress_block, cfg.compress_stride)) if tokens else 0
-    )
+    return len(oracle.visible_compressed(tokens - 1, cfg.compress_block, cfg.compress_stride)) if tokens else 0
 
 
 def inputs(
@@ -116,9 +117,7 @@ def attend(x: Inputs, cfg: tercet.NSAConfig, backend: str = "reference", **optio
     return tercet.nsa_attention(*x.tensors(), config=cfg, backend=backend, **options)
 
 
-def judge(
-    x: Inputs, cfg: tercet.NSAConfig, cu_seqlens: Any = None, block_indices: Any = None
-) -> oracle.Answer:
+def judge(x: Inputs, cfg: tercet.NSAConfig, cu_seqlens: Any = None, block_indices: Any = None) -> oracle.Answer:
     arrays = [t.detach().double().numpy() for t in x.tensors()]
     given = None if block_indices is None else block_indices.numpy()
     return oracle.nsa(*arrays, cfg, cu_seqlens=cu_seqlens, block_indices=given)
@@ -167,7 +166,8 @@ def cases(draw: st.DrawFn, *, packed: bool | None = None, dtype: torch.dtype = t
     cfg = draw(configs())
     if packed is None:
         packed = draw(st.booleans())
-    documents = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))) if packed else None
+    lengths = st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any)
+    documents = tuple(draw(lengths)) if packed else None
     x = inputs(
         cfg,
         sum(documents) if documents else draw(st.integers(1, 44)),

@@ -31,9 +31,7 @@ class Selection:
     def boundary(self) -> tuple[float, float] | None:
         """Scores of the worst free block taken and the best one left out; None where there was no choice."""
         taken = [self.scores[j] for j in self.chosen if j not in self.forced]
-        left = [
-            self.scores[j] for j in range(self.current + 1) if j not in self.chosen and j not in self.forced
-        ]
+        left = [self.scores[j] for j in range(self.current + 1) if j not in self.chosen and j not in self.forced]
         return (min(taken), max(left)) if taken and left else None
 
     def near_tie(self, relative: float) -> bool:
@@ -125,9 +123,7 @@ def importance(probabilities: list[Any], current: int, cfg: Any) -> list[Any]:
         for i, p in enumerate(probabilities):
             shared = overlap(i, j, cfg.compress_block, cfg.compress_stride, cfg.select_block)
             total += (
-                p * Fraction(shared, cfg.compress_block)
-                if isinstance(p, Fraction)
-                else p * shared / cfg.compress_block
+                p * Fraction(shared, cfg.compress_block) if isinstance(p, Fraction) else p * shared / cfg.compress_block
             )
         scores.append(total)
     return scores
@@ -136,9 +132,7 @@ def importance(probabilities: list[Any], current: int, cfg: Any) -> list[Any]:
 def nsa(q, kc, vc, ks, vs, kw, vw, gates, cfg, cu_seqlens=None, block_indices=None) -> Answer:
     """The operator, steps 1 to 7. With `block_indices` [B, T, G, n] those sets are read instead of the
     selected ones (the selection is still worked out and returned, so that it can be judged)."""
-    q, kc, vc, ks, vs, kw, vw, gates = (
-        np.asarray(x, dtype=np.float64) for x in (q, kc, vc, ks, vs, kw, vw, gates)
-    )
+    q, kc, vc, ks, vs, kw, vw, gates = (np.asarray(x, dtype=np.float64) for x in (q, kc, vc, ks, vs, kw, vw, gates))
     batch, tokens, heads, _ = q.shape
     groups, width = ks.shape[2], vs.shape[3]
     answer = Answer(
@@ -168,9 +162,7 @@ def nsa(q, kc, vc, ks, vs, kw, vw, gates, cfg, cu_seqlens=None, block_indices=No
                     answer,
                 )
             if end > start:
-                compressed_start += len(
-                    visible_compressed(end - start - 1, cfg.compress_block, cfg.compress_stride)
-                )
+                compressed_start += len(visible_compressed(end - start - 1, cfg.compress_block, cfg.compress_stride))
     return answer
 
 

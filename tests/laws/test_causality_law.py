@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cases import Case, Inputs, attend, cases, compressed_length, config, cu, inputs
@@ -30,9 +30,7 @@ def test_the_future_changes_nothing(t: int, backend: str):
     cfg = config()
     x = inputs(cfg, 240)
     before, aux_before = attend(x, cfg, backend, return_aux=True)
-    after, aux_after = attend(
-        with_another_future(x, t, compressed_length(t + 1, cfg)), cfg, backend, return_aux=True
-    )
+    after, aux_after = attend(with_another_future(x, t, compressed_length(t + 1, cfg)), cfg, backend, return_aux=True)
     assert torch.equal(before[:, : t + 1], after[:, : t + 1])
     assert torch.equal(aux_before.block_indices[:, : t + 1], aux_after.block_indices[:, : t + 1])
     assert not torch.equal(before[:, t + 1 :], after[:, t + 1 :])
@@ -61,6 +59,7 @@ def test_gradients_of_the_past_do_not_reach_the_future(case: Case, data: st.Data
 
 
 @given(case=cases(packed=True))
+@example(case=Case(config(), inputs(config(), 5, documents=(3, 2)), (3, 2)))
 def test_gradients_of_one_document_do_not_reach_the_others(case: Case, backend: str):
     bounds = cu(case.documents)
     assert bounds is not None

@@ -21,9 +21,7 @@ LIMITS = {
 def test_a_branch_that_sees_everything_is_full_causal_attention(limit: str, value_size: int, backend: str):
     branch, changes = LIMITS[limit]
     cfg = config(**changes)
-    x = one_branch(
-        inputs(cfg, TOKENS, batch=2, per_group=3, value_size=value_size, dtype=torch.float32), branch
-    )
+    x = one_branch(inputs(cfg, TOKENS, batch=2, per_group=3, value_size=value_size, dtype=torch.float32), branch)
     k, v = ((x.kc, x.vc), (x.ks, x.vs), (x.kw, x.vw))[branch]
     dense = torch.from_numpy(causal_attention(x.q, k, v))
     assert (attend(x, cfg, backend).double() - dense).abs().max() < 1e-5

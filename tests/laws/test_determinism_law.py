@@ -55,6 +55,7 @@ def test_poisoned_memory_changes_nothing(documents, dtype, backend: str, request
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.usefixtures("as_on_a_device")
 def test_no_step_needs_a_value_on_the_host(documents, backend: str):
     """Fake tensors hold no values: what would synchronise a device (item, nonzero, tolist) fails on them."""
     cfg = config()
@@ -78,9 +79,7 @@ def test_no_synchronisation_on_a_device(documents, backend: str):
     x = inputs(cfg, 71, documents=documents, dtype=torch.float32).map(lambda v: v.cuda()).leaves()
     bounds = cu(documents)
     bounds = None if bounds is None else bounds.cuda()
-    attend(
-        x, cfg, backend, cu_seqlens=bounds
-    ).sum().backward()  # warm-up: lazy initialisation may synchronise
+    attend(x, cfg, backend, cu_seqlens=bounds).sum().backward()  # warm-up: lazy initialisation may synchronise
     torch.cuda.set_sync_debug_mode("error")
     try:
         attend(x, cfg, backend, cu_seqlens=bounds).sum().backward()

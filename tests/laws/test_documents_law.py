@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
-from cases import Case, Inputs, attend, cases, compressed_length, config, cu, inputs
+from cases import Case, Inputs, attend, cases, compressed_length, config, cu, inputs, judge, wrong_sets
 
 
 def document(x: Inputs, rows: slice, compressed: slice) -> Inputs:
@@ -23,7 +24,7 @@ def test_packed_documents_equal_documents_one_by_one(case: Case, backend: str):
     out, aux = attend(packed, case.cfg, backend, cu_seqlens=cu(case.documents), return_aux=True)
     out.square().sum().backward()
     row = short = 0
-    for tokens in case.documents or ():
+    for tokens in filter(None, case.documents or ()):
         rows = slice(row, row + tokens)
         compressed = slice(short, short + compressed_length(tokens, case.cfg))
         alone = document(case.x, rows, compressed).leaves()
@@ -35,6 +36,31 @@ def test_packed_documents_equal_documents_one_by_one(case: Case, backend: str):
             part = gradient(p)[:, compressed if i in (1, 2) else rows]
             torch.testing.assert_close(part, gradient(a), rtol=1e-9, atol=1e-10)
         row, short = rows.stop, compressed.stop
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(packed=True))
+def test_documents_are_the_same_where_their_bounds_cannot_be_read(case: Case, backend: str, as_on_a_device: None):
+    bounds = cu(case.documents)
+    out, aux = attend(case.x, case.cfg, backend, cu_seqlens=bounds, return_aux=True)
+    answer = judge(case.x, case.cfg, bounds, aux.block_indices)
+    assert wrong_sets(answer, aux.block_indices, 1e-9) == []
+    torch.testing.assert_close(out, torch.from_numpy(answer.out), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("documents", [(17, 0, 2, 26), (1, 1, 1), (0, 30, 0), (45,)], ids=str)
+def test_gradients_are_the_same_where_the_bounds_cannot_be_read(documents, backend: str, request):
+    cfg = config()
+
+    def gradients() -> list[torch.Tensor]:
+        x = inputs(cfg, sum(documents), documents=documents, padding=3).leaves()
+        attend(x, cfg, backend, cu_seqlens=cu(documents)).square().sum().backward()
+        return [gradient(v) for v in x.tensors()]
+
+    expected = gradients()
+    request.getfixturevalue("as_on_a_device")
+    for a, b in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_one_document_equals_no_cu_seqlens(backend: str):
@@ -71,9 +97,7 @@ def test_many_documents_shorter_than_everything(backend: str):
     documents = [1] * 13
     x = inputs(cfg, 13, documents=documents)
     out = attend(x, cfg, backend, cu_seqlens=cu(documents))
-    expected = x.gates[..., 1:2] * x.vs.repeat_interleave(2, 2) + x.gates[..., 2:] * x.vw.repeat_interleave(
-        2, 2
-    )
+    expected = x.gates[..., 1:2] * x.vs.repeat_interleave(2, 2) + x.gates[..., 2:] * x.vw.repeat_interleave(2, 2)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -22,17 +22,13 @@ def check(x, cfg, backend: str, **options) -> None:
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 2), (2, 1, 2, 3), (1, 3, 4, 4)], ids=str)
 def test_gradcheck(sizes: tuple[int, int, int, int], backend: str):
     groups, per_group, key_size, value_size = sizes
-    cfg = config(
-        compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3
-    )
+    cfg = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
     shape = {"groups": groups, "per_group": per_group, "key_size": key_size, "value_size": value_size}
     check(inputs(cfg, 9, **shape), cfg, backend)
 
 
 def test_gradcheck_of_packed_documents_with_padding(backend: str):
-    cfg = config(
-        compress_block=2, compress_stride=2, select_block=2, select_count=2, select_local=1, window=2
-    )
+    cfg = config(compress_block=2, compress_stride=2, select_block=2, select_count=2, select_local=1, window=2)
     documents = (1, 7, 3)
     x = inputs(cfg, 11, groups=1, key_size=2, value_size=3, documents=documents, padding=2)
     check(x, cfg, backend, cu_seqlens=cu(documents))
@@ -45,9 +41,7 @@ def test_gradcheck_of_a_batch(backend: str):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_are_finite_where_a_query_sees_no_compressed_token(
-    tokens: int, dtype: torch.dtype, backend: str
-):
+def test_gradients_are_finite_where_a_query_sees_no_compressed_token(tokens: int, dtype: torch.dtype, backend: str):
     cfg = config()
     x = inputs(cfg, tokens, dtype=dtype).leaves()
     attend(x, cfg, backend).float().sum().backward()
@@ -74,9 +68,7 @@ def test_the_gate_gradient_is_the_branch_output(backend: str):
     (attend(x, cfg, backend) * weight).sum().backward()
     for branch in range(3):
         alone = attend(one_branch(x, branch), cfg, backend)
-        torch.testing.assert_close(
-            x.gates.grad[..., branch], (alone * weight).sum(-1), rtol=1e-10, atol=1e-10
-        )
+        torch.testing.assert_close(x.gates.grad[..., branch], (alone * weight).sum(-1), rtol=1e-10, atol=1e-10)
 
 
 def test_half_precision_gradients_stay_near_those_of_double(backend: str):

@@ -51,6 +51,4 @@ def test_2048_tokens_forward_and_backward_in_seconds():
     tercet.nsa_attention(*x.tensors(), config=cfg, backend="reference").sum().backward()
     seconds = time.perf_counter() - start
     assert all(torch.isfinite(v.grad).all() for v in x.tensors())
-    assert seconds < 30, (
-        f"{seconds:.1f} s: 2 cores are asked for seconds, and even a busy machine for less than 30"
-    )
+    assert seconds < 30, f"{seconds:.1f} s: 2 cores are asked for seconds, and even a busy machine for less than 30"

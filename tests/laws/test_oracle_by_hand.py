@@ -27,9 +27,7 @@ def test_a_query_sees_a_compressed_token_once_its_last_raw_token_is_read():
 
 def test_the_default_overlap_weights_are_half_one_one_one_half():
     cfg = tercet.NSAConfig()
-    rows = [
-        oracle.overlap(i, 3, cfg.compress_block, cfg.compress_stride, cfg.select_block) for i in range(10, 17)
-    ]
+    rows = [oracle.overlap(i, 3, cfg.compress_block, cfg.compress_stride, cfg.select_block) for i in range(10, 17)]
     assert [r / cfg.compress_block for r in rows] == [0, 0.5, 1, 1, 1, 0.5, 0]
 
 

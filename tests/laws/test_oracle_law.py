@@ -65,9 +65,7 @@ def test_a_query_without_a_compressed_token_gets_an_exact_zero_there(tokens: int
 def test_gates_are_not_renormalised_where_a_branch_is_empty(backend: str):
     cfg = config()
     x = inputs(cfg, 1)
-    expected = (x.gates[..., 1:2] * x.vs.repeat_interleave(2, 2)) + x.gates[..., 2:] * x.vw.repeat_interleave(
-        2, 2
-    )
+    expected = (x.gates[..., 1:2] * x.vs.repeat_interleave(2, 2)) + x.gates[..., 2:] * x.vw.repeat_interleave(2, 2)
     torch.testing.assert_close(attend(x, cfg, backend), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -11,9 +11,7 @@ from oracle import forced_blocks
 
 
 @given(case=cases())
-def test_indices_are_ascending_int32_padded_with_minus_one_and_hold_the_forced_blocks(
-    case: Case, backend: str
-):
+def test_indices_are_ascending_int32_padded_with_minus_one_and_hold_the_forced_blocks(case: Case, backend: str):
     _, aux = attend(case.x, case.cfg, backend, cu_seqlens=cu(case.documents), return_aux=True)
     indices = aux.block_indices
     batch, tokens, groups = case.x.ks.shape[:3]
@@ -41,9 +39,7 @@ def test_single_precision_selects_the_same_sets_in_nearly_every_slot(backend: st
     _, aux = attend(x, cfg, backend, return_aux=True)
     answer = judge(x, cfg)
     assert wrong_sets(answer, aux.block_indices, 1e-6) == []
-    same = sum(
-        len(set(chosen(aux.block_indices, *key)) & set(s.chosen)) for key, s in answer.selections.items()
-    )
+    same = sum(len(set(chosen(aux.block_indices, *key)) & set(s.chosen)) for key, s in answer.selections.items())
     slots = sum(len(s.chosen) for s in answer.selections.values())
     assert same / slots >= 0.9995
 

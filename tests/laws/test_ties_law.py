@@ -23,9 +23,7 @@ def expected_for_equal_probabilities(t: int, cfg: tercet.NSAConfig) -> list[int]
 @given(cfg=configs(), tokens=st.integers(1, 70), per_group=st.integers(1, 3), seed=st.integers(0, 1000))
 def test_a_zero_query_selects_the_lowest_indices_for_any_config(cfg, tokens, per_group, seed, backend: str):
     for dtype in (torch.float32, torch.float64):
-        x = inputs(
-            cfg, tokens, groups=1, per_group=per_group, key_size=3, value_size=2, dtype=dtype, seed=seed
-        )
+        x = inputs(cfg, tokens, groups=1, per_group=per_group, key_size=3, value_size=2, dtype=dtype, seed=seed)
         _, aux = attend(x.with_(q=torch.zeros_like(x.q)), cfg, backend, return_aux=True)
         for t in range(tokens):
             assert chosen(aux.block_indices, 0, t, 0) == expected_for_equal_probabilities(t, cfg), (dtype, t)
@@ -55,9 +53,7 @@ def test_repeated_keys_select_the_lowest_indices(dtype: torch.dtype, backend: st
 
 def test_keys_repeated_block_after_block_tie_between_the_blocks(backend: str):
     """With l = d no compressed token spans two blocks, so a period of one block ties all complete blocks."""
-    cfg = config(
-        compress_block=2, compress_stride=2, select_block=6, select_count=5, select_initial=1, select_local=1
-    )
+    cfg = config(compress_block=2, compress_stride=2, select_block=6, select_count=5, select_initial=1, select_local=1)
     x = inputs(cfg, 95, groups=1, per_group=3, dtype=torch.float32)
     pattern = x.kc[:, :3].round()
     kc = pattern.repeat(1, 16, 1, 1)[:, : x.kc.shape[1]]
@@ -70,9 +66,7 @@ def test_keys_repeated_block_after_block_tie_between_the_blocks(backend: str):
 
 def test_blocks_that_no_compressed_token_touches_yet_tie_at_zero(backend: str):
     """l as long as l' and a query early in its block: the latest complete blocks have no score at all."""
-    cfg = config(
-        compress_block=8, compress_stride=8, select_block=8, select_count=3, select_initial=0, select_local=1
-    )
+    cfg = config(compress_block=8, compress_stride=8, select_block=8, select_count=3, select_initial=0, select_local=1)
     x = inputs(cfg, 60, groups=1, per_group=1, dtype=torch.float32)
     kc = torch.zeros_like(x.kc)
     kc[:, 2] = 1.0

@@ -1,0 +1,158 @@
+"""Each public stage alone: against the oracle, by float64 gradcheck, and put together into the whole operator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.autograd import gradcheck
+
+import oracle
+import tercet
+from cases import Case, attend, cases, chosen, compressed_length, config, cu, inputs, judge, wrong_sets
+
+CFG = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
+DOCUMENTS = [None, (1, 6, 2)]
+
+
+def small(documents: tuple[int, ...] | None):
+    return inputs(CFG, 9, groups=2, per_group=2, key_size=3, value_size=2, documents=documents)
+
+
+def close(actual: torch.Tensor, expected: np.ndarray) -> None:
+    torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=25)
+@given(case=cases())
+def test_the_stages_equal_the_oracle_branch_by_branch(case: Case):
+    x, cfg, bounds = case.x, case.cfg, cu(case.documents)
+    compressed, indices = tercet.compressed_attention(x.q, x.kc, x.vc, config=cfg, cu_seqlens=bounds)
+    answer = judge(x, cfg, bounds, indices)
+    assert wrong_sets(answer, indices, 1e-9) == []
+    close(compressed, answer.compressed)
+    selected = tercet.selected_attention(x.q, x.ks, x.vs, indices, config=cfg, cu_seqlens=bounds)
+    close(selected, answer.selected)
+    window = tercet.window_attention(x.q, x.kw, x.vw, config=cfg, cu_seqlens=bounds)
+    close(window, answer.window)
+    close(tercet.combine(x.gates, compressed, selected, window), answer.out)
+
+
+@settings(max_examples=25)
+@given(case=cases())
+def test_the_scores_are_the_oracles_and_select_blocks_chooses_from_them(case: Case):
+    x, cfg, bounds = case.x, case.cfg, cu(case.documents)
+    out, scores = tercet.compressed_attention(x.q, x.kc, x.vc, config=cfg, cu_seqlens=bounds, return_scores=True)
+    answer = judge(x, cfg, bounds)
+    close(out, answer.compressed)
+    assert not scores.requires_grad
+    for (b, t, g), selection in answer.selections.items():
+        np.testing.assert_allclose(scores[b, t, g, : selection.current + 1], selection.scores, rtol=1e-9, atol=1e-12)
+    indices = tercet.select_blocks(scores, config=cfg, cu_seqlens=bounds)
+    assert indices.dtype == torch.int32
+    assert wrong_sets(answer, indices, 1e-9) == []
+
+
+def test_select_blocks_takes_scores_made_by_hand():
+    cfg = config(select_count=4, select_initial=1, select_local=1)
+    scores = torch.tensor([0.9, 0.1, 0.3, 0.3, 0.2, 0.3, 0.0, 0.0]).expand(1, 32, 1, 8)
+    indices = tercet.select_blocks(scores, config=cfg)
+    assert [chosen(indices, 0, t, 0) for t in (0, 7, 15, 19, 27, 31)] == [
+        [0], [0, 1], [0, 1, 2, 3], [0, 2, 3, 4], [0, 2, 3, 6], [0, 2, 3, 7]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
+def test_gradcheck_of_compressed_attention(documents):
+    x = small(documents).leaves()
+    bounds = cu(documents)
+
+    def stage(q, k, v):
+        return tercet.compressed_attention(q, k, v, config=CFG, cu_seqlens=bounds)[0]
+
+    assert gradcheck(stage, (x.q, x.kc, x.vc), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
+def test_gradcheck_of_selected_attention(documents):
+    x = small(documents).leaves()
+    bounds = cu(documents)
+    _, indices = tercet.compressed_attention(x.q, x.kc, x.vc, config=CFG, cu_seqlens=bounds)
+
+    def stage(q, k, v):
+        return tercet.selected_attention(q, k, v, indices, config=CFG, cu_seqlens=bounds)
+
+    assert gradcheck(stage, (x.q, x.ks, x.vs), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
+def test_gradcheck_of_window_attention(documents):
+    x = small(documents).leaves()
+    bounds = cu(documents)
+
+    def stage(q, k, v):
+        return tercet.window_attention(q, k, v, config=CFG, cu_seqlens=bounds)
+
+    assert gradcheck(stage, (x.q, x.kw, x.vw), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
+def test_gradcheck_of_compress_mean(documents):
+    x = small(documents).leaves()
+    bounds = cu(documents)
+    assert gradcheck(lambda k: tercet.compress_mean(k, config=CFG, cu_seqlens=bounds), (x.ks,))
+
+
+def test_gradcheck_of_combine():
+    parts = [torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    gates = torch.rand(1, 3, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(tercet.combine, (gates, *parts))
+
+
+@settings(max_examples=25)
+@given(case=cases())
+def test_compress_mean_is_the_mean_of_each_block(case: Case):
+    bounds = cu(case.documents)
+    expected, _ = oracle.compress_mean(case.x.ks, case.cfg, bounds)
+    means = tercet.compress_mean(case.x.ks, config=case.cfg, cu_seqlens=bounds)
+    close(means[:, : expected.shape[1]], expected)
+    if bounds is None:
+        assert means.shape[1] == case.cfg.num_compressed(case.x.ks.shape[1])
+    else:
+        assert torch.count_nonzero(means[:, expected.shape[1] :]) == 0
+
+
+def test_given_indices_are_read_instead_of_selecting():
+    cfg = config()
+    x = inputs(cfg, 40)
+    given_blocks = torch.full((1, 40, 2, cfg.select_count), -1, dtype=torch.int32)
+    given_blocks[..., 0] = (torch.arange(40) // cfg.select_block)[None, :, None]
+    out, aux = attend(x, cfg, block_indices=given_blocks, return_aux=True)
+    close(out, judge(x, cfg, None, given_blocks).out)
+    assert torch.equal(aux.block_indices, given_blocks)
+    assert not torch.equal(attend(x, cfg), out)
+
+
+@pytest.mark.parametrize("left_out", ["compressed", "selected", "window"])
+def test_leaving_a_branch_out_equals_a_gate_of_zero_and_leaves_selection_as_it_was(left_out: str):
+    cfg = config()
+    x = inputs(cfg, 40)
+    names = ("compressed", "selected", "window")
+    branches = tuple(b for b in names if b != left_out)
+    gates = x.gates.clone()
+    gates[..., names.index(left_out)] = 0
+    out, aux = attend(x, cfg, branches=branches, return_aux=True)
+    expected, whole = attend(x.with_(gates=gates), cfg, return_aux=True)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    if left_out != "selected":
+        assert torch.equal(aux.block_indices, whole.block_indices)
+
+
+def test_an_empty_compressed_branch_has_the_shape_of_the_others():
+    cfg = config()
+    x = inputs(cfg, 2)
+    assert compressed_length(2, cfg) == 0
+    out, indices = tercet.compressed_attention(x.q, x.kc, x.vc, config=cfg)
+    assert torch.equal(out, torch.zeros(1, 2, 4, 6, dtype=torch.float64))
+    assert [chosen(indices, 0, t, 0) for t in range(2)] == [[0], [0]]
