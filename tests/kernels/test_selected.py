@@ -1,0 +1,171 @@
+"""The selected branch's kernels against a dense masked softmax, in Triton's interpreter."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tercet.attention.spec import NSAConfig
+from tercet.attention.kernels import selected as sel
+
+from selections import dense_masked, random_selection, relative_error
+
+UNION, KV_MAJOR = 1e9, -1.0
+
+
+def small(limit=None, **changes):
+    """Settings small enough for the interpreter; `limit` forces one design."""
+    values = {"rows": 16, "segment_rows": 48, "union_stages": 1, "attend_stages": 1, **changes}
+    if limit is not None:
+        values |= {"forward_limit": limit, "backward_limit": limit}
+    return sel.SelectedSettings(**values)
+
+
+def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True):
+    g = torch.Generator().manual_seed(seed)
+    N = cu[-1]
+    T = N // batch
+    rand = lambda *shape: torch.randn(*shape, generator=g)
+    q, k, v = rand(N, heads, dk), rand(N, groups, dk), rand(N, groups, dv)
+    dout, gate = rand(N, heads, dv), rand(N, heads)
+    indices = random_selection(
+        cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g, forced
+    )
+    shaped = lambda x: x.reshape(batch, T, *x.shape[1:])
+    return SimpleNamespace(
+        q=q, k=k, v=v, dout=dout, gate=gate if gated else None, indices=indices, cu=cu, config=config, shaped=shaped,
+        tiles=SimpleNamespace(cu=torch.tensor(cu, dtype=torch.int32)) if packed else None,
+    )  # fmt: skip
+
+
+def run(c, settings, save=True):
+    q, k, v, dout = (c.shaped(x) for x in (c.q, c.k, c.v, c.dout))
+    indices = c.shaped(c.indices)
+    o, lse, saved = sel.selected_forward(q, k, v, indices, c.config, c.tiles, settings)
+    like = sel.selected_saved_like(q, k, v, indices, c.config, c.tiles, settings)
+    assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
+    row_sum = (dout * o).sum(-1)
+    gate = None if c.gate is None else c.shaped(c.gate)
+    grads = sel.selected_backward(
+        q, k, v, indices, lse, dout, gate, row_sum, c.config, c.tiles, saved if save else (), settings
+    )
+    return tuple(x.reshape(-1, *x.shape[2:]) for x in (o, *grads)), saved
+
+
+def expected(c):
+    leaves = [x.double().requires_grad_() for x in (c.q, c.k, c.v)]
+    o = dense_masked(*leaves, c.indices, c.cu, c.config.select_block)
+    gated = o if c.gate is None else o * c.gate.double()[..., None]
+    gated.backward(c.dout.double())
+    return (o.detach(), *(x.grad for x in leaves))
+
+
+def check(c, settings, save=True):
+    got, saved = run(c, settings, save)
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, expected(c), strict=True):
+        assert relative_error(a, b) <= 1e-5, name
+    return got, saved
+
+
+CONFIG = NSAConfig(compress_block=16, compress_stride=16, select_block=16, select_count=4, window=16)
+DESIGNS = pytest.mark.parametrize("limit", [UNION, KV_MAJOR], ids=["union", "kv_major"])
+
+
+@DESIGNS
+def test_selected_attention_equals_a_masked_softmax(limit):
+    _, saved = check(case([0, 149], 6, 2, 16, 32, CONFIG), small(limit))
+    assert (len(saved) == 2) == (limit == UNION)
+
+
+@DESIGNS
+def test_batches_and_three_heads_per_group(limit):
+    check(case([0, 67, 134], 3, 1, 24, 16, CONFIG, batch=2, seed=1), small(limit))
+
+
+@DESIGNS
+def test_packed_documents_stay_apart(limit):
+    check(case([0, 1, 1, 18, 90, 137], 2, 2, 16, 16, CONFIG, packed=True, seed=2), small(limit))
+
+
+@DESIGNS
+def test_more_slots_than_blocks_and_no_gate(limit):
+    config = NSAConfig(16, 16, 16, 9, 2, 3, 16)
+    check(case([0, 75], 1, 1, 16, 16, config, seed=3, gated=False), small(limit))
+
+
+@DESIGNS
+def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
+    check(case([0, 70], 20, 1, 16, 16, CONFIG, seed=4), small(limit))
+
+
+def test_slabs_of_groups_and_ranges_sum_to_the_whole():
+    """A few bytes per slab: every KV head and several token ranges apart, dk and dv carried from range to range."""
+    settings = small(KV_MAJOR, slab_bytes=64 * 4 * 2 * 20 * 4)
+    c = case([0, 30, 201], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
+    plan = sel._call(c.shaped(c.q), c.shaped(c.k), c.shaped(c.v), c.shaped(c.indices), CONFIG, c.tiles, settings).plan
+    assert plan.GL == 1
+    assert plan.ranges >= 3
+    check(c, settings)
+
+
+def test_each_slab_decides_for_itself():
+    """Sparse at the end, dense at the start: with a limit between, the first slab runs as union, the last KV-major."""
+    settings = small(2.0, slab_bytes=64 * 4 * 2 * 20 * 4)
+    _, saved = check(case([0, 260], 2, 1, 16, 16, CONFIG, seed=6), settings)
+    decision = saved[2]
+    assert decision[:, 0].tolist() == [0, 0]
+    assert decision[:, -1].tolist() == [1, 1]
+
+
+@DESIGNS
+def test_lists_without_their_forced_blocks_are_taken_as_given(limit):
+    check(case([0, 130], 2, 1, 16, 16, CONFIG, seed=7, forced=False), small(limit))
+
+
+def test_what_is_not_saved_is_built_again():
+    check(case([0, 100], 2, 1, 16, 16, CONFIG, seed=8), small(KV_MAJOR), save=False)
+    check(case([0, 100], 2, 1, 16, 16, CONFIG, seed=8), small(UNION), save=False)
+
+
+def test_strided_inputs_are_read_in_place():
+    c = case([0, 48, 96], 4, 2, 16, 16, CONFIG, batch=2, seed=9)
+    plain, _ = run(c, small(KV_MAJOR))
+    fused = torch.randn(2, 60, 8, 40)
+    fused[:, :48, :4, :16], fused[:, :48, 4:6, :16], fused[:, :48, 6:, 8:24] = map(c.shaped, (c.q, c.k, c.v))
+    q, k, v = fused[:, :48, :4, :16], fused[:, :48, 4:6, :16], fused[:, :48, 6:, 8:24]
+    gates = torch.randn(2, 48, 4, 3)
+    gates[..., 1] = c.shaped(c.gate)
+    dout = c.shaped(c.dout).transpose(1, 2).contiguous().transpose(1, 2)
+    indices = c.shaped(c.indices)
+    for limit in (UNION, KV_MAJOR):
+        o, lse, saved = sel.selected_forward(q, k, v, indices, CONFIG, None, small(limit))
+        grads = sel.selected_backward(
+            q, k, v, indices, lse, dout, gates[..., 1], (dout * o).sum(-1), CONFIG, None, saved, small(limit)
+        )
+        for a, b in zip((o, *grads), plain, strict=True):
+            assert relative_error(a.reshape(b.shape), b) <= 1e-6
+
+
+def test_empty_memory_is_never_read(monkeypatch):
+    c = case([0, 33, 110], 3, 1, 16, 16, CONFIG, packed=True, seed=10)
+    real = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(float("nan") if x.is_floating_point() else 1 << 20)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype))
+    for limit in (UNION, KV_MAJOR):
+        check(c, small(limit))
+
+
+def test_what_the_kernels_cannot_take_is_refused():
+    q, k = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 1, 16)
+    indices = torch.zeros(1, 8, 1, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="select_block=8"):
+        sel.selected_forward(q, k, k, indices, NSAConfig(8, 8, 8, 4, 1, 1, 8), None)
+    with pytest.raises(ValueError, match="stride 2"):
+        sel.selected_forward(torch.zeros(1, 8, 2, 32)[..., ::2], k, k, indices, CONFIG, None, small())
