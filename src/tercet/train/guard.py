@@ -17,22 +17,21 @@ class NonFiniteGuard:
         self.max_total, self.max_in_row = max_total, max_in_row
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self._in_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._halted = torch.zeros((), dtype=torch.bool, device=device)
+        self._halted_at = torch.zeros((), dtype=torch.int64, device=device)  # 0: not
 
-    def judge(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(self, step: int, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """(bad, skip), both [] bool: whether this step is not finite, and whether its update is skipped."""
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        live = ~self._halted
+        live = self._halted_at == 0
         self._total += bad & live
         self._in_row = torch.where(live, torch.where(bad, self._in_row + 1, 0), self._in_row)
         over = (self._total > self.max_total) | (self._in_row > self.max_in_row)
-        skip = bad | self._halted
-        self._halted = self._halted | (bad & over)
-        return bad, skip
+        self._halted_at = torch.where(live & bad & over, step, self._halted_at)
+        return bad, bad | ~live
 
-    def halted(self) -> bool:
-        """Whether a limit was passed. Waits for the device."""
-        return bool(self._halted.item())
+    def halted_at(self) -> int:
+        """The step that passed a limit, 0 if none did. Waits for the device."""
+        return int(self._halted_at.item())
 
     def total(self) -> int:
         """Bad steps so far. Waits for the device."""

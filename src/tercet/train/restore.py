@@ -91,6 +91,19 @@ def _resolve(path: Path) -> Path:
     )
 
 
+def set_aside(checkpoints: Path, step: int) -> list[Path]:
+    """Rename checkpoints of later steps (damaged, or of a path left) so that none is taken for this run's."""
+    moved = []
+    for path in manifest.complete_checkpoints(checkpoints):
+        if (manifest.step_of(path) or 0) > step:
+            target, n = path.with_name(f"abandoned-{path.name}"), 1
+            while target.exists():
+                n += 1
+                target = path.with_name(f"abandoned-{path.name}-{n}")
+            moved.append(path.rename(target))
+    return moved
+
+
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys."""
     out: dict[str, Any] = {}

@@ -52,6 +52,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[MicroBatch],
     *,
+    step: int,
     lr: float,
     clip: float,
     precision: str,
@@ -76,6 +77,6 @@ def train_step(
         total += loss.detach()
     mean = strategy.all_sum(total) / targets
     norm = global_norm(model.parameters())
-    bad, skip = guard.judge(mean, norm)
+    bad, skip = guard.judge(step, mean, norm)
     update(optimizer, lr, clip, norm, skip)
     return StepResult(mean, norm, bad)

@@ -1,0 +1,40 @@
+"""From the loader's batches to what a step eats, with the cursor of the last batch that was really consumed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tercet.data.loader import Batch
+from tercet.train.step import MicroBatch
+
+
+def to_device(batch: Batch, device: torch.device) -> MicroBatch:
+    """Copied without waiting (the loader pins its memory); packed documents as one long row."""
+    tokens = batch.tokens.to(device, non_blocking=True)
+    targets = batch.targets.to(device, non_blocking=True)
+    if batch.cu_seqlens is None:
+        return MicroBatch(tokens, targets, None)
+    cu_seqlens = batch.cu_seqlens.to(device, non_blocking=True)
+    return MicroBatch(tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens)
+
+
+class StepBatches:
+    """The micro-batches of one step after another."""
+
+    def __init__(self, loader: Iterable[Batch], accumulation: int, cursor: dict[str, Any] | None) -> None:
+        self._batches: Iterator[Batch] = iter(loader)
+        self._accumulation = accumulation
+        self.cursor = cursor  # after the last batch handed out: what a checkpoint must hold
+        self.epoch = 0
+
+    def next_step(self) -> list[Batch]:
+        """The next step's batches. Fewer at the end of the data, where the last step is smaller; then none."""
+        batches = list(itertools.islice(self._batches, self._accumulation))
+        if batches:
+            self.cursor = batches[-1].state
+            self.epoch = batches[-1].stats.epoch
+        return batches

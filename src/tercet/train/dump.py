@@ -1,0 +1,84 @@
+"""A non-finite step, kept so that it can be run again with `python -m tercet.train.dump FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from tercet.config.schema import RunConfig
+from tercet.train.device import pick_device
+from tercet.train.optim import global_norm
+from tercet.train.step import IGNORED_TARGET, MicroBatch, autocast, loss_sum
+
+
+def write_dump(folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig) -> Path:
+    """Weights as they are now and the batches of `step`, under nonfinite/step-N of the run folder."""
+    target = folder / "nonfinite" / f"step-{step:08d}"
+    target.mkdir(parents=True, exist_ok=True)
+    weights: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    save_file({k: v.contiguous().clone() for k, v in weights.items()}, target / "weights.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for i, batch in enumerate(batches):
+        tensors |= {f"{i}.tokens": batch.tokens, f"{i}.targets": batch.targets}
+        if batch.cu_seqlens is not None:
+            tensors[f"{i}.cu_seqlens"] = batch.cu_seqlens
+    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, target / "batches.safetensors")
+    about = {"step": step, "micro_batches": len(batches), "config": config.model_dump(mode="json")}
+    (target / "dump.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
+    """Run the dumped step's forward and backward pass again; says what is not finite, down to the parameter."""
+    from tercet.model.transformer import Transformer
+
+    about = json.loads((folder / "dump.json").read_text(encoding="utf-8"))
+    config = RunConfig.model_validate(about["config"])
+    device = pick_device(device_name)
+    model = Transformer(config.model)
+    model.load_state_dict(load_file(folder / "weights.safetensors"))
+    model.to(device)
+    tensors = load_file(folder / "batches.safetensors", device=str(device))
+    batches = [
+        MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], tensors.get(f"{i}.cu_seqlens"))
+        for i in range(about["micro_batches"])
+    ]
+    targets = sum(int((b.targets != IGNORED_TARGET).sum()) for b in batches)
+    losses = []
+    for batch in batches:
+        with autocast(device, config.train.precision):
+            loss = loss_sum(model, batch)
+        (loss / max(1, targets)).backward()
+        losses.append(float(loss.detach()) / max(1, targets))
+    named = list(model.named_parameters())
+    return {
+        "step": about["step"],
+        "loss": sum(losses),
+        "grad_norm": float(global_norm(model.parameters())),
+        "nonfinite_weights": [n for n, p in named if not bool(p.isfinite().all())],
+        "nonfinite_gradients": [n for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all())],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tercet.train.dump", description=replay.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    arguments = parser.parse_args()
+    json.dump(replay(arguments.folder, arguments.device), sys.stdout, indent=1)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The run folder: made or taken up again, locked, and described (config.toml, origins.json, env.json)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tercet
+from tercet.config.load import write_config
+from tercet.config.schema import RunConfig
+from tercet.errors import TercetError
+from tercet.telemetry.events import events_file
+from tercet.train import manifest
+
+LOCK = "lock"
+
+
+class RunFolder:
+    """A folder that this process, and no other, writes a run into."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise TercetError(
+                f"run folder {path} cannot be written ({error.strerror}): pick another --run.dir, or mend its rights"
+            ) from None
+        try:
+            # Held by the kernel, so a killed process leaves no stale lock.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TercetError(
+                f"run folder {path} is in use by another process: wait for it, or pick another --run.dir"
+            ) from None
+
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether something was trained here before."""
+        return events_file(self.path).exists() or bool(manifest.complete_checkpoints(self.checkpoints))
+
+    def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
+        """Write what is needed to repeat the run."""
+        write_config(config, origins, self.path)
+        (self.path / "env.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def locate(config: RunConfig, resume: str | None) -> Path:
+    """run.dir; else the folder that `resume` speaks of; else a new one under runs/."""
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    if resume not in (None, "auto"):
+        path = Path(str(resume)).resolve()
+        if manifest.step_of(path) is not None:
+            return path.parent.parent
+        return path.parent if path.name == "checkpoints" else path
+    runs = Path("runs")
+    if resume == "auto":
+        earlier = [p for p in runs.glob(f"{config.run.name}-*") if manifest.complete_checkpoints(p / "checkpoints")]
+        if earlier:
+            return max(earlier, key=lambda p: (p / "checkpoints").stat().st_mtime)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path, extra = runs / f"{config.run.name}-{stamp}", 1
+    while path.exists():
+        extra += 1
+        path = runs / f"{config.run.name}-{stamp}-{extra}"
+    return path
+
+
+def environment(device: torch.device, name: str) -> dict[str, Any]:
+    """Machine and versions. No environment variables: they are not part of a run, and may hold secrets."""
+    packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
+    found = {p: _version(p) for p in packages}
+    env: dict[str, Any] = {
+        "tercet": tercet.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: v for p, v in found.items() if v},
+        "command": sys.argv,
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": name,
+        "cuda": torch.version.cuda,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        env["gpu"] = {
+            "memory_gib": properties.total_memory / 2**30,
+            "capability": f"{properties.major}.{properties.minor}",
+            "count": torch.cuda.device_count(),
+        }
+    return env
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

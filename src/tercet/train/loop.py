@@ -1,0 +1,385 @@
+"""`tercet train`, from the config to the summary: orchestration only."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tercet.config.load import describe
+from tercet.config.schema import RunConfig
+from tercet.data.loader import Batch, Loader, build_loader
+from tercet.data.tokenizers import Tokenizer, load_tokenizer
+from tercet.errors import TercetError
+from tercet.model.cost import flops_per_token, parameters
+from tercet.parallel.strategy import Strategy, build_strategy
+from tercet.telemetry import events
+from tercet.telemetry.events import EventLog, read_events
+from tercet.telemetry.heartbeat import Heartbeat
+from tercet.telemetry.peak import peak_flops
+from tercet.telemetry.progress import Screen, duration, quantity
+from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
+from tercet.telemetry.summary import summarise
+from tercet.train import manifest
+from tercet.train.batches import StepBatches, to_device
+from tercet.train.checkpoint import Checkpointer
+from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
+from tercet.train.dump import write_dump
+from tercet.train.folder import RunFolder, environment, locate
+from tercet.train.header import header_lines, precision_of
+from tercet.train.manifest import CheckpointError
+from tercet.train.sample import sample_text
+from tercet.train.schedule import learning_rate
+from tercet.train.signals import StopSignals
+from tercet.train.start import check_fit, find_start
+from tercet.train.state import TrainState, build_state
+from tercet.train.step import train_step
+from tercet.train.validate import Validation
+
+
+def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
+    """Train until the last step, a signal, or the end of the data. Returns the process's exit code."""
+    set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
+    device = pick_device(config.run.device)
+    strategy = build_strategy(config.parallel.strategy, device)
+    screen = Screen(config.log.progress, quiet=strategy.rank > 0)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        folder = stack.enter_context(closing(RunFolder(locate(config, resume))))
+        start, said = find_start(config, resume, folder)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+        check_fit(config, tokenizer, folder)
+        state = build_state(config, device, strategy, start)
+        loader = stack.enter_context(
+            build_loader(
+                config.data,
+                seed=config.run.seed,
+                batch_sequences=config.train.micro_batch * strategy.world_size,
+                rank=strategy.rank,
+                world_size=strategy.world_size,
+                state=state.cursor,
+                tokenizer=tokenizer,
+            )
+        )
+        folder.describe(config, origins or {}, environment(device, device_name(device)))
+        superseded = events.rewind(folder.path, strategy.rank, state.step)
+        log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
+        beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
+        screen.header(header_lines(config, state, device, strategy, folder.path))
+        for line in describe(config, origins or {}):
+            screen.say(f"  {line}", "dim")
+        for sentence in said:
+            screen.say(sentence)
+        past = list(read_events(log.path))
+        if strategy.rank == 0:
+            log.readers += [screen, *csv_sinks(folder.path, past)]
+            if config.log.tensorboard:
+                log.readers.append(TensorBoardSink(folder.path / "tb", state.step))
+        trainer = Trainer(config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past)
+        log.emit(trainer.started(start.path if start else None, superseded))
+        return trainer.run()
+
+
+class Halted(TercetError):
+    """Too many steps were not finite."""
+
+
+@dataclass
+class Trainer:
+    """One process's part of a run, once everything is built."""
+
+    config: RunConfig
+    state: TrainState
+    strategy: Strategy
+    loader: Loader
+    tokenizer: Tokenizer
+    folder: RunFolder
+    log: EventLog
+    beat: Heartbeat
+    screen: Screen
+    stop: StopSignals
+    past: list[events.Event]  # of earlier processes of this run
+    _began: float = field(default_factory=time.time)
+    _recent: dict[int, list[Batch]] = field(default_factory=dict)  # since the last log line, for a dump
+    _first_told: bool = False
+    _waited: float = 0.0
+    _saved_step: int = -1
+    _failed_saves: int = 0
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.batches = StepBatches(self.loader, config.accumulation, self.state.cursor)
+        self.validation = Validation(config, self.strategy, self.tokenizer)
+        self.checkpointer = Checkpointer(
+            self.folder.checkpoints,
+            config.checkpoint,
+            rank=self.strategy.rank,
+            world_size=self.strategy.world_size,
+        )
+        name = device_name(self.state.device)
+        self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
+        self._flops = flops_per_token(config.model, config.data.seq_len)
+        self._saved_step = self.state.step
+        self._told = {(e.kind, e.step) for e in self.past}
+
+    def started(self, path: Path | None, superseded: int) -> events.RunStarted:
+        """The event that opens this process's part of the log."""
+        config, strategy = self.config, self.strategy
+        return events.RunStarted(
+            step=self.state.step,
+            name=config.run.name,
+            steps=config.train.steps,
+            world_size=strategy.world_size,
+            strategy=strategy.name,
+            device=device_name(self.state.device),
+            parameters=parameters(config.model).total,
+            tokens_per_step=config.train.tokens_per_step,
+            accumulation=config.accumulation,
+            resumed_from=str(path) if path else None,
+            superseded=superseded,
+        )
+
+    def run(self) -> int:
+        """All remaining steps, and an orderly end whatever comes."""
+        try:
+            self.screen.begin(self.state.step, self.config.train.steps)
+            outcome, reason, code = self._steps()
+            self._finish(outcome, reason)
+        except BaseException as error:
+            self.screen.end()
+            outcome = "halted" if isinstance(error, Halted) else "failed"
+            self._end(outcome, f"{type(error).__name__}: {error}")
+            if isinstance(error, OSError):
+                raise TercetError(self._disk_sentence(error)) from error
+            raise
+        return code
+
+    def _steps(self) -> tuple[str, str, int]:
+        """Step after step; (outcome, reason, exit code)."""
+        state, steps = self.state, self.config.train.steps
+        state.interval.start_clock()
+        while state.step < steps:
+            if self.strategy.any_rank(self.stop.signal is not None):
+                name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
+                return "interrupted", name, 128 + (self.stop.signal or 15)
+            self.beat.at(state.step + 1, "waiting for data")
+            batches = self.batches.next_step()
+            if not batches:
+                return "completed", "the data ended", 0
+            self._step(batches)
+            self._after_step()
+        return "completed", "all steps made", 0
+
+    def _step(self, batches: list[Batch]) -> None:
+        state, config = self.state, self.config.train
+        step = state.step + 1
+        self.beat.at(step, "training")
+        result = train_step(
+            state.model,
+            state.optimizer,
+            [to_device(batch, state.device) for batch in batches],
+            step=step,
+            lr=learning_rate(config, step),
+            clip=config.clip,
+            precision=config.precision,
+            guard=state.guard,
+            strategy=self.strategy,
+        )
+        state.step = step
+        state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.world_size
+        state.cursor = self.batches.cursor
+        state.interval.add(step, result)
+        self._recent[step] = batches
+        self.screen.advance(step)
+
+    def _after_step(self) -> None:
+        """What is due after this step. The save comes last: what it holds, the log has already told."""
+        config, step = self.config, self.state.step
+        if self.state.interval.steps_timed == 1 and not self._first_told:
+            self._tell_first_step()
+        if step % config.log.every == 0:
+            self._log()
+        if step == config.train.steps:
+            return  # the rest is `_finish`
+        if _due(step, config.train.val_every):
+            self._validate()
+        if _due(step, config.train.sample_every):
+            self._sample()
+        self._collect_save(wait=False)
+        if _due(step, config.checkpoint.every):
+            self._save()
+
+    def _tell_first_step(self) -> None:
+        """A sign of life before the first log line; the one step of a process that is waited for."""
+        self._first_told = True
+        loss = self.state.interval.read()[-1].loss
+        seconds = self.state.interval.seconds_per_step()
+        self.screen.say(f"first step after {seconds:.2f} s: loss {loss:.4f}")
+
+    def _log(self) -> None:
+        """The interval's values, read from the device at once, as an event."""
+        state, config = self.state, self.config
+        measured = state.interval.read()
+        seconds = state.interval.seconds_per_step()
+        timed = max(1, state.interval.steps_timed)
+        waited = self.loader.wait_seconds
+        speed = config.train.tokens_per_step / seconds
+        skipped = [m.step for m in measured if m.bad]
+        if skipped:
+            self.log.emit(events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total()))
+            if state.guard.halted_at():
+                self._halt(state.guard.halted_at(), len(skipped))
+        self.log.emit(
+            events.StepLogged(
+                step=state.step,
+                loss=measured[-1].loss,
+                lr=learning_rate(config.train, state.step),
+                grad_norm=measured[-1].grad_norm,
+                tokens=state.tokens,
+                tokens_per_s=speed,
+                step_seconds=seconds,
+                data_seconds=(waited - self._waited) / timed,
+                mfu=self._flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
+                memory_gib=peak_memory_gib(state.device),
+                skipped=state.guard.total(),
+                epoch=self.batches.epoch,
+                first_step=measured[0].step,
+                losses=[m.loss for m in measured],
+                grad_norms=[m.grad_norm for m in measured],
+            )
+        )
+        self._waited = waited
+        self._recent.clear()
+        state.interval.clear()
+
+    def _halt(self, step: int, skipped: int) -> None:
+        """Weights have been frozen since `step` passed the limit, so they are those that `step` ran with."""
+        batches = [to_device(b, self.state.device) for b in self._recent[step]]
+        path = write_dump(self.folder.path, step, self.state.model, batches, self.config)
+        kept = manifest.complete_checkpoints(self.folder.checkpoints)
+        newest = f"the newest checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise Halted(
+            f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, past the limits "
+            f"(train.max_skipped={self.config.train.max_skipped}, "
+            f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); run step {step} again with "
+            f"`python -m tercet.train.dump {path}`; {newest}"
+        )
+
+    def _validate(self) -> None:
+        if not self.config.train.val_tokens or ("validation", self.state.step) in self._told:
+            return
+        self.beat.at(self.state.step, "validating")
+        begun = time.perf_counter()
+        with self.state.interval.excluded():
+            loss, tokens = self.validation.loss(self.state.model, self.state.device)
+        seconds = time.perf_counter() - begun
+        self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds))
+
+    def _sample(self) -> None:
+        config = self.config.train
+        if not config.sample_tokens or ("sample", self.state.step) in self._told:
+            return
+        self.beat.at(self.state.step, "sampling")
+        with self.state.interval.excluded():
+            text = sample_text(
+                self.state.model,
+                self.tokenizer,
+                config.sample_prompt,
+                config.sample_tokens,
+                temperature=config.sample_temperature,
+                context=self.config.data.seq_len,
+                device=self.state.device,
+                precision=config.precision,
+                seed=self.config.run.seed,
+            )
+        self.log.emit(events.Sampled(step=self.state.step, prompt=config.sample_prompt, text=text))
+
+    def _save(self) -> None:
+        """Order a save of this very step; at most one is under way."""
+        state = self.state
+        self.beat.at(state.step, "saving")
+        with state.interval.excluded():
+            self._collect_save(wait=True)
+            self.log.sync()
+            self.checkpointer.save(
+                state.step, state.model, state.optimizer, state.run_state(self.config), state.rank_state()
+            )
+            self._saved_step = state.step
+            if not self.config.checkpoint.async_save:
+                self._collect_save(wait=True)
+
+    def _collect_save(self, *, wait: bool) -> None:
+        try:
+            saved = self.checkpointer.collect(wait=wait)
+        except CheckpointError as error:
+            self._failed_saves += 1
+            self._saved_step = -1
+            self.log.emit(events.CheckpointFailed(step=self.state.step, reason=str(error)))
+            if self._failed_saves > self.config.checkpoint.failures_allowed:
+                raise
+            return
+        if saved is not None:
+            self._failed_saves = 0
+            self.log.emit(
+                events.CheckpointSaved(
+                    step=saved.step,
+                    path=str(saved.path),
+                    bytes=saved.bytes,
+                    seconds=saved.seconds,
+                    blocked_seconds=saved.blocked_seconds,
+                )
+            )
+
+    def _finish(self, outcome: str, reason: str) -> None:
+        """Save, sample, sum up."""
+        state, completed = self.state, outcome == "completed"
+        if completed:
+            if state.interval.read():
+                self._log()
+            self._validate()
+            self._sample()
+        if state.step != self._saved_step:
+            self._save()
+        self._collect_save(wait=True)
+        if self._failed_saves:
+            raise CheckpointError("the last checkpoint could not be written; see the warning above")
+        self.screen.end()
+        self._end(outcome, reason)
+        self._sum_up(completed, reason)
+
+    def _end(self, outcome: str, reason: str) -> None:
+        """The closing event and metrics.json; a full disk must not hide the error that led here."""
+        self.beat.at(self.state.step, "ended")
+        try:
+            seconds = time.time() - self._began
+            self.log.emit(events.RunEnded(step=self.state.step, outcome=outcome, reason=reason, seconds=seconds))
+            if self.strategy.rank == 0:
+                figures = summarise(read_events(self.log.path))
+                (self.folder.path / "metrics.json").write_text(json.dumps(figures, indent=1) + "\n")
+        except OSError as error:
+            self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
+
+    def _sum_up(self, completed: bool, reason: str) -> None:
+        figures = json.loads((self.folder.path / "metrics.json").read_text())
+        took = duration(time.time() - self._began)
+        steps = f"{self.state.step}/{self.config.train.steps} steps, {quantity(self.state.tokens)} tokens"
+        if not completed:
+            self.screen.say(
+                f"{reason}: saved after step {self.state.step} and left ({steps}, {took}); "
+                f"go on with --resume auto --run.dir {self.folder.path}"
+            )
+            return
+        losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
+        self.screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {self.folder.path}")
+
+    def _disk_sentence(self, error: OSError) -> str:
+        kept = manifest.complete_checkpoints(self.folder.checkpoints)
+        safe = f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        return f"{error.filename or self.folder.path}: {error.strerror or error}; {safe}: go on with --resume auto"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,48 @@
+"""Where a run begins: at a checkpoint or at step 0, and whether it may."""
+
+from __future__ import annotations
+
+import shutil
+
+from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import Tokenizer
+from tercet.errors import TercetError
+from tercet.model.cost import parameters
+from tercet.train import manifest, restore
+from tercet.train.folder import RunFolder
+
+
+def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[restore.Found | None, list[str]]:
+    """The checkpoint to go on from, if any, and what there is to say about it. Refuses to train over a run."""
+    if resume is None:
+        if folder.holds_a_run:
+            raise TercetError(f"{folder.path} already holds a run: go on with --resume auto, or pick another --run.dir")
+        return None, []
+    manifest.sweep(folder.checkpoints)
+    start = restore.choose(resume, folder.checkpoints, verify=config.checkpoint.verify)
+    if start is None:
+        return None, [f"--resume auto: {folder.checkpoints} has no complete checkpoint, starting at step 0"]
+    now = config.model_dump(mode="json")
+    allow = config.checkpoint.allow_config_change
+    changes = restore.check_config(start.run_state["config"], now, allow_change=allow)
+    said = [*start.said, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
+    if start.path.parent == folder.checkpoints.resolve() or start.path.parent == folder.checkpoints:
+        aside = restore.set_aside(folder.checkpoints, int(start.run_state["step"]))
+        said += [f"an abandoned checkpoint is kept as {p}" for p in aside]
+    return start, said
+
+
+def check_fit(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
+    """What would fail later, refused now."""
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise TercetError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
+            f"pass --model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
+        )
+    needed = 12 * parameters(config.model).total  # fp32 weights and two moments
+    free = shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise TercetError(
+            f"one checkpoint takes about {needed / 2**30:.2f} GiB, {folder.path} has {free / 2**30:.2f} GiB free: "
+            "free some, or pick another --run.dir"
+        )

@@ -1,0 +1,109 @@
+"""Everything a run is at one moment, built from its config or from a checkpoint, and what of it is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tercet.config.schema import RunConfig
+from tercet.errors import TercetError
+from tercet.model.transformer import Transformer
+from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
+from tercet.parallel.strategy import Strategy
+from tercet.train import manifest, restore
+from tercet.train.guard import NonFiniteGuard
+from tercet.train.interval import Interval
+from tercet.train.optim import build_optimizer
+from tercet.train.rng import capture_rng, restore_rng, seed_all
+
+
+@dataclass
+class TrainState:
+    """The model in training and where it has got to."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    guard: NonFiniteGuard
+    interval: Interval
+    device: torch.device
+    step: int = 0  # optimizer updates made
+    tokens: int = 0  # seen in them, over all ranks
+    cursor: dict[str, Any] | None = None  # of the last batch consumed
+    parent: dict[str, Any] | None = None  # the checkpoint that train.init_from named
+
+    def run_state(self, config: RunConfig) -> dict[str, Any]:
+        """What is the same on every rank, JSON-able. Waits for the device."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "data": self.cursor,
+            "guard": self.guard.state_dict(),
+            "interval": self.interval.state_dict(),
+            "parent": self.parent,
+            # The schedule is a function of config and step; nothing else of it exists to be saved.
+            "config": config.model_dump(mode="json"),
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """What differs between ranks, JSON-able."""
+        return {"rng": capture_rng(self.device)}
+
+
+def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: restore.Found | None) -> TrainState:
+    """A fresh state, or the one of the checkpoint `start`."""
+    seed_all(config.run.seed)
+    model: nn.Module = Transformer(config.model).to(device)
+    blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
+    apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
+    if compiles(config, device):
+        for block in blocks:
+            block.compile()
+    model = strategy.prepare(model)
+    optimizer = build_optimizer(model, config.train)
+    guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
+    state = TrainState(model, optimizer, guard, Interval(device), device)
+    if start is not None:
+        _take_up(state, start, strategy)
+    elif config.train.init_from is not None:
+        _initialise(state, config)
+    return state
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: asked for, or on a GPU."""
+    return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+
+
+def _take_up(state: TrainState, start: restore.Found, strategy: Strategy) -> None:
+    restore.load_tensors(start.path, state.model, state.optimizer)
+    saved = start.run_state
+    state.step, state.tokens = int(saved["step"]), int(saved["tokens"])
+    state.cursor, state.parent = saved["data"], saved["parent"]
+    state.guard.load_state_dict(saved["guard"])
+    state.interval.load_state_dict(saved["interval"])
+    own = start.path / manifest.rank_file(strategy.rank)
+    if own.exists():  # on more ranks than saved, the new ones keep their seed
+        restore_rng(manifest.read_json(own)["state"]["rng"], state.device)
+
+
+def _initialise(state: TrainState, config: RunConfig) -> None:
+    """Weights, or weights and moments, of another run; its step and data cursor stay behind."""
+    path = Path(config.train.init_from or "")
+    moments = state.optimizer if config.train.init_state == "optimizer" else None
+    if path.suffix == ".safetensors":
+        if moments is not None:
+            raise TercetError(f"train.init_from={path} holds weights only: use --train.init-state weights")
+        restore.load_weights_file(path, state.model)
+        state.parent = {"path": str(path)}
+        return
+    try:
+        found = restore.choose(str(path), path, verify=config.checkpoint.verify)
+    except manifest.CheckpointError as error:
+        raise TercetError(f"train.init_from={path}: {error}") from None
+    assert found is not None
+    restore.load_tensors(found.path, state.model, moments)
+    state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
