@@ -18,30 +18,30 @@ InitState = Literal["weights", "optimizer"]
 class TrainConfig(Section):
     """The optimisation: how many steps, of how many tokens, at which learning rate, in which arithmetic."""
 
-    steps: int = Field(1000, ge=1)
+    steps: int = Field(default=1000, ge=1)
     """Optimizer updates in the whole run; schedule, logs and checkpoints count in these."""
-    tokens_per_step: int = Field(65536, ge=1)
+    tokens_per_step: int = Field(default=65536, ge=1)
     """Tokens per optimizer update, over all devices and accumulated micro-batches."""
-    micro_batch: int = Field(8, ge=1)
+    micro_batch: int = Field(default=8, ge=1)
     """Sequences per device and forward pass; accumulation is derived from tokens_per_step."""
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate, reached after warmup_steps."""
     schedule: Schedule = "cosine"
     """cosine: falls to min_lr_ratio over the run; wsd: stable, then a decay at the end; constant: stays."""
-    warmup_steps: int = Field(100, ge=0)
+    warmup_steps: int = Field(default=100, ge=0)
     """Steps of linear warm-up from 0 to lr."""
-    decay_ratio: float = Field(0.2, gt=0, le=1)
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """wsd only: share of the run, at its end, over which lr falls linearly."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the last step, as a share of lr."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """AdamW decay of matrices; norms, biases and other 1-D parameters have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decays."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
-    clip: float = Field(1.0, ge=0)
+    clip: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this global norm; 0 leaves them as they are."""
 
     precision: Precision = "auto"
@@ -51,22 +51,22 @@ class TrainConfig(Section):
     compile: Switch = "auto"
     """torch.compile of each block; auto: on a GPU only (on a CPU it costs half a minute, for no gain)."""
 
-    val_every: int = Field(250, ge=0)
+    val_every: int = Field(default=250, ge=0)
     """Steps between validations; 0 validates at the end only."""
-    val_tokens: int = Field(262144, ge=0)
+    val_tokens: int = Field(default=262144, ge=0)
     """Tokens of each validation, the same ones every time; 0 turns validation off."""
-    sample_every: int = Field(0, ge=0)
+    sample_every: int = Field(default=0, ge=0)
     """Steps between text samples; 0 samples at the end only."""
-    sample_tokens: int = Field(256, ge=0)
+    sample_tokens: int = Field(default=256, ge=0)
     """Tokens of each text sample; 0 turns samples off."""
     sample_prompt: str = "def "
     """What the text samples go on from."""
-    sample_temperature: float = Field(0.7, ge=0)
+    sample_temperature: float = Field(default=0.7, ge=0)
     """Temperature of the text samples; 0 is greedy."""
 
-    max_skipped: int = Field(100, ge=0)
+    max_skipped: int = Field(default=100, ge=0)
     """Non-finite steps skipped in the whole run before it stops; 0 stops at the first."""
-    max_skipped_in_row: int = Field(5, ge=0)
+    max_skipped_in_row: int = Field(default=5, ge=0)
     """Non-finite steps skipped one after another before the run stops; 0 stops at the first."""
 
     init_from: str | None = None
@@ -89,15 +89,15 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """When the run saves itself, and what it keeps."""
 
-    every: int = Field(500, ge=0)
+    every: int = Field(default=500, ge=0)
     """Steps between checkpoints; the last step is always saved; 0 saves at the end only."""
-    keep: int = Field(3, ge=0)
+    keep: int = Field(default=3, ge=0)
     """Newest checkpoints kept; 0 keeps all."""
-    keep_every: int = Field(0, ge=0)
+    keep_every: int = Field(default=0, ge=0)
     """Checkpoints whose step is a multiple of this are kept for good; 0: none are."""
     async_save: bool = True
     """Write in the background while training goes on; false waits for each save."""
-    failures_allowed: int = Field(0, ge=0)
+    failures_allowed: int = Field(default=0, ge=0)
     """Failed saves in a row that the run survives, each said and counted, before it stops."""
     verify: bool = True
     """Compare all checksums before anything is loaded."""
@@ -108,11 +108,11 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """What the run says of itself, and how often."""
 
-    every: int = Field(10, ge=1)
+    every: int = Field(default=10, ge=1)
     """Steps between log lines: the moments at which the host waits for the device."""
     tensorboard: bool = True
     """Write TensorBoard files under tb/ in the run folder."""
     progress: Switch = "auto"
     """The live line; auto: on a terminal, plain lines elsewhere."""
-    heartbeat_seconds: float = Field(10.0, gt=0)
+    heartbeat_seconds: float = Field(default=10.0, gt=0)
     """Seconds between lines of heartbeat_rank{r}.jsonl."""
