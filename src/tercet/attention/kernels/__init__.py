@@ -1,0 +1,61 @@
+"""The operator in Triton, forward and backward. Imported only where Triton can be."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tercet.attention import selection as _keep_selection  # noqa: F401  (registers tercet::keep_selection)
+from tercet.attention.kernels.ops import compressed_select, nsa
+from tercet.attention.kernels.ops import selected_attention as selected
+from tercet.attention.kernels.ops import window_attention as window
+from tercet.attention.spec import NSAConfig
+
+__all__ = ["compressed_select", "nsa", "selected", "unsupported", "window"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unsupported(
+    q: Tensor,
+    k_compressed: Tensor | None,
+    v_compressed: Tensor | None,
+    k_selected: Tensor | None,
+    v_selected: Tensor | None,
+    k_window: Tensor | None,
+    v_window: Tensor | None,
+    config: NSAConfig,
+) -> str | None:
+    """Why the kernels cannot run this call; None if they can."""
+    keys = [x for x in (k_compressed, k_selected, k_window) if x is not None]
+    values = [x for x in (v_compressed, v_selected, v_window) if x is not None]
+    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"the kernels need a CUDA device: q is on {q.device.type}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(q.device)} is older"
+    if q.dtype not in _DTYPES or any(x.dtype != q.dtype for x in keys + values):
+        found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))
+        return f"q, k and v must share one of bfloat16, float16, float32: got {found}"
+    for name in ("compress_block", "compress_stride", "select_block"):
+        size = getattr(config, name)
+        if size & (size - 1):
+            return f"{name}={size} is not a power of two"
+    if not 16 <= config.select_block <= 128:
+        return f"select_block={config.select_block} is not within 16 … 128"
+    if config.select_count > 256:
+        return f"select_count={config.select_count} is more than 256"
+    for name, x in (("Dk", q), *(("Dv", v) for v in values[:1])):
+        if x.shape[-1] > 256:
+            return f"{name}={x.shape[-1]} is more than 256"
+    if any(v.shape[-1] != values[0].shape[-1] for v in values):
+        return "the branches' values differ in size"
+    heads = q.shape[2] // max(1, keys[0].shape[2]) if keys else 1
+    if heads > 128:
+        return f"{heads} heads per group are more than 128"
+    groups = keys[0].shape[2] if keys else 1
+    if q.shape[0] * q.shape[1] * groups * config.select_count >= 2**31:
+        return f"B·T·G·n = {q.shape[0] * q.shape[1] * groups * config.select_count} is 2^31 or more"
+    if q.numel() == 0:
+        return "q has no elements"
+    return None

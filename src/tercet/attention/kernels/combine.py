@@ -1,0 +1,98 @@
+"""The gated sum of the branches (Eq. 5), and in one pass backwards the gates' gradients, which are also the row sums
+dout·o_c that every branch's backward needs.
+
+o_c: [B, T, H, Dv], contiguous   gates: [B, T, H, 3]   row sums: fp32 [3, B, T, H]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _combine(
+    O0, O1, O2, GATES, OUT, rows, gate_t, gate_h, gate_c,
+    HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, DP)
+    inside = row < rows
+    at = row[:, None] * D + d[None, :]
+    mask = inside[:, None] & (d < D)[None, :]
+    gates = GATES + row // H * gate_t + row % H * gate_h
+    out = tl.zeros([R, DP], tl.float32)
+    if HAS0:
+        o = tl.load(O0 + at, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            o *= tl.load(gates, mask=inside, other=0.0).to(tl.float32)[:, None]
+        out += o
+    if HAS1:
+        o = tl.load(O1 + at, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            o *= tl.load(gates + gate_c, mask=inside, other=0.0).to(tl.float32)[:, None]
+        out += o
+    if HAS2:
+        o = tl.load(O2 + at, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            o *= tl.load(gates + 2 * gate_c, mask=inside, other=0.0).to(tl.float32)[:, None]
+        out += o
+    tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _row_sums(
+    O0, O1, O2, DOUT, SUMS, DGATES, rows, do_t, do_h,
+    HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, DP)
+    inside = row < rows
+    at = row[:, None] * D + d[None, :]
+    mask = inside[:, None] & (d < D)[None, :]
+    do = tl.load(DOUT + (row // H * do_t + row % H * do_h)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    none = tl.zeros([R], tl.float32)
+    s0 = tl.sum(do * tl.load(O0 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS0 else none
+    s1 = tl.sum(do * tl.load(O1 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS1 else none
+    s2 = tl.sum(do * tl.load(O2 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS2 else none
+    tl.store(SUMS + row, s0, mask=inside)
+    tl.store(SUMS + rows + row, s1, mask=inside)
+    tl.store(SUMS + 2 * rows + row, s2, mask=inside)
+    if GATED:
+        tl.store(DGATES + row * 3, s0.to(DGATES.dtype.element_ty), mask=inside)
+        tl.store(DGATES + row * 3 + 1, s1.to(DGATES.dtype.element_ty), mask=inside)
+        tl.store(DGATES + row * 3 + 2, s2.to(DGATES.dtype.element_ty), mask=inside)
+
+
+_ROWS = 32
+
+
+def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
+    """Σ g_c o_c over the branches that are there; None among the outputs is a branch left out."""
+    some = next(o for o in outputs if o is not None)
+    out = torch.empty_like(some)
+    B, T, H, D = some.shape
+    rows = B * T * H
+    strides = (0, 0, 0) if gates is None else gates.stride()[1:]
+    _combine[(triton.cdiv(rows, _ROWS),)](
+        *outputs, gates if gates is not None else some, out, rows, *strides, *(o is not None for o in outputs),
+        gates is not None, H, D, triton.next_power_of_2(D), _ROWS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def row_sums(outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """([3, B, T, H] fp32 of dout·o_c, dgates or None); branches left out get zeros."""
+    B, T, H, D = dout.shape
+    rows = B * T * H
+    sums = torch.empty(3, B, T, H, dtype=torch.float32, device=dout.device)
+    dgates = None if gates is None else torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    _row_sums[(triton.cdiv(rows, _ROWS),)](
+        *outputs, dout, sums, dgates, rows, dout.stride(1), dout.stride(2), *(o is not None for o in outputs),
+        gates is not None, H, D, triton.next_power_of_2(D), _ROWS, num_warps=4,
+    )  # fmt: skip
+    return sums, dgates

@@ -1,0 +1,197 @@
+"""Compressed attention: query tiles over the compressed tokens that they see (Eq. 7, 8), and its key gradients.
+
+q: [B, T, H, Dk]   kc, vc: [B, Tc, G, Dk | Dv]   o: [B, T, H, Dv]   lse: [B, T, H], log2, +inf where nothing is seen
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
+from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
+from tercet.attention.kernels.tiles import (
+    attend,
+    finish,
+    key_gradient,
+    load_keys,
+    load_queries,
+    load_rows,
+    query_rows,
+    store_rows,
+)
+from tercet.attention.spec import NSAConfig
+
+_PER_BATCH = ["docs", "length", "per_sequence"]
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _forward(
+    Q, K, V, KD, VD, O, LSE, CU, CCU, docs, length, per_sequence, compressed_length,
+    q_t, q_h, k_t, k_h, v_t, v_h, scale,
+    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    g = tl.program_id(1)
+    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, QT, PACKED)
+    if first < size:
+        if PACKED:
+            c0 = tl.load(CCU + doc)
+        else:
+            c0 = doc * compressed_length
+        position, token, head, inside = query_rows(start, size, first, g, HEADS, QT, M)
+        q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
+        seen = visible(position, L, S)
+        whole = visible(first, L, S) // N * N
+        end = visible(tl.minimum(first + QT, size) - 1, L, S)
+        K += g.to(tl.int64) * k_h
+        V += g.to(tl.int64) * v_h
+        m = tl.full([M], -1e20, tl.float32)
+        l = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DVP], tl.float32)
+        for i in tl.range(0, whole, N):
+            k = load_keys(K, KD, c0 + i, N, g, k_t, DK, DKP, N, TMA, True)
+            v = load_keys(V, VD, c0 + i, N, g, v_t, DV, DVP, N, TMA, True)
+            m, l, acc = attend(q, k, v, None, m, l, acc, scale, False)
+        for i in tl.range(whole, end, N):
+            k = load_keys(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA, False)
+            v = load_keys(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA, False)
+            mask = (i + tl.arange(0, N))[None, :] < seen[:, None]
+            m, l, acc = attend(q, k, v, mask, m, l, acc, scale, True)
+        finish(O, LSE, token, head, inside, m, l, acc, G * HEADS, DV, DVP)
+
+
+@triton.jit(do_not_specialize=[*_PER_BATCH, "token_length", "span"])
+def _key_gradients(
+    Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, token_length, span,
+    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, gate_t, gate_h, scale, softmax_scale,
+    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    # program: one tile of compressed tokens, one range of its document's queries, one group; partial sums in fp32
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    g = tl.program_id(2)
+    doc, c0, count, first = locate(CCU, docs, tile, length, per_sequence, N, PACKED)
+    dk = tl.zeros([N, DKP], tl.float32)
+    dv = tl.zeros([N, DVP], tl.float32)
+    if PACKED:
+        start = tl.load(CU + doc)
+        size = tl.load(CU + doc + 1) - start
+    else:
+        start = doc * token_length
+        size = token_length
+    last = (first + tl.arange(0, N)) * S + L - 1  # the first query that sees each compressed token
+    begin = tl.maximum(part * span, (first * S + L - 1) // QT * QT)
+    end = tl.minimum(part * span + span, size)
+    if (first < count) & (begin < end):
+        k = load_keys(K + g.to(tl.int64) * k_h, None, c0 + first, count - first, g, k_t, DK, DKP, N, False, False)
+        v = load_keys(V + g.to(tl.int64) * v_h, None, c0 + first, count - first, g, v_t, DV, DVP, N, False, False)
+        all_seen = ((first + N - 1) * S + L - 1 + QT - 1) // QT * QT  # from this query on the whole tile is visible
+        middle = tl.minimum(tl.maximum(all_seen, begin), end)
+        for t in tl.range(begin, middle, QT):
+            position, q, do, lse, row_sum, gate = load_queries(
+                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h, gate_t, gate_h,
+                HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
+            seen = last[:, None] <= position[None, :]
+            dk, dv = key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, True)
+        for t in tl.range(middle, end, QT):
+            position, q, do, lse, row_sum, gate = load_queries(
+                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h, gate_t, gate_h,
+                HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
+            dk, dv = key_gradient(q, do, k, v, None, lse, gate, row_sum, dk, dv, scale, False)
+    place = (part * tl.num_programs(0) + tile).to(tl.int64) * N + tl.arange(0, N)
+    always = tl.full([N], True, tl.int1)
+    store_rows(DKP_ + g * DK, place, G * DK, always, dk * softmax_scale, DK, DKP)
+    store_rows(DVP_ + g * DV, place, G * DV, always, dv, DV, DVP)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _sum_parts(
+    PK, PV, DK_, DV_, CCU, docs, length, per_sequence, parts,
+    GK: tl.constexpr, GKP: tl.constexpr, GV: tl.constexpr, GVP: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    doc, c0, count, first = locate(CCU, docs, tile, length, per_sequence, N, PACKED)
+    i = tl.program_id(1) * R + tl.arange(0, R)
+    inside = first + i < count
+    dk = tl.zeros([R, GKP], tl.float32)
+    dv = tl.zeros([R, GVP], tl.float32)
+    for part in tl.range(0, parts):
+        place = (part * tl.num_programs(0) + tile).to(tl.int64) * N + i
+        dk += load_rows(PK, place, GK, inside, GK, GKP)
+        dv += load_rows(PV, place, GV, inside, GV, GVP)
+    store_rows(DK_, c0 + first + i, GK, inside, dk, GK, GKP)
+    store_rows(DV_, c0 + first + i, GV, inside, dv, GV, GVP)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None
+) -> tuple[Tensor, Tensor]:
+    B, T, H, DK = q.shape
+    G, DV = v.shape[2:]
+    o = torch.empty(B, T, H, DV, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
+    launch = launch or settings("compressed_forward", q, v)
+    rows, queries = query_tile(H // G, launch.rows)
+    kd, vd = key_descriptors(launch, k, v)
+    _forward[(documents.token_tiles(queries), G)](
+        q, k, v, kd, vd, o, lse, *_with_ccu(documents, queries), documents.compressed_length,
+        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
+        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
+        DV, padded(DV), queries, rows, launch.keys, documents.packed, kd is not None,
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def key_gradients(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, gate: Tensor | None, row_sum: Tensor,
+    config: NSAConfig, documents: Documents, launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk, dv of compressed attention under do = gate · dout. Partial sums per query range, then added in order."""
+    H, DK = q.shape[2:]
+    Tc, G, DV = v.shape[1:]
+    launch = launch or settings("compressed_key_gradients", q, v)
+    rows, queries = query_tile(H // G, launch.rows)
+    N = launch.keys
+    tiles = documents.compressed_tiles(N)
+    if tiles == 0:
+        return torch.zeros_like(k), torch.zeros_like(v)
+    # enough programs to fill the device even where the first tiles see all queries and the last ones almost none
+    parts = max(1, min(launch.parts, -(-documents.length // (8 * queries)), -(-2048 // (tiles * G))))
+    span = -(-documents.length // (parts * queries)) * queries
+    pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
+    pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
+    qd, dod = query_descriptors(launch, q, dout, H // G, rows)
+    ccu, *bounds = documents.compressed(N)
+    _key_gradients[(tiles, parts, G)](
+        q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu, *bounds, documents.length, span,
+        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
+        *((0, 0) if gate is None else gate.stride()[1:]), DK**-0.5 * LOG2E, DK**-0.5,
+        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
+        DV, padded(DV), queries, rows, N, documents.packed, qd is not None, gate is not None,
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    # padding after the last document's compressed tokens belongs to no tile
+    fresh = torch.zeros if documents.packed else torch.empty
+    dk = fresh(k.shape, dtype=k.dtype, device=k.device)
+    dv = fresh(v.shape, dtype=v.dtype, device=v.device)
+    R = min(N, max(1, 8192 // triton.next_power_of_2(G * max(DK, DV))))
+    _sum_parts[(tiles, N // R)](
+        pk, pv, dk, dv, ccu, *bounds, parts, G * DK, triton.next_power_of_2(G * DK), G * DV,
+        triton.next_power_of_2(G * DV), N, R, documents.packed, num_warps=4,
+    )  # fmt: skip
+    return dk, dv
+
+
+def _with_ccu(documents: Documents, rows: int) -> tuple:
+    cu, *bounds = documents.tokens(rows)
+    return cu, documents.ccu, *bounds

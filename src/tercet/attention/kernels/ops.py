@@ -1,0 +1,328 @@
+"""The kernels as PyTorch operators: forward and backward each an op, with shapes for tracing, and one autograd.
+
+`nsa_compressed` -> `nsa_select` -> `tercet::keep_selection` -> `nsa_attend`. The first two run without autograd;
+`nsa_attend` takes everything that the result depends on and owns the whole gradient, so that backward folds the gates in,
+adds dq once and materialises no gradient of a branch's output. Checkpointing policies can name each op.
+
+Missing branches are None going in and empty tensors coming out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from tercet.attention.kernels.combine import combine, row_sums
+from tercet.attention.kernels.compressed import forward as compressed_forward
+from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
+from tercet.attention.kernels.documents import Documents, compressed_bounds
+from tercet.attention.kernels.query_gradient import query_gradients
+from tercet.attention.kernels.score import select
+from tercet.attention.kernels.selected import selected_backward, selected_forward
+from tercet.attention.kernels.window import forward as window_forward
+from tercet.attention.kernels.window import key_gradients as window_key_gradients
+from tercet.attention.spec import NSAConfig
+
+
+def flat(x: Tensor) -> Tensor:
+    """x itself where token b·T + t can be addressed by one stride, else a contiguous copy."""
+    if x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+        return x
+    return x.contiguous()
+
+
+def _flat(*tensors: Tensor | None) -> list:
+    return [None if x is None else flat(x) for x in tensors]
+
+
+def _documents(q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None) -> Documents:
+    return Documents(q.shape[0], q.shape[1], 0 if kc is None else kc.shape[1], cu, ccu)
+
+
+def _rows_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _none(q: Tensor) -> Tensor:
+    return q.new_empty(0)
+
+
+# ------------------------------------------------------------ where documents' compressed tokens begin
+
+
+@torch.library.custom_op("tercet::nsa_compressed_bounds", mutates_args=())
+def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
+    return compressed_bounds(cu, block, stride)
+
+
+@nsa_compressed_bounds.register_fake
+def _(cu: Tensor, block: int, stride: int) -> Tensor:
+    return torch.empty_like(cu)
+
+
+# ------------------------------------------------------------ compressed attention and the selection
+
+
+@torch.library.custom_op("tercet::nsa_compressed", mutates_args=())
+def nsa_compressed(
+    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
+) -> tuple[Tensor, Tensor]:
+    q, kc, vc = _flat(q, kc, vc)
+    return compressed_forward(q, kc, vc, NSAConfig(*config), _documents(q, kc, cu, ccu))
+
+
+@nsa_compressed.register_fake
+def _(
+    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
+) -> tuple[Tensor, Tensor]:
+    return _rows_like(q, vc)
+
+
+@torch.library.custom_op("tercet::nsa_select", mutates_args=())
+def nsa_select(
+    q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
+) -> Tensor:
+    q, kc = _flat(q, kc)
+    return select(q, kc, lse, NSAConfig(*config), _documents(q, kc, cu, ccu))
+
+
+@nsa_select.register_fake
+def _(q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]) -> Tensor:
+    count = NSAConfig(*config).select_count
+    return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
+
+
+# ------------------------------------------------------------ the rest of the forward pass
+
+
+@torch.library.custom_op("tercet::nsa_attend", mutates_args=())
+def nsa_attend(
+    q: Tensor,
+    kc: Tensor | None,
+    vc: Tensor | None,
+    ks: Tensor | None,
+    vs: Tensor | None,
+    kw: Tensor | None,
+    vw: Tensor | None,
+    gates: Tensor | None,
+    o_c: Tensor | None,
+    lse_c: Tensor | None,
+    block_indices: Tensor | None,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, o of selected, its lse, o of window, its lse). Without gates and with one branch, out is that o."""
+    q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
+    sizes = NSAConfig(*config)
+    documents = _documents(q, kc, cu, ccu)
+    o_s = lse_s = o_w = lse_w = None
+    if ks is not None:
+        o_s, lse_s, *_ = selected_forward(q, ks, vs, block_indices.contiguous(), sizes, documents)
+    if kw is not None:
+        o_w, lse_w = window_forward(q, kw, vw, sizes.window, documents)
+    outputs = [o_c, o_s, o_w]
+    if gates is None and sum(o is not None for o in outputs) == 1 and o_c is None:
+        out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
+    else:
+        out = combine(outputs, gates)
+    return out, *(_none(q) if x is None else x for x in (o_s, lse_s, o_w, lse_w))
+
+
+@nsa_attend.register_fake
+def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config):
+    out, lse = _rows_like(q, next(v for v in (vc, vs, vw) if v is not None))
+    alone = gates is None and o_c is None and (ks is None) != (kw is None)
+    o_s, lse_s = (_none(q), _none(q)) if ks is None else (_none(q) if alone else torch.empty_like(out), lse)
+    o_w, lse_w = (
+        (_none(q), _none(q)) if kw is None else (_none(q) if alone else torch.empty_like(out), torch.empty_like(lse))
+    )
+    return out, o_s, lse_s, o_w, lse_w
+
+
+# ------------------------------------------------------------ backward
+
+
+@torch.library.custom_op("tercet::nsa_backward", mutates_args=())
+def nsa_backward(
+    dout: Tensor,
+    q: Tensor,
+    kc: Tensor | None,
+    vc: Tensor | None,
+    ks: Tensor | None,
+    vs: Tensor | None,
+    kw: Tensor | None,
+    vw: Tensor | None,
+    gates: Tensor | None,
+    o_c: Tensor | None,
+    lse_c: Tensor | None,
+    o_s: Tensor | None,
+    lse_s: Tensor | None,
+    o_w: Tensor | None,
+    lse_w: Tensor | None,
+    block_indices: Tensor | None,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are."""
+    dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
+    sizes = NSAConfig(*config)
+    documents = _documents(q, kc, cu, ccu)
+    sums, dgates = row_sums([o_c, o_s, o_w], dout, gates)
+    g_c, g_s, g_w = (None, None, None) if gates is None else gates.unbind(-1)
+    dkc = dvc = dks = dvs = dkw = dvw = dq = None
+    if kc is not None or kw is not None:
+        dq = query_gradients(
+            q,
+            dout,
+            None if kc is None else (kc, vc, lse_c, sums[0], g_c),
+            None if kw is None else (kw, vw, lse_w, sums[2], g_w),
+            sizes,
+            documents,
+        )
+    if kc is not None:
+        dkc, dvc = compressed_key_gradients(q, kc, vc, lse_c, dout, g_c, sums[0], sizes, documents)
+    if kw is not None:
+        dkw, dvw = window_key_gradients(q, kw, vw, lse_w, dout, g_w, sums[2], sizes.window, documents)
+    if ks is not None:
+        dq, dks, dvs = selected_backward(
+            q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, documents, dq=dq
+        )
+    grads = (dq, dkc, dvc, dks, dvs, dkw, dvw, dgates)
+    return tuple(_none(q) if x is None else x for x in grads)
+
+
+@nsa_backward.register_fake
+def _(
+    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, config
+):
+    return tuple(
+        _none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates)
+    )
+
+
+def _save_attend(ctx, inputs, output):
+    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config = inputs
+    out, o_s, lse_s, o_w, lse_w = output
+    if ks is not None and o_s.numel() == 0:
+        o_s = out
+    if kw is not None and o_w.numel() == 0:
+        o_w = out
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s if ks is not None else None, lse_s,
+        o_w if kw is not None else None, lse_w, block_indices, cu, ccu,
+    )  # fmt: skip
+    ctx.config = config
+
+
+def _attend_gradient(ctx, dout, *_unused):
+    nothing = (None,) * 6
+    if dout is None:
+        return *(None,) * 8, *nothing
+    saved = ctx.saved_tensors
+    grads = torch.ops.tercet.nsa_backward(dout, *saved, ctx.config)
+    there = saved[:8]
+    return *(None if x is None else g for x, g in zip(there, grads, strict=True)), *nothing
+
+
+nsa_attend.register_autograd(_attend_gradient, setup_context=_save_attend)
+
+
+def _save_compressed(ctx, inputs, output):
+    q, kc, vc, cu, ccu, config = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
+    ctx.config = config
+
+
+def _compressed_gradient(ctx, dout, _lse):
+    q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
+    if dout is None:
+        return (None,) * 6
+    none = (None,) * 5
+    dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
+        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, ctx.config
+    )
+    return dq, dkc, dvc, None, None, None
+
+
+nsa_compressed.register_autograd(_compressed_gradient, setup_context=_save_compressed)
+
+
+# ------------------------------------------------------------ what the package calls
+
+
+def nsa(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    kw: Tensor,
+    vw: Tensor,
+    gates: Tensor,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    branches: tuple[str, ...] = ("compressed", "selected", "window"),
+    block_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    sizes = list(astuple(config))
+    ccu = _bounds(cu_seqlens, config)
+    choose = block_indices is None
+    o_c = lse_c = None
+    # the gradient of these belongs to nsa_attend: autograd must not follow it twice
+    with torch.no_grad():
+        if choose or "compressed" in branches:
+            o_c, lse_c = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
+        if choose:
+            block_indices = torch.ops.tercet.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes)
+            block_indices = torch.ops.tercet.keep_selection(block_indices)
+    if "compressed" not in branches:
+        kc = vc = o_c = lse_c = None
+    if "selected" not in branches:
+        ks = vs = None
+    if "window" not in branches:
+        kw = vw = None
+    out, *_ = torch.ops.tercet.nsa_attend(
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes
+    )
+    return out, block_indices
+
+
+def compressed_select(
+    q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    sizes = list(astuple(config))
+    ccu = _bounds(cu_seqlens, config)
+    out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
+    with torch.no_grad():
+        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, sizes)
+        return out, torch.ops.tercet.keep_selection(block_indices)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    none = (None,) * 3
+    return torch.ops.tercet.nsa_attend(
+        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, list(astuple(config))
+    )[0]
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    none = (None,) * 4
+    return torch.ops.tercet.nsa_attend(
+        q, None, None, None, None, k, v, *none, cu_seqlens, None, list(astuple(config))
+    )[0]
+
+
+def _bounds(cu_seqlens: Tensor | None, config: NSAConfig) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    return torch.ops.tercet.nsa_compressed_bounds(cu_seqlens, config.compress_block, config.compress_stride)

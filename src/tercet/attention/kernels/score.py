@@ -1,0 +1,278 @@
+"""Importance of selection blocks (Eq. 9, 10) and the exact choice of the best (Eq. 11), without gradients.
+
+A second pass over q and kc, with the log-sum-exp of the first known: p comes out normalised, the h heads of a group can
+be added at once, and only [tokens, G, blocks] is written, in ranges of queries that bound the memory. Pooling
+p over blocks is a product with a constant matrix on the tensor cores. p is split into two fp16 numbers there:
+a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
+
+scores: fp32 [rows of the range, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.kernels.copy_engine import key_descriptors
+from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
+from tercet.attention.kernels.tiles import load_keys, load_rows
+from tercet.attention.spec import NSAConfig
+
+SCRATCH_BYTES = 256 << 20
+WIDEST = 1024  # scores that one program chooses from; longer rows are chosen from in two rounds
+_PER_BATCH = ["docs", "length", "per_sequence", "tile0", "blocks", "tiles"]
+
+
+@triton.jit
+def _pool_step(q, k, seen, lse, carry, weights, spill, scale, QT: tl.constexpr, HP: tl.constexpr, NBP: tl.constexpr,
+               MASK: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    p = tl.exp2(s * scale - lse[:, None])
+    if MASK:
+        p = tl.where(seen, p, 0.0)
+    high = p.to(weights.dtype)
+    pool = tl.dot(high, weights, input_precision="ieee")
+    if SPLIT:
+        pool = tl.dot((p - high.to(tl.float32)).to(weights.dtype), weights, pool)
+    pool += tl.where(tl.arange(0, NBP)[None, :] == 0, carry[:, None], 0.0)
+    carry = tl.sum(p * spill[None, :], 1)
+    return tl.sum(pool.reshape(QT, HP, NBP), 1), carry
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _score(
+    Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, tile0, blocks, compressed_length,
+    q_t, q_h, k_t, k_h, scale,
+    L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+    QT: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    g = tl.program_id(1)
+    doc, start, size, first = locate(CU, docs, tile0 + local_tile, length, per_sequence, QT, PACKED)
+    last = tl.minimum(first + QT, size) - 1
+    # a query that has no more than COUNT blocks selects them all: nothing to score
+    if (first < size) & (last // BLOCK >= COUNT):
+        if PACKED:
+            c0 = tl.load(CCU + doc)
+        else:
+            c0 = doc * compressed_length
+        M: tl.constexpr = QT * HP
+        r = tl.arange(0, M)
+        position = first + r // HP
+        inside = (r % HP < HEADS) & (position < size)
+        token = start + position
+        head = g * HEADS + r % HP
+        q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
+        # 2^15 p: fp16 then keeps eleven bits of every p down to 2^-29
+        lse = tl.load(LSE + token.to(tl.int64) * (G * HEADS) + head, mask=inside, other=float("inf")) - 15.0
+        seen = visible(position, L, S)
+        whole = visible(first, L, S) // N * N
+        # blocks that are forced for every query of the tile need no score
+        end = tl.minimum(visible(last, L, S), (last // BLOCK - LOCAL + 1) * (BLOCK // S))
+        whole = tl.minimum(whole, end // N * N)
+        K += g.to(tl.int64) * k_h
+        NB: tl.constexpr = N * S // BLOCK
+        NBP: tl.constexpr = NB if NB > 16 else 16
+        i = tl.arange(0, N)
+        b = tl.arange(0, NBP)
+        overlap = tl.minimum((i * S + L)[:, None], (b * BLOCK + BLOCK)[None, :]) - tl.maximum(
+            (i * S)[:, None], (b * BLOCK)[None, :]
+        )
+        overlap = tl.where((b < NB)[None, :], tl.maximum(overlap, 0), 0)
+        weights = (overlap.to(tl.float32) / L).to(tl.float16 if SPLIT else tl.float32)
+        spill = tl.maximum(i * S + L - N * S, 0).to(tl.float32) / L  # what reaches into the next tile's first block
+        carry = tl.zeros([M], tl.float32)
+        t = tl.arange(0, QT)
+        out = SCORES + ((local_tile * QT + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
+        store = (first + t < size)[:, None] & (b < NB)[None, :]
+        for j in tl.range(0, whole, N):
+            k = load_keys(K, KD, c0 + j, N, g, k_t, DK, DKP, N, TMA, True)
+            score, carry = _pool_step(q, k, None, lse, carry, weights, spill, scale, QT, HP, NBP, False, SPLIT)
+            tl.store(out + j // N * NB, score, mask=store)
+        for j in tl.range(whole, end, N):
+            k = load_keys(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA, False)
+            mask = (j + i)[None, :] < tl.minimum(seen, end)[:, None]
+            score, carry = _pool_step(q, k, mask, lse, carry, weights, spill, scale, QT, HP, NBP, True, SPLIT)
+            tl.store(out + j // N * NB, score, mask=store & (j // N * NB + b < blocks)[None, :])
+
+
+@triton.jit
+def _best(key, wanted):
+    """Which keys are the `wanted` largest, the lowest place first among equals. key: int32, -1 for none.
+
+    Bisection on the value of the last one taken: a dozen counts, whatever the number wanted. Taking the maximum
+    `wanted` times costs the same at 13 and grows with it."""
+    low = 0
+    high = tl.max(key, 0)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        if count == wanted:
+            low = middle
+            high = middle
+        elif count > wanted:
+            low = middle
+        else:
+            high = middle - 1
+    above = key > low
+    missing = wanted - tl.sum(above.to(tl.int32), 0)
+    equal = key == low
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
+
+
+@triton.jit
+def _choose_range(SCORES, OUT, begin, end, WANTED: tl.constexpr, NP: tl.constexpr):
+    block = begin + tl.arange(0, NP)
+    score = tl.load(SCORES + block, mask=block < end, other=-1.0)
+    score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
+    key = tl.where(block < end, score.to(tl.int32, bitcast=True), -1)
+    taken = _best(key, WANTED)
+    tl.store(OUT + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _choose(
+    SCORES, INDICES, CU, docs, length, per_sequence, tile0, blocks,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    doc, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    position = first + row % QT
+    if position < size:
+        current = position // BLOCK
+        out = INDICES + ((start + position).to(tl.int64) * G + g) * COUNT
+        slot = tl.arange(0, CP)
+        WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+        if current < COUNT:
+            tl.store(out + slot, tl.where(slot <= current, slot, -1), mask=slot < COUNT)
+        else:
+            forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
+            tl.store(out + slot, forced, mask=(slot < COUNT) & ((slot < INITIAL) | (slot >= COUNT - LOCAL)))
+            if WANTED > 0:
+                scores = SCORES + (row.to(tl.int64) * G + g) * blocks
+                end = current - LOCAL + 1
+                if (NP >= 128) & (end <= NP // 4):
+                    _choose_range(scores, out + INITIAL, INITIAL, end, WANTED, NP // 4 if NP >= 128 else NP)
+                elif (NP >= 128) & (end <= NP // 2):
+                    _choose_range(scores, out + INITIAL, INITIAL, end, WANTED, NP // 2 if NP >= 128 else NP)
+                else:
+                    _choose_range(scores, out + INITIAL, INITIAL, end, WANTED, NP)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _shortlist(
+    SCORES, KEYS, PLACES, CU, docs, length, per_sequence, tile0, blocks,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    # round one of long rows: the best of each NP scores, in ascending order, with their scores
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    chunk = tl.program_id(2)
+    doc, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    position = first + row % QT
+    WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+    end = position // BLOCK - LOCAL + 1
+    if (position < size) & (position // BLOCK >= COUNT):
+        slot = tl.arange(0, WP)
+        out = ((row.to(tl.int64) * G + g) * CHUNKS + chunk) * WANTED
+        begin = INITIAL + chunk * NP
+        block = begin + tl.arange(0, NP)
+        score = tl.load(SCORES + (row.to(tl.int64) * G + g) * blocks + block, mask=block < end, other=-1.0)
+        score = tl.where(score >= 0, score, 0.0)
+        key = tl.where(block < end, score.to(tl.int32, bitcast=True), -1)
+        taken = _best(key, WANTED)
+        place = tl.cumsum(taken.to(tl.int32), 0) - 1
+        number = tl.sum(taken.to(tl.int32), 0)
+        tl.store(KEYS + out + slot, -1, mask=(slot >= number) & (slot < WANTED))
+        tl.store(KEYS + out + place, key, mask=taken)
+        tl.store(PLACES + out + place, block, mask=taken)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _choose_shortlisted(
+    KEYS, PLACES, INDICES, CU, docs, length, per_sequence, tile0,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, LISTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    doc, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    position = first + row % QT
+    if position < size:
+        current = position // BLOCK
+        out = INDICES + ((start + position).to(tl.int64) * G + g) * COUNT
+        slot = tl.arange(0, CP)
+        WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+        if current < COUNT:
+            tl.store(out + slot, tl.where(slot <= current, slot, -1), mask=slot < COUNT)
+        else:
+            forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
+            tl.store(out + slot, forced, mask=(slot < COUNT) & ((slot < INITIAL) | (slot >= COUNT - LOCAL)))
+            i = tl.arange(0, NP)
+            listed = (row.to(tl.int64) * G + g) * LISTED + i
+            key = tl.load(KEYS + listed, mask=i < LISTED, other=-1)
+            taken = _best(key, WANTED)
+            block = tl.load(PLACES + listed, mask=taken, other=0)
+            tl.store(out + INITIAL + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
+
+
+def select(
+    q: Tensor, k: Tensor, lse: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None,
+    scratch_bytes: int = SCRATCH_BYTES, widest: int = WIDEST,
+) -> Tensor:  # fmt: skip
+    """block_indices of every query, from the compressed keys and the log-sum-exp of compressed attention."""
+    B, T, H, DK = q.shape
+    G = k.shape[2]
+    heads, spread = H // G, triton.next_power_of_2(H // G)
+    count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
+    launch = launch or settings("score", q, k)
+    keys = max(launch.keys, block // config.compress_stride)
+    queries = max(launch.rows, spread, 16) // spread
+    wanted = count - initial - local
+    indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
+    blocks = config.num_blocks(T)
+    tiles = documents.token_tiles(queries)
+    chunks = -(-(blocks - initial - local) // widest) if blocks > count and wanted else 1
+    per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
+    step = max(1, min(tiles, scratch_bytes // per_tile))
+    scored = wanted > 0 and blocks > count
+    scores = torch.empty(step * queries * G * blocks if scored else 0, dtype=torch.float32, device=q.device)
+    listed = chunks * wanted
+    if chunks > 1:
+        shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
+    kd, _ = key_descriptors(launch, k, k) if keys == launch.keys else (None, None)
+    cu, *bounds = documents.tokens(queries)
+    sizes = (block, count, initial, local)
+    for tile0 in range(0, tiles, step):
+        here = min(step, tiles - tile0)
+        if scored:
+            _score[(here, G)](
+                q, k, kd, lse, scores, cu, documents.ccu, *bounds, tile0, blocks, documents.compressed_length,
+                q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
+                config.compress_block, config.compress_stride, block, count, local,
+                G, heads, spread, DK, padded(DK), queries, keys, documents.packed, kd is not None,
+                q.dtype != torch.float32, num_warps=launch.warps, num_stages=launch.stages,
+            )  # fmt: skip
+        slots = triton.next_power_of_2(count)
+        if chunks > 1:
+            _shortlist[(here * queries, G, chunks)](
+                scores, shortlist[0], shortlist[1], cu, *bounds, tile0, blocks, *sizes, G, queries, widest, chunks,
+                triton.next_power_of_2(wanted), documents.packed, num_warps=1,
+            )  # fmt: skip
+            _choose_shortlisted[(here * queries, G)](
+                shortlist[0], shortlist[1], indices, cu, *bounds, tile0, *sizes, slots, G, queries, listed,
+                triton.next_power_of_2(listed), documents.packed, num_warps=1,
+            )  # fmt: skip
+        else:
+            _choose[(here * queries, G)](
+                scores, indices, cu, *bounds, tile0, blocks, *sizes, slots, G, queries,
+                triton.next_power_of_2(max(32, blocks - initial - local)), documents.packed, num_warps=1,
+            )  # fmt: skip
+    return indices

@@ -1,0 +1,82 @@
+"""Launch parameters: one table, keyed by compute capability, kernel and head size, found by `tercet bench tune`.
+
+Nothing is searched at run time: the first call of a kernel compiles one variant, and Triton's cache keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    rows: int = 64  # M: rows (queries × heads of a group) of a query tile
+    keys: int = 64  # N: keys of a key tile
+    warps: int = 4
+    stages: int = 2
+    tma: bool = False  # the copy engine loads whole key tiles, where strides allow it
+    parts: int = 16  # at most so many query ranges, for gradients of keys that every query sees
+
+
+# (kernel, padded head size) -> Launch. Head size is the larger of Dk and Dv, next power of two.
+_HOPPER: dict[tuple[str, int], Launch] = {
+    ("compressed_forward", 64): Launch(rows=64, tma=True),
+    ("compressed_forward", 128): Launch(rows=128, tma=True),
+    ("compressed_forward", 256): Launch(rows=64),
+    ("score", 64): Launch(rows=128, stages=3, tma=True),
+    ("score", 128): Launch(rows=128, stages=3, tma=True),
+    ("score", 256): Launch(rows=128, stages=2),
+    ("query_gradient", 64): Launch(tma=True),
+    ("query_gradient", 128): Launch(tma=True),
+    ("query_gradient", 256): Launch(warps=8, stages=1),
+    ("compressed_key_gradients", 64): Launch(tma=True),
+    ("compressed_key_gradients", 128): Launch(tma=True),
+    ("compressed_key_gradients", 256): Launch(warps=8, stages=1),
+    ("window_forward", 64): Launch(rows=64, tma=True),
+    ("window_forward", 128): Launch(rows=128, tma=True),
+    ("window_forward", 256): Launch(rows=64),
+    ("window_key_gradients", 64): Launch(tma=True),
+    ("window_key_gradients", 128): Launch(tma=True),
+    ("window_key_gradients", 256): Launch(warps=8, stages=1),
+}
+
+# Ampere and the rest: no copy engine, less shared memory. Conservative; never measured by us.
+_GENERIC: dict[tuple[str, int], Launch] = {
+    key: Launch(rows=64, keys=32 if key[1] == 256 else 64, warps=8 if key[1] == 256 else 4, stages=2 if key[1] < 256 else 1)
+    for key in _HOPPER
+}
+
+TABLE: dict[int, dict[tuple[str, int], Launch]] = {9: _HOPPER, 10: _HOPPER}
+
+
+@lru_cache(maxsize=1024)
+def lookup(major: int, kernel: str, head: int, wide: bool) -> Launch:
+    launch = TABLE.get(major, _GENERIC)[kernel, max(64, head)]
+    if wide:  # fp32 is right, not fast: four times the bytes of a bf16 tile pair must still fit
+        return Launch(rows=32, keys=32, warps=4, stages=1, parts=launch.parts)
+    return launch
+
+
+def settings(kernel: str, q: Tensor, v: Tensor) -> Launch:
+    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
+    head = padded(max(q.shape[-1], v.shape[-1]))
+    return lookup(major, kernel, head, q.dtype == torch.float32)
+
+
+def padded(size: int) -> int:
+    """A vector of this size in registers: the next power of two, and no less than a matrix product takes."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def query_tile(heads: int, rows: int) -> tuple[int, int]:
+    """(M, QT): rows of a tile and the queries in it, for any number of heads per group."""
+    rows = max(rows, triton.next_power_of_2(heads), 16)
+    return rows, rows // heads
+
