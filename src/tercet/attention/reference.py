@@ -86,11 +86,11 @@ def group_importance(importance: Tensor) -> Tensor:
 def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     """I_t (Eq. 11): forced blocks, then the best others by (score descending, index ascending), up to min(n, c+1).
 
-    scores: [..., C, NB]; t: [C]. Returns int32 [..., C, n], ascending, padded with -1.
+    scores: [..., C, NB]; t: [C], or one row of it for each leading axis. Returns int32 [..., C, n], ascending, padded with -1.
     """
     num_blocks, n = scores.shape[-1], config.select_count
     j = torch.arange(num_blocks, device=scores.device)
-    c = (t // config.select_block)[:, None]
+    c = (t // config.select_block)[..., None]
     forced = (j < config.select_initial) | (j > c - config.select_local)
     key = torch.where(forced, torch.inf, scores)
     key = torch.where(j > c, -torch.inf, key)
@@ -124,6 +124,10 @@ def compressed_attention(
     """
     batch, length = q.shape[:2]
     groups = k.shape[2]
+    if packing is not None and packing.bounds is None:
+        # padding may hold anything, and 0 · NaN is NaN: a mask on the scores alone would let it through
+        real = (packing.compressed_document < packing.num_documents)[:, None, None]
+        k, v = torch.where(real, k, 0), torch.where(real, v, 0)
     num_blocks = config.num_blocks(length)
     indices = scores = None
     observe = None

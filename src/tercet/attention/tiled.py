@@ -126,10 +126,10 @@ class _MaskedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Walk, observe: Callable[[Tile, Tensor], None] | None
     ) -> Tensor:
-        batch, length, heads, _ = q.shape
+        batch, length, heads, width = q.shape
         groups = k.shape[2]
         h = heads // groups
-        rows, keys, values = _by_group(q, groups), _by_group(k, groups), _by_group(v, groups)
+        rows, keys, values = _by_group(q, groups) * width**-0.5, _by_group(k, groups), _by_group(v, groups)
         out = rows.new_zeros(batch * groups, length * h, v.shape[-1])
         # +inf, so that a row without keys has p = exp(-inf) = 0 in the backward pass as well
         lse = rows.new_full((batch * groups, length * h), torch.inf)
@@ -145,11 +145,12 @@ class _MaskedAttention(torch.autograd.Function):
             highest = s.amax(-1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)
             p = s.sub_(highest).exp_()
             total = p.sum(-1, keepdim=True)
-            p.div_(torch.where(total > 0, total, 1))
+            share = torch.where(total > 0, total, 1).reciprocal_()
             torch.bmm(p, values[:, tile.keys], out=out[:, mine])
+            out[:, mine] *= share
             lse[:, mine] = torch.where(total > 0, highest + total.log(), torch.inf)[..., 0]
             if observe is not None:
-                observe(tile, p.view(batch, groups, count, h, span))
+                observe(tile, p.mul_(share).view(batch, groups, count, h, span))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tiles = tiles
         return _from_group(out, batch, length).to(v.dtype)
@@ -160,8 +161,7 @@ class _MaskedAttention(torch.autograd.Function):
         batch, length, heads, width = q.shape
         groups = k.shape[2]
         h = heads // groups
-        scale = width**-0.5
-        rows, keys, values = _by_group(q, groups), _by_group(k, groups), _by_group(v, groups)
+        rows, keys, values = _by_group(q, groups) * width**-0.5, _by_group(k, groups), _by_group(v, groups)
         d_out = _by_group(grads[0], groups)
         d_rows, d_keys, d_values = torch.zeros_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
         delta = (d_out * out).sum(-1, keepdim=True)
@@ -175,20 +175,19 @@ class _MaskedAttention(torch.autograd.Function):
             p = s.sub_(lse[:, mine, None]).exp_()
             d_values[:, tile.keys].baddbmm_(p.mT, mine_out)
             d_p = torch.bmm(mine_out, values[:, tile.keys].mT, out=d_scratch.take(*p.shape))
-            d_s = d_p.sub_(delta[:, mine]).mul_(p).mul_(scale)
+            d_s = d_p.sub_(delta[:, mine]).mul_(p)
             torch.bmm(d_s, keys[:, tile.keys], out=d_rows[:, mine])
             d_keys[:, tile.keys].baddbmm_(d_s.mT, mine_rows)
-        d_q = _from_group(d_rows, batch, length).to(q.dtype)
+        d_q = _from_group(d_rows.mul_(width**-0.5), batch, length).to(q.dtype)
         d_k, d_v = _from_group(d_keys, batch, k.shape[1]), _from_group(d_values, batch, v.shape[1])
         return d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
 def _scores(rows: Tensor, keys: Tensor, tile: Tile, shape: tuple[int, int, int], scratch: _Scratch) -> Tensor:
-    """q kᵀ · Dk^-½, -inf where a query may not look. [B·G, C·h, S]"""
+    """q kᵀ (rows come scaled by Dk^-½), -inf where a query may not look. [B·G, C·h, S]"""
     batch, groups, h = shape
     s = scratch.take(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.bmm(rows, keys.mT, out=s)
-    s.mul_(rows.shape[-1] ** -0.5)
     hidden = ~tile.mask
     hidden = hidden.view(*(1,) * (4 - hidden.dim()), *hidden.shape)
     s.view(batch, groups, -1, h, keys.shape[1]).masked_fill_(hidden[:, :, :, None], -torch.inf)

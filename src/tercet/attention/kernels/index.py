@@ -14,7 +14,7 @@ sequence * blocks per sequence + block for plain batches. Block number L - 1 is 
 import triton
 import triton.language as tl
 
-from .union import document_start
+from tercet.attention.kernels.union import document_start
 
 
 @triton.jit(do_not_specialize=["documents", "steps"])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from . import index, kv_major, union
+from tercet.attention.kernels import index, kv_major, union
 
 LOG2E = 1.4426950408889634
 

@@ -64,10 +64,14 @@ def lookup(major: int, kernel: str, head: int, wide: bool) -> Launch:
     return launch
 
 
+def generation(x: Tensor) -> int:
+    """Major compute capability; 0 in Triton's interpreter."""
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+
+
 def settings(kernel: str, q: Tensor, v: Tensor) -> Launch:
-    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
     head = padded(max(q.shape[-1], v.shape[-1]))
-    return lookup(major, kernel, head, q.dtype == torch.float32)
+    return lookup(generation(q), kernel, head, q.dtype == torch.float32)
 
 
 def padded(size: int) -> int:

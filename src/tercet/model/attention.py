@@ -1,0 +1,308 @@
+"""The attention layers: Native Sparse Attention and its dense twin, with one face. x: [B, T, dim] -> [B, T, dim]"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tercet.attention.checks import check_cu_seqlens
+from tercet.attention.dispatch import BACKENDS, Route
+from tercet.attention.functional import nsa_attention
+from tercet.attention.layout import Packing
+from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size
+from tercet.model.cache import DenseCache, NSACache
+from tercet.model.cached import cached_dense_attention, cached_nsa_attention
+from tercet.model.compression import Compression
+from tercet.model.dense import dense_attention
+from tercet.model.gate import Gate
+from tercet.model.rope import Rotary, rotate
+from tercet.model.stats import AttentionStats
+
+
+class NativeSparseAttention(nn.Module):
+    """Every query reads a compressed view of the past, a few selected blocks in full, and a sliding window.
+
+    dim, heads, kv_heads, head_dim   sizes; value_dim is the head size of v, head_dim unless given
+    config       sizes of the three branches
+    compression  φ: "mlp" (learnable, equals the mean at first) or "mean"
+    gate         "sigmoid" (the paper's) or "softmax" over the three branches
+    shared_kv    one K/V projection for all branches instead of three
+    rope_theta, rope_scaling  rotary positions; scaling divides all positions alike
+    qk_norm      RMS-normalise each head of q and k
+    branches     leave branches out, for ablations
+    backend      "auto", "reference" or "triton"
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        config: NSAConfig | None = None,
+        *,
+        compression: str = "mlp",
+        gate: str = "sigmoid",
+        shared_kv: bool = False,
+        rope_theta: float = 10000.0,
+        rope_scaling: float = 1.0,
+        qk_norm: bool = False,
+        branches: tuple[str, ...] = BRANCHES,
+        backend: str = "auto",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        check_group_size(heads, kv_heads)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
+        self.config = NSAConfig() if config is None else config
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.shared_kv, self.backend, self.branches = shared_kv, backend, check_branches(branches)
+        self.rotary = Rotary(head_dim, rope_theta, rope_scaling)
+
+        kv_sets = 1 if shared_kv else len(BRANCHES)
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
+        # one matrix for all branches' keys and values: [set][k, v][kv head][size]
+        self.kv_proj = nn.Linear(dim, kv_sets * kv_heads * (head_dim + self.value_dim), bias=bias)
+        self.o_proj = nn.Linear(heads * self.value_dim, dim, bias=bias)
+        self.gate = Gate(dim, heads, gate)
+        self.compress_k = Compression(compression, head_dim, self.config)
+        self.compress_v = Compression(compression, self.value_dim, self.config)
+        self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim) for _ in range(kv_sets)) if qk_norm else None
+        self.stats = AttentionStats(self.config)
+        self.routes: dict[str, Route] = {}
+
+    @torch.no_grad()
+    def init_weights(self, std: float, output_std: float) -> None:
+        """Set every parameter anew, also after `to_empty` from the meta device."""
+        _init_linear(self.q_proj, std)
+        _init_linear(self.kv_proj, std)
+        _init_linear(self.o_proj, output_std)
+        for part in (self.gate, self.compress_k, self.compress_v):
+            part.init_weights()
+        for norm in (self.q_norm, *(self.k_norms or ())):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> NSACache:
+        """An empty cache for `batch` sequences: of max_len tokens, allocated at once, or growing as tokens come."""
+        weight = self.q_proj.weight
+        return NSACache(self.cache_key(), batch, max_len, weight.device, weight.dtype if dtype is None else dtype)
+
+    def cache_key(self) -> dict[str, Any]:
+        """What a cache must have been made for."""
+        return {
+            "config": self.config, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.value_dim,
+            "shared_kv": self.shared_kv, "theta": self.rotary.theta, "scaling": self.rotary.scaling,
+        }  # fmt: skip
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | Packing | None = None,
+        cache: NSACache | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """x: [B, T, dim]. cu_seqlens: bounds of packed documents, B = 1 (or the `Packing` made of them).
+
+        With a cache, x continues what the cache holds. `lengths` [B] says how many of each row's T tokens are real
+        (the rest is padding on the right, and its outputs mean nothing).
+        """
+        _check_input(x, self.dim)
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
+            return self._with_cache(x, cache, lengths)
+        if lengths is not None:
+            raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
+        packing = self._packing(cu_seqlens, x)
+        q, raw, keys, values = self._project(x, None if packing is None else packing.position)
+        k_compressed, v_compressed = self._compress(raw, values["compressed"], packing)
+        gates = self.gate(x)
+        out, aux = nsa_attention(
+            q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
+            gates, config=self.config, packing=packing, backend=self.backend, branches=self.branches, return_aux=True,
+        )  # fmt: skip
+        self.routes = aux.routes
+        self.stats.update(gates, aux.block_indices, packing)
+        return self.o_proj(out.flatten(2))
+
+    # ------------------------------------------------------------ parts
+
+    def _project(
+        self, x: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """q and the selected and window keys rotated at their tokens' positions; the compressed branch's keys raw."""
+        batch, length, _ = x.shape
+        if positions is None:
+            positions = torch.arange(length, device=x.device)
+        turn = self.rotary.turn(positions)
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        size = self.kv_heads * (self.head_dim + self.value_dim)
+        keys, values = {}, {}
+        for branch, part in zip(BRANCHES, self._per_branch(self.kv_proj(x).split(size, dim=-1)), strict=True):
+            k, v = part.split((self.kv_heads * self.head_dim, self.kv_heads * self.value_dim), dim=-1)
+            keys[branch] = k.view(batch, length, self.kv_heads, self.head_dim)
+            values[branch] = v.view(batch, length, self.kv_heads, self.value_dim)
+        if self.k_norms is not None:
+            norms = dict(zip(BRANCHES, self._per_branch(tuple(self.k_norms)), strict=True))
+            keys = {branch: norms[branch](k) for branch, k in keys.items()}
+        rotated = {"selected": rotate(keys["selected"], turn)}
+        rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], turn)
+        return rotate(q, turn), keys["compressed"], rotated, values
+
+    def _per_branch(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        return parts * len(BRANCHES) if self.shared_kv else parts
+
+    def _compress(self, k: Tensor, v: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        """Built from unrotated keys, and rotated once, at the position of each block's last token."""
+        k_compressed, v_compressed = self.compress_k(k, packing), self.compress_v(v, packing)
+        if packing is None:
+            index = torch.arange(k_compressed.shape[1], device=k.device)
+        else:
+            index = packing.compressed_index
+        return rotate(k_compressed, self.rotary.turn(self._compressed_position(index))), v_compressed
+
+    def _compressed_position(self, index: Tensor) -> Tensor:
+        return index * self.config.compress_stride + self.config.compress_block - 1
+
+    def _packing(self, cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:
+        if cu_seqlens is None or isinstance(cu_seqlens, Packing):
+            return cu_seqlens
+        check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=cu_seqlens.device.type == "cpu")
+        return Packing(cu_seqlens, x.shape[1], x.shape[1] // self.config.compress_stride, self.config)
+
+    def _with_cache(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        step = cache.begin(self.cache_key(), x, lengths)
+        q, raw, keys, values = self._project(x, step.positions)
+        gates = self.gate(x)
+        blocks = cache.append(step, raw, keys, values)
+        if step.fresh:
+            # nothing lies before x: the whole-sequence operator is the faster way, and padding is past every real token
+            k_compressed, v_compressed = self._compress(raw, values["compressed"], None)
+            cache.append_compressed(step, k_compressed[:, : step.emitted], v_compressed[:, : step.emitted])
+            cache.reads = None
+            out = nsa_attention(
+                q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
+                gates, config=self.config, backend=self.backend, branches=self.branches,
+            )  # fmt: skip
+        else:
+            if blocks is not None:
+                index, raw_k, raw_v = blocks
+                k_compressed = rotate(self.compress_k.phi(raw_k), self.rotary.turn(self._compressed_position(index)))
+                cache.append_compressed(step, k_compressed, self.compress_v.phi(raw_v))
+            out = cached_nsa_attention(q, gates, cache, step, self.config, self.branches)
+        return self.o_proj(out.flatten(2))
+
+
+class DenseAttention(nn.Module):
+    """Full causal attention with the same face: what a dense model has where an NSA model has its layer.
+
+    Arguments that only Native Sparse Attention has are accepted and mean nothing here.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        config: NSAConfig | None = None,
+        *,
+        rope_theta: float = 10000.0,
+        rope_scaling: float = 1.0,
+        qk_norm: bool = False,
+        bias: bool = False,
+        **nsa_only: Any,
+    ) -> None:
+        super().__init__()
+        unknown = set(nsa_only) - {"compression", "gate", "shared_kv", "branches", "backend"}
+        if unknown:
+            raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
+        check_group_size(heads, kv_heads)
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.rotary = Rotary(head_dim, rope_theta, rope_scaling)
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.kv_proj = nn.Linear(dim, kv_heads * (head_dim + self.value_dim), bias=bias)
+        self.o_proj = nn.Linear(heads * self.value_dim, dim, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.routes = {"dense": Route("sdpa")}
+
+    @torch.no_grad()
+    def init_weights(self, std: float, output_std: float) -> None:
+        _init_linear(self.q_proj, std)
+        _init_linear(self.kv_proj, std)
+        _init_linear(self.o_proj, output_std)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> DenseCache:
+        weight = self.q_proj.weight
+        return DenseCache(self.cache_key(), batch, max_len, weight.device, weight.dtype if dtype is None else dtype)
+
+    def cache_key(self) -> dict[str, Any]:
+        return {
+            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.value_dim,
+            "theta": self.rotary.theta, "scaling": self.rotary.scaling,
+        }  # fmt: skip
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | Packing | None = None,
+        cache: DenseCache | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        _check_input(x, self.dim)
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
+            step = cache.begin(self.cache_key(), x, lengths)
+            q, k, v = self._project(x, step.positions)
+            cache.append(step, k, v)
+            return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
+        if lengths is not None:
+            raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
+        packing = None
+        if isinstance(cu_seqlens, Packing):
+            packing = cu_seqlens
+        elif cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=cu_seqlens.device.type == "cpu")
+            packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
+        q, k, v = self._project(x, None if packing is None else packing.position)
+        return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
+
+    def _project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        batch, length, _ = x.shape
+        if positions is None:
+            positions = torch.arange(length, device=x.device)
+        turn = self.rotary.turn(positions)
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
+        k, v = self.kv_proj(x).split((self.kv_heads * self.head_dim, self.kv_heads * self.value_dim), dim=-1)
+        k = k.view(batch, length, self.kv_heads, self.head_dim)
+        v = v.view(batch, length, self.kv_heads, self.value_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, turn), rotate(k, turn), v
+
+
+def _check_input(x: Tensor, dim: int) -> None:
+    if x.dim() != 3 or x.shape[-1] != dim:
+        raise ValueError(f"x has shape {list(x.shape)}: it must be [batch, tokens, {dim}]")
+
+
+def _init_linear(linear: nn.Linear, std: float) -> None:
+    nn.init.normal_(linear.weight, std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

@@ -1,0 +1,60 @@
+"""Full causal attention through PyTorch's own kernels. q: [B, T, H, Dk]; k, v: [B, T, G, D*] -> [B, T, H, Dv]"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tercet.attention.layout import Packing
+from tercet.attention.tiled import Tile, attend, segments
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = None) -> Tensor:
+    if packing is None:
+        return _sdpa(q, k, v)
+    if packing.bounds is not None:
+        documents = [(first, end) for first, end, _, _ in packing.bounds if end > first]
+        return torch.cat([_sdpa(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in documents], dim=1)
+    varlen = _varlen()
+    if varlen is not None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]:
+        h = q.shape[2] // k.shape[2]
+        keys, values = (x[0].repeat_interleave(h, dim=1) for x in (k, v))
+        bounds = packing.cu_seqlens.int()
+        # the longest document is not known without a synchronisation; all tokens is a bound, and costs empty blocks
+        longest = packing.length
+        return varlen(q[0], keys, values, bounds, bounds, longest, longest, is_causal=True)[None]
+    return _masked(q, k, v, packing)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = k.shape[1] != q.shape[1]
+    if grouped and q.device.type == "cpu":
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def _varlen():  # type: ignore[no-untyped-def]
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    import inspect
+
+    return varlen_attn if "is_causal" in inspect.signature(varlen_attn).parameters else None
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Documents kept apart by masks, in tiles of queries: any device, any dtype, no synchronisation."""
+
+    def tiles():  # type: ignore[no-untyped-def]
+        for segment in segments(q.shape[1], 0, packing):
+            for first, end in segment.query_tiles(q.shape[0] * q.shape[2]):
+                queries, keys = slice(first, end), slice(segment.first, end)
+                t, s = segment.position(first, end, q.device), segment.position(keys.start, end, q.device)
+                yield Tile(queries, keys, t, segment.keep_apart(s <= t[:, None], queries, keys))
+
+    with torch.autocast(q.device.type, enabled=False):
+        return attend(q, k, v, tiles)

@@ -1,0 +1,114 @@
+"""What gates and selection do, summed on the device while training runs and read out on demand.
+
+A read is the only synchronisation. Every number is a mean over the tokens seen since the last reset.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tercet.attention.layout import Packing
+from tercet.attention.spec import BRANCHES, NSAConfig
+
+# A (token, head) whose largest share of the gates is above this counts as collapsed.
+COLLAPSE_SHARE = 0.95
+# Distances in blocks: 0, 1, 2-3, 4-7, … up to 2^19 blocks and more.
+DISTANCE_BUCKETS = 21
+
+_GATES = (*(f"gate_share_{b}" for b in BRANCHES), "gate_entropy", "gate_max_share", "gate_collapse")
+_SELECTION = ("selected_blocks", "selected_distance", "selected_forced", "selected_overlap")
+
+
+class AttentionStats:
+    """Not a module: its sums belong to no checkpoint, no gradient and no wrapper.
+
+    gate_share_*       mean of g_c / Σ g over (token, head), for each branch
+    gate_entropy       mean of -Σ share · ln share, in nats
+    gate_max_share     mean of the largest share
+    gate_collapse      fraction of (token, head) whose largest share is above COLLAPSE_SHARE
+    selected_blocks    mean number of blocks that a (token, group) selects
+    selected_distance  mean of c - j over selected blocks: how many blocks back
+    selected_forced    fraction of selected blocks that were forced
+    selected_overlap   mean fraction of a token's blocks that the token before it, in the same document, selected too
+    """
+
+    def __init__(self, config: NSAConfig) -> None:
+        self.config = config
+        self.enabled = False
+        self._sums: Tensor | None = None
+        self._histogram: Tensor | None = None
+
+    def reset(self) -> None:
+        self._sums = self._histogram = None
+
+    @torch.no_grad()
+    def update(self, gates: Tensor, block_indices: Tensor | None, packing: Packing | None = None) -> None:
+        """gates: [B, T, H, 3]; block_indices: [B, T, G, n]"""
+        if not self.enabled:
+            return
+        sums = [_gate_sums(gates)]
+        if block_indices is not None:
+            selection, histogram = self._selection_sums(block_indices, packing)
+            sums.append(selection)
+            self._histogram = histogram if self._histogram is None else self._histogram + histogram
+        else:
+            sums.append(gates.new_zeros(2 * len(_SELECTION), dtype=torch.float64))
+        total = torch.cat(sums)
+        self._sums = total if self._sums is None else self._sums + total
+
+    def read(self) -> dict[str, float]:
+        """The means so far; empty before the first update. Synchronises."""
+        if self._sums is None:
+            return {}
+        numbers = self._sums.tolist()
+        count, gates, rest = numbers[0], numbers[1 : 1 + len(_GATES)], numbers[1 + len(_GATES) :]
+        means = {name: value / count for name, value in zip(_GATES, gates, strict=True)}
+        for name, value, weight in zip(_SELECTION, rest[::2], rest[1::2], strict=True):
+            if weight:
+                means[name] = value / weight
+        return means
+
+    def read_distances(self) -> list[int]:
+        """How many selected blocks lay 0, 1, 2-3, 4-7, … blocks back. Synchronises."""
+        return [0] * DISTANCE_BUCKETS if self._histogram is None else self._histogram.tolist()
+
+    def _selection_sums(self, block_indices: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        length = block_indices.shape[1]
+        t = torch.arange(length, device=block_indices.device) if packing is None else packing.position
+        c = (t // self.config.select_block)[:, None, None]
+        real = block_indices >= 0
+        count = real.sum()
+        distance = torch.where(real, c - block_indices, 0)
+        forced = real & ((block_indices < self.config.select_initial) | (distance < self.config.select_local))
+        before, after = block_indices[:, :-1], block_indices[:, 1:]
+        follows = (t[1:] > 0)[:, None, None] & real[:, 1:]
+        common = ((after[..., :, None] == before[..., None, :]).any(-1) & follows).sum()
+        queries = real.shape[0] * real.shape[1] * real.shape[2]
+        bucket = torch.where(real, (distance.double() + 0.5).log2().floor().long() + 1, -1)
+        histogram = (bucket.flatten()[:, None] == torch.arange(DISTANCE_BUCKETS, device=bucket.device)).sum(0)
+        pairs = (
+            (count, torch.full_like(count, queries)),
+            (distance.sum(), count),
+            (forced.sum(), count),
+            (common, follows.sum()),
+        )
+        return torch.stack([number for pair in pairs for number in pair]).double(), histogram
+
+
+def _gate_sums(gates: Tensor) -> Tensor:
+    share = gates.double() / gates.double().sum(-1, keepdim=True)
+    highest = share.amax(-1)
+    return torch.cat(
+        (
+            torch.full((1,), highest.numel(), dtype=torch.float64, device=gates.device),
+            share.flatten(0, -2).sum(0),
+            torch.stack(
+                (
+                    -torch.special.xlogy(share, share).sum(),
+                    highest.sum(),
+                    (highest > COLLAPSE_SHARE).sum().double(),
+                )
+            ),
+        )
+    )
