@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.model.config import ModelConfig
 
 FP32 = 4
+# fp32 logits that the loss holds at once: little beside the activations, enough for matmuls at full speed.
+LOGITS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,19 @@ def parameters(model: ModelConfig) -> Parameters:
 
 def attention_matrices(model: ModelConfig, kind: str) -> int:
     """Entries of one layer's projections: all that multiplies every token."""
-    dk, dv = model.head_dim, model.head_value_dim
-    kv_sets = 1 if kind == "dense" or model.shared_kv else len(model.branches)
-    query_and_output = model.dim * model.heads * (dk + dv)
-    keys_and_values = kv_sets * model.dim * model.kv_heads * (dk + dv)
-    return query_and_output + keys_and_values + (gate_matrix(model) if kind == "nsa" else 0)
+    sizes = model.head_dim + model.head_value_dim
+    query_and_output = model.dim * model.heads * sizes
+    keys_and_values = _kv_sets(model, kind) * model.dim * model.kv_heads * sizes
+    gate = model.dim * len(BRANCHES) * model.heads if kind == "nsa" else 0
+    return query_and_output + keys_and_values + gate
+
+
+def compression_flops(model: ModelConfig, length: int) -> float:
+    """FLOPs of φ over one document: for keys and values, l·D -> D -> D per compressed token and KV head."""
+    if model.compression == "mean" or "compressed" not in model.branches:
+        return 0.0
+    per_token = sum(2 * (model.nsa.compress_block + 1) * size * size for size in _head_sizes(model))
+    return float(per_token * model.kv_heads * model.nsa.num_compressed(length))
 
 
 def pairs(nsa: NSAConfig, length: int, branches: tuple[str, ...]) -> Pairs:
@@ -126,7 +136,7 @@ def memory(
 ) -> Memory:
     """Bytes on one device for one pass over `tokens` tokens; weights, gradients and AdamW's moments in fp32."""
     count = parameters(model).total
-    rows = min(tokens, _loss_rows(model.vocab_size))
+    rows = min(tokens, chunk_rows(model.vocab_size))
     return Memory(
         weights=FP32 * count // weight_shards,
         gradients=FP32 * count // optimizer_shards,
@@ -137,6 +147,74 @@ def memory(
         + tokens * model.dim * FP32
         + FP32 * model.vocab_size * model.dim,
     )
+
+
+def activation_bytes_per_token(model: ModelConfig, compute_bytes: int, activation_checkpointing: str) -> int:
+    """An estimate of what one pass keeps for its backward pass, per token, at its peak.
+
+    Kept by a block: both its residual inputs in fp32; the matmuls' inputs and outputs in the compute dtype; of
+    attention the branches' outputs, their log-sum-exps, gates and indices. With checkpointing one block at a time is
+    whole, while the others keep what their mode says.
+    """
+    whole = [_block_bytes(model, kind, compute_bytes) for kind in model.attention_kinds]
+    if activation_checkpointing == "none":
+        return sum(whole)
+    matmuls = activation_checkpointing == "selective"
+    kept = [_kept_block_bytes(model, kind, compute_bytes, matmuls) for kind in model.attention_kinds]
+    return sum(kept) + max(whole)
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows of the loss whose fp32 logits fit in LOGITS_BYTES: a power of two, at least 256."""
+    return max(256, 1 << (max(1, LOGITS_BYTES // (FP32 * vocab_size)).bit_length() - 1))
+
+
+def _kv_sets(model: ModelConfig, kind: str) -> int:
+    return 1 if kind == "dense" or model.shared_kv else len(BRANCHES)
+
+
+def _head_sizes(model: ModelConfig) -> tuple[int, int]:
+    return model.head_dim, model.head_value_dim
+
+
+def _attention_extras(model: ModelConfig, kind: str) -> int:
+    """One layer's parameters beside its projections: QK-norms, the gate's bias, φ with its positions."""
+    norms = (1 + _kv_sets(model, kind)) * model.head_dim if model.qk_norm else 0
+    if kind == "dense":
+        return norms
+    learnt = model.compression == "mlp"
+    block = model.nsa.compress_block
+    phi = sum(block * d + (block * d + 1) * d + (d + 1) * d for d in _head_sizes(model)) if learnt else 0
+    return norms + len(BRANCHES) * model.heads + phi
+
+
+def _projected(model: ModelConfig, kind: str) -> int:
+    """Numbers per token that come out of q and K/V projections."""
+    keys_and_values = _kv_sets(model, kind) * model.kv_heads * sum(_head_sizes(model))
+    return model.heads * model.head_dim + keys_and_values
+
+
+def _selection_bytes(model: ModelConfig, kind: str) -> int:
+    return 4 * model.kv_heads * model.nsa.select_count if kind == "nsa" else 0
+
+
+def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
+    branches = len(model.branches) if kind == "nsa" else 0
+    outputs = (branches + 1) * model.heads * model.head_value_dim
+    per_head = FP32 * model.heads * (2 * branches if kind == "nsa" else 1)
+    # Compiled (bf16, on GPUs) silu is made again in the backward pass; eager PyTorch keeps its output.
+    ffn = (3 if compute_bytes < FP32 else 4) * model.ffn_dim
+    computed = 2 * model.dim + _projected(model, kind) + outputs + ffn
+    return 2 * FP32 * model.dim + compute_bytes * computed + per_head + _selection_bytes(model, kind)
+
+
+def _kept_block_bytes(model: ModelConfig, kind: str, compute_bytes: int, matmuls: bool) -> int:
+    kept = FP32 * model.dim + _selection_bytes(model, kind)
+    if matmuls:
+        products = _projected(model, kind) + 2 * model.dim + 2 * model.ffn_dim
+        attention = (len(model.branches) if kind == "nsa" else 1) * model.heads * model.head_value_dim
+        kept += compute_bytes * (products + attention)
+    return kept
 
 
 def _compressed_pairs(nsa: NSAConfig, length: int) -> int:
@@ -161,23 +239,3 @@ def _selected_pairs(nsa: NSAConfig, length: int) -> int:
 def _window_pairs(window: int, length: int) -> int:
     reach = min(window, length)
     return reach * (reach + 1) // 2 + (length - reach) * reach
-
-
-def _loss_rows(v):
-    return 1024
-
-
-def gate_matrix(m):
-    return m.dim * 3 * m.heads
-
-
-def compression_flops(m, l):
-    return 0.0
-
-
-def _attention_extras(m, k):
-    return 0
-
-
-def activation_bytes_per_token(m, c, a):
-    return 100 * m.dim * m.layers

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tercet.model.cost import chunk_rows
+
 IGNORED = -100
-# fp32 logits held at once. Small enough to vanish beside the activations, large enough for full-speed matmuls.
-CHUNK_BYTES = 1 << 28
 
 
 class Loss(NamedTuple):
@@ -25,11 +25,6 @@ class Loss(NamedTuple):
     """Nats over all counted targets: fp32, 0-dim, differentiable."""
     tokens: Tensor
     """How many targets counted: int64, 0-dim, on the device."""
-
-
-def chunk_rows(vocab_size: int) -> int:
-    """Rows whose fp32 logits fit in CHUNK_BYTES: a power of two, at least 256."""
-    return max(256, 1 << (max(1, CHUNK_BYTES // (4 * vocab_size)).bit_length() - 1))
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None) -> Loss:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tercet.attention.checks import check_cu_seqlens
+from tercet.attention.layout import Packing
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.config import AttentionKind, ModelConfig
 from tercet.model.ffn import SwiGLU
@@ -30,7 +32,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, cache: Any = None) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | Packing | None = None, cache: Any = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -79,10 +81,18 @@ class Transformer(nn.Module):
         """Normalised hidden states; `self.head` makes logits of those that are wanted."""
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
+        packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens)
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):
-            x = block(x, cu_seqlens) if cache is None else block(x, cu_seqlens, cache[i])
+            x = block(x, packing) if cache is None else block(x, packing, cache[i])
         return self.norm(x)
+
+    def _packing(self, tokens: Tensor, cu_seqlens: Tensor) -> Packing:
+        """Where documents stand, worked out once for all layers."""
+        batch, length = tokens.shape
+        on_cpu = cu_seqlens.device.type == "cpu"
+        check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu)
+        return Packing(cu_seqlens, length, length // self.config.nsa.compress_stride, self.config.nsa)
 
     @overload
     def forward(
