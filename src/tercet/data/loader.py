@@ -7,7 +7,7 @@ from the cursor of the last batch it consumed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from tercet.config.data import DataConfig
 from tercet.data.ahead import Ahead
 from tercet.data.errors import DataError
-from tercet.data.packing import LoaderStats, Packed, Packing, pack
+from tercet.data.packing import Batches, LoaderStats, Packing, pack
 from tercet.data.sources import open_stream
 from tercet.data.stream import DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -36,7 +36,7 @@ class Batch:
 class Loader:
     """Iterate over it once. `close` when done with it, or use it as a context manager."""
 
-    def __init__(self, stream: DocumentStream, batches: Iterator[Batch], prefetch: int) -> None:
+    def __init__(self, stream: DocumentStream, batches: Generator[Batch, None, None], prefetch: int) -> None:
         self._stream, self._source = stream, batches
         self._ahead = Ahead(batches, prefetch) if prefetch else None
         self._waited = 0.0
@@ -67,7 +67,7 @@ class Loader:
         if self._ahead is not None:
             self._ahead.close()
         else:
-            self._source.close()  # type: ignore[attr-defined]
+            self._source.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -112,7 +112,7 @@ def build_loader(
     return Loader(stream, batches, data.prefetch)
 
 
-def _to_torch(packs: Iterator[Packed], data: DataConfig) -> Iterator[Batch]:
+def _to_torch(packs: Batches, data: DataConfig) -> Generator[Batch, None, None]:
     pin = torch.cuda.is_available()
     try:
         for packed in packs:
@@ -128,4 +128,4 @@ def _to_torch(packs: Iterator[Packed], data: DataConfig) -> Iterator[Batch]:
                 stats=packed.stats,
             )
     finally:
-        packs.close()  # type: ignore[attr-defined]
+        packs.close()

@@ -39,6 +39,12 @@ def random_u64(stream: int, count: int) -> np.ndarray:
     return mix(steps + np.uint64(stream))
 
 
+def random_below(stream: int, count: int, bound: int) -> np.ndarray:
+    """`count` integers of 0 … bound-1 (bound < 2**31), uniform but for a bias below bound / 2**32. int64."""
+    halves = random_u64(stream, (count + 1) // 2).view(np.uint32)[:count]
+    return ((halves.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).view(np.int64)
+
+
 def permutation(count: int, *parts: int) -> np.ndarray:
     """0 … count-1 in an order that depends on `parts` only. int64."""
     return np.argsort(random_u64(key(*parts), count), kind="stable")

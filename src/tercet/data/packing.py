@@ -6,7 +6,7 @@ tokens and targets: [own * T], cu_seqlens: [documents + 1] over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +43,9 @@ class Packed(NamedTuple):
     stats: LoaderStats
 
 
+Batches = Generator[Packed, None, None]  # close() stops what runs behind it
+
+
 @dataclass(frozen=True)
 class Packing:
     seq_len: int
@@ -53,7 +56,7 @@ class Packing:
     padding_token: int
 
 
-def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> Iterator[Packed]:
+def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> Batches:
     """Batches from `state` on. At the end of the stream the last batch is filled up with padding."""
     packer = _Packer(stream, packing, state)
     try:
@@ -110,41 +113,48 @@ class _Packer:
         size = packing.count * length
         tokens = np.full(size, packing.padding_token, dtype=np.int64)
         targets = np.full(size, IGNORE, dtype=np.int64)
-        bounds = [0]
+        bounds = list(range(0, size + 1, length))  # a sequence's end is a boundary too
         before = self._counts["tokens"]
-        for sequence in range(packing.sequences):
-            own = sequence - packing.first
-            if 0 <= own < packing.count:
-                begin, end = own * length, (own + 1) * length
-                self._fill(tokens[begin:end], targets[begin:end], bounds, begin)
-            else:
-                self._fill(None, None, None, 0)
+        self._skip(packing.first * length)
+        self._fill(tokens, targets, bounds)
+        self._skip((packing.sequences - packing.first - packing.count) * length)
         if self._counts["tokens"] == before:
             return None
         self._counts["sequences"] += packing.sequences
-        return Packed(tokens, targets, np.array(bounds, dtype=np.int32), self._state(), self._stats())
+        cu_seqlens = np.array(sorted(set(bounds)), dtype=np.int32)
+        return Packed(tokens, targets, cu_seqlens, self._state(), self._stats())
 
-    def _fill(
-        self, tokens: np.ndarray | None, targets: np.ndarray | None, bounds: list[int] | None, begin: int
-    ) -> None:
-        """One sequence; without arrays it is another rank's, and only counted."""
+    def _fill(self, tokens: np.ndarray, targets: np.ndarray, bounds: list[int]) -> None:
+        """This rank's sequences, which lie one after another: a long document is copied over several at once."""
+        for at, document, offset, take in self._spans(len(tokens)):
+            _copy(document, offset, take, tokens[at : at + take], targets[at : at + take])
+            bounds.append(at)
+            bounds.append(at + take)
+
+    def _skip(self, size: int) -> None:
+        """Another rank's sequences: only counted, so that of shards not even a page is read."""
+        for _ in self._spans(size):
+            pass
+
+    def _spans(self, size: int) -> Iterator[tuple[int, Document, int, int]]:
+        """What fills the next `size` tokens: (position, document, offset in it, tokens of it). Gaps are padding."""
         length, at = self._packing.seq_len, 0
-        while at < length:
+        while at < size:
             if self._document is None:
                 self._document = None if self.ended else next(self._documents, None)
                 self.ended = self._document is None
-            document = self._document
-            left = 0 if document is None else len(document.tokens) - self._offset
-            room = length - at
-            if document is None or (self._packing.whole and at > 0 and self._offset == 0 and left > room):
-                self._counts["padding"] += room
-                if bounds is not None:
-                    bounds.append(begin + length)  # padding is a document of its own: nobody attends to it
+            document, offset = self._document, self._offset
+            if document is None:
+                self._counts["padding"] += size - at
                 return
-            take = min(left, room)
-            if tokens is not None and targets is not None and bounds is not None:
-                _copy(document, self._offset, take, tokens[at : at + take], targets[at : at + take])
-                bounds.append(begin + at + take)
+            left = len(document.tokens) - offset
+            room = length - at % length
+            if self._packing.whole and offset == 0 and room < min(left, length):
+                self._counts["padding"] += room
+                at += room
+                continue
+            take = min(left, size - at)
+            yield at, document, offset, take
             at += take
             self._counts["tokens"] += take
             if take == left:

@@ -102,10 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if any(folder.glob("shard-*.json")):
             raise DataError(f"{folder} has shards but no {MANIFEST}: its preparation was interrupted; run it again")
         raise DataError(f"{folder} has no {MANIFEST}: it is not a folder made by `tercet data prepare`")
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}): prepare the shards again") from error
+    manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise DataError(
             f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}: prepare the shards again"
@@ -155,11 +152,26 @@ class atomic_write:
     def __enter__(self) -> Path:
         return self._temporary
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None:
             os.replace(self._temporary, self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)
+            _sync(self._path.parent)
+            return
+        self._temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise DataError(
+                f"{self._path} cannot be written ({error}): make room or name another folder, then run it again; "
+                "finished shards are kept"
+            ) from error
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename last through a power cut, before anything is written that relies on it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -168,6 +180,14 @@ def write_json(path: Path, value: Any) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): prepare the shards again into a new folder") from error
+    return value
 
 
 def sha256_file(path: Path) -> str:
@@ -179,7 +199,8 @@ def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
     path = folder / f"{entry['name']}.{kind}.npy"
     _check_size(path, entry["files"][kind])
     try:
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        # Nothing cannot be mapped: a shard of skipped records alone has no tokens.
+        array: np.ndarray = np.load(path, mmap_mode="r" if entry["tokens"] else None, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be opened ({error}): prepare the shards again or restore it") from error
     # A plain view of the map: slicing np.memmap itself costs a microsecond of Python per document.

@@ -17,7 +17,7 @@ import numpy as np
 
 from tercet.config.data import SyntheticConfig
 from tercet.data.errors import DataError
-from tercet.data.order import in_validation, key, mix, random_u64
+from tercet.data.order import in_validation, key, mix, permutation, random_below, random_u64
 from tercet.data.stream import Cursor, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
@@ -26,6 +26,7 @@ VALUES = np.frombuffer(b"0123456789", dtype=np.uint8)
 NOISE = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ .,", dtype=np.uint8)
 IS, END, ASK, START = (ord(c) for c in "=;?^")
 KEY_TOKENS = 2
+_NOISE_OF_BYTE = NOISE[np.arange(256) % len(NOISE)]  # eight noise tokens out of one random number
 ASCII = 128
 
 Made = tuple[np.ndarray, np.ndarray | None]
@@ -89,12 +90,16 @@ def make_task(config: SyntheticConfig, length: int, vocab_size: int, eos_id: int
     return (_recall if config.task == "recall" else _copy)(config, length, smallest_dtype(vocab_size), eos_id)
 
 
+def _noise(stream: int, length: int) -> np.ndarray:
+    return _NOISE_OF_BYTE[random_u64(stream, length // 8 + 1).view(np.uint8)[:length]]
+
+
 def _random(length: int, vocab_size: int, eos_id: int) -> Task:
     dtype = smallest_dtype(vocab_size)
 
     def make(stream: int) -> Made:
         # Uniform over the other tokens: EOS stands at the end only.
-        tokens = (random_u64(stream, length) % np.uint64(vocab_size - 1)).astype(np.int64)
+        tokens = random_below(stream, length, vocab_size - 1)
         tokens += tokens >= eos_id
         tokens[-1] = eos_id
         return tokens.astype(dtype), None
@@ -114,23 +119,21 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
         need = length + config.pairs * fact - room
         raise DataError(
             f"synthetic.task=recall: documents of {length} tokens have room for {max(slots, 0)} of {config.pairs} "
-            f"pairs before min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, or fewer pairs, or a "
-            "smaller min_distance"
+            f"pairs before min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, "
+            "or fewer pairs, or a smaller min_distance"
         )
 
     def make(stream: int) -> Made:
-        draw = random_u64(stream, length + slots + 26 * 26 + config.pairs * (values + 1))
-        noise, draw = draw[:length], draw[length:]
-        where, draw = np.argsort(draw[:slots], kind="stable")[: config.pairs], draw[slots:]
-        names, draw = np.argsort(draw[: 26 * 26], kind="stable")[: config.pairs], draw[26 * 26 :]
-        which, draw = np.argsort(draw[: config.pairs], kind="stable")[: config.queries], draw[config.pairs :]
+        where = permutation(slots, stream, 1)[: config.pairs]
+        names = permutation(26 * 26, stream, 2)[: config.pairs]
+        which = permutation(config.pairs, stream, 3)[: config.queries]
 
         facts = np.empty((config.pairs, fact), dtype=dtype)  # distinct keys, so that each has one answer
         facts[:, 0], facts[:, 1], facts[:, 2] = KEYS[names // 26], KEYS[names % 26], IS
-        facts[:, 3:-1] = VALUES[(draw % np.uint64(10)).astype(np.int64)].reshape(config.pairs, values)
+        facts[:, 3:-1] = VALUES[random_below(key(stream, 4), config.pairs * values, 10)].reshape(-1, values)
         facts[:, -1] = END
 
-        tokens = NOISE[(noise % np.uint64(len(NOISE))).astype(np.int64)].astype(dtype)
+        tokens = _noise(stream, length).astype(dtype)
         tokens[: slots * fact].reshape(slots, fact)[where] = facts
         asked = tokens[asked_at:-1].reshape(config.queries, question)
         asked[:, 0], asked[:, 1:] = ASK, facts[which]
@@ -145,7 +148,7 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
 def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
     size = config.copy_tokens
     asked_at = length - 1 - (size + 2)  # ?string;
-    # From the last token of the original to the first of its copy, as for every pair of equal tokens further apart.
+    # From the last token of the original to the first of its copy; a token and its own copy are further apart.
     distance = asked_at + 1 - size
     if distance <= config.min_distance:
         need = length + config.min_distance + 1 - distance
@@ -156,9 +159,8 @@ def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) ->
         )
 
     def make(stream: int) -> Made:
-        draw = random_u64(stream, length + size)
-        tokens = NOISE[(draw[:length] % np.uint64(len(NOISE))).astype(np.int64)].astype(dtype)
-        string = KEYS[(draw[length:] % np.uint64(len(KEYS))).astype(np.int64)]
+        tokens = _noise(stream, length).astype(dtype)
+        string = KEYS[random_below(key(stream, 1), size, len(KEYS))]
         tokens[0], tokens[1 : size + 1], tokens[size + 1] = START, string, END
         tokens[asked_at], tokens[asked_at + 1 : asked_at + 1 + size], tokens[asked_at + 1 + size] = ASK, string, END
         tokens[-1] = eos_id

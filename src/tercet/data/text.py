@@ -102,7 +102,8 @@ class TextStream:
             order = permutation(count, self._reading.seed, block.epoch, block.number).tolist()
         for begin in range(at, count, TOKENISE_AT_ONCE):
             group = [block.records[i] for i in order[begin : begin + TOKENISE_AT_ONCE]]
-            for offset, (tokens, loss) in enumerate(self._encode(group), start=begin + 1):
+            for offset, (tokens, prompt) in enumerate(encode_records(self._tokenizer, group), start=begin + 1):
+                loss = np.arange(len(tokens)) >= prompt if prompt else None
                 counts["documents"] += 1
                 if offset < count:
                     place = {"place": block.start, "block": block.number, "at": offset}
@@ -111,19 +112,6 @@ class TextStream:
                 else:
                     place = {"place": block.end, "block": block.number + 1, "at": 0}
                 yield Document(tokens, loss, {**counts, **place})
-
-    def _encode(self, group: list[Record]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        texts = self._tokenizer.encode_documents([record.text for record in group])
-        prompts = self._tokenizer.encode_documents([record.prompt or b"" for record in group if record.prompt])
-        remaining = iter(prompts)
-        for record, tokens in zip(group, texts, strict=True):
-            if not record.prompt:
-                yield tokens, None
-                continue
-            prompt = next(remaining)[:-1]  # without its EOS
-            loss = np.ones(len(prompt) + len(tokens), dtype=bool)
-            loss[: len(prompt)] = False
-            yield np.concatenate([prompt, tokens]), loss
 
     def _blocks(self, cursor: Cursor | None) -> Iterator[_Block]:
         epoch = cursor["epoch"] if cursor else 0
@@ -157,8 +145,8 @@ class TextStream:
                 last = True
                 break
             read += 1
-            if not isinstance(record, BadRecordError):
-                record = self._accepted(record, opened)
+            if not isinstance(record, BadRecordError) and (reason := objection(self._tokenizer, record)):
+                record = BadRecordError(*opened.where(), reason)
             if isinstance(record, BadRecordError):
                 skipped += 1
                 self._skip(record)
@@ -170,12 +158,6 @@ class TextStream:
                     records.append(record)
         return _Block(epoch, number, start, opened.place(), records, skipped, left_out, last)
 
-    def _accepted(self, record: Record, opened: OpenRecords) -> Record | BadRecordError:
-        for part in (record.prompt, record.text):
-            if part and (reason := self._tokenizer.objection(part)) is not None:
-                return BadRecordError(*opened.where(), reason)
-        return record
-
     def _skip(self, bad: BadRecordError) -> None:
         if not self._reading.skip_bad:
             raise bad
@@ -185,5 +167,26 @@ class TextStream:
     def _is_mine(self, record: Record) -> bool:
         if self._reading.split == "all":
             return True
-        text = record.text if record.prompt is None else record.prompt + b"\0" + record.text
-        return (document_hash(text) < self._threshold) == (self._reading.split == "validation")
+        return (hash_of(record) < self._threshold) == (self._reading.split == "validation")
+
+
+def hash_of(record: Record) -> int:
+    return document_hash(record.text if record.prompt is None else record.prompt + b"\0" + record.text)
+
+
+def objection(tokenizer: Tokenizer, record: Record) -> str | None:
+    """Why a record cannot be tokenised without loss; None if it can."""
+    return (tokenizer.objection(record.prompt) if record.prompt else None) or tokenizer.objection(record.text)
+
+
+def encode_records(tokenizer: Tokenizer, records: list[Record]) -> list[tuple[np.ndarray, int]]:
+    """Tokens of each record with its EOS, and how many of them at its start are prompt."""
+    made: list[tuple[np.ndarray, int]] = []
+    for begin in range(0, len(records), TOKENISE_AT_ONCE):
+        group = records[begin : begin + TOKENISE_AT_ONCE]
+        texts = tokenizer.encode_documents([record.text for record in group])
+        prompts = iter(tokenizer.encode_documents([record.prompt for record in group if record.prompt]))
+        for record, tokens in zip(group, texts, strict=True):
+            prompt = next(prompts)[:-1] if record.prompt else None  # without its EOS
+            made.append((tokens, 0) if prompt is None else (np.concatenate([prompt, tokens]), len(prompt)))
+    return made

@@ -1,0 +1,105 @@
+"""`tercet data …`: each function is a command, its arguments the flags, its docstring the help. Nothing heavy here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from tercet.config.data import DataConfig
+
+
+def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1 << 26) -> int:
+    """Tokenise a source once and write memory-mapped shards, to be read with --data.source shards --data.path OUT.
+
+    Interrupted, it goes on behind the last finished shard when run again with the same arguments.
+
+    Args:
+        data: What to read, and the tokenizer.
+        out: Folder for the shards, a manifest with checksums, and the tokenizer.
+        workers: Processes that tokenise; 0 for one per core. The shards do not depend on it.
+        shard_tokens: Tokens after which a shard is full.
+    """
+    from tercet.data.prepare import Progress
+    from tercet.data.prepare import prepare as run
+
+    def say(now: Progress) -> None:
+        speed = f", {now.tokens / now.seconds:,.0f} tokens/s" if now.seconds > 1 else ""
+        print(
+            f"{now.shards} shards, {now.documents:,} documents, {now.tokens:,} tokens, {now.skipped} skipped, "
+            f"{now.left_out} empty, {now.seconds:.0f} s{speed}",
+            flush=True,
+        )
+
+    manifest = run(data, out, workers=workers, shard_tokens=shard_tokens, report=say)
+    tokenizer = "byte" if manifest["tokenizer"]["name"] == "byte" else out / "tokenizer.json"
+    print(f"read them with: --data.source shards --data.path {out} --data.tokenizer {tokenizer}")
+    return 0
+
+
+def train_tokenizer(
+    data: DataConfig, out: Path, vocab_size: int = 8192, max_bytes: int = 1 << 30, seed: int = 0
+) -> int:
+    """Train a byte-level BPE tokenizer on the training documents of a source of text.
+
+    Args:
+        data: What to read; data.tokenizer is not used.
+        out: The tokenizer.json to write.
+        vocab_size: Tokens, the 256 bytes and EOS included.
+        max_bytes: Text read at most.
+        seed: Order in which documents are read, which matters when there is more text than max_bytes.
+    """
+    from tercet.data.bpe import train_bpe
+
+    tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed)
+    print(f"{out}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}; use it with: --data.tokenizer {out}")
+    return 0
+
+
+def inspect(
+    data: DataConfig,
+    split: Literal["train", "validation"] = "train",
+    sequences: int = 4,
+    seed: int = 1337,
+    verify: bool = False,
+) -> int:
+    """Show the first sequences as the model will read them: documents, boundaries, targets.
+
+    Args:
+        data: What to read.
+        split: Training or validation documents.
+        sequences: Sequences to show.
+        seed: The run's seed, which gives the order.
+        verify: For shards: compare every file with its checksum first.
+    """
+    from tercet.data.inspect import describe, describe_shards
+
+    if data.source == "shards":
+        for line in describe_shards(Path(data.path[0]), check=verify):
+            print(line)
+    for line in describe(data, split=split, sequences=sequences, seed=seed):
+        print(line)
+    return 0
+
+
+def bench(
+    data: DataConfig, seconds: float = 5.0, batch_sequences: int = 32, world_size: int = 1, seed: int = 1337
+) -> int:
+    """Measure how fast batches come, without a model. Ends with one line of JSON.
+
+    Args:
+        data: What to read.
+        seconds: How long to read.
+        batch_sequences: Sequences per batch, over all ranks.
+        world_size: Read as rank 0 of this many.
+        seed: The run's seed, which gives the order.
+    """
+    from tercet.data.bench import measure
+
+    result = measure(data, seconds=seconds, batch_sequences=batch_sequences, world_size=world_size, seed=seed)
+    print(
+        f"{result.source}, {result.tokenizer}: {result.tokens_per_second:,.0f} tokens/s "
+        f"(first batch after {result.first_batch_seconds} s)"
+    )
+    print(json.dumps(result.as_dict()))
+    return 0

@@ -1,0 +1,65 @@
+"""Look at what the model will read: boundaries, targets and the share of the validation split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from tercet.config.data import DataConfig
+from tercet.data.packing import IGNORE, Packed, Packing, pack
+from tercet.data.shards import read_manifest, verify
+from tercet.data.sources import open_stream
+from tercet.data.stream import Split
+from tercet.data.tokenizers import Tokenizer, load_tokenizer
+
+WIDTH = 96
+
+
+def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> Iterator[str]:
+    """Lines about the first `sequences` sequences: each document with its length and its first and last characters."""
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    stream = open_stream(data, tokenizer, seed=seed, split=split)
+    yield f"source {data.source}, split {split}, seed {seed}"
+    yield f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}"
+    packing = Packing(data.seq_len, sequences, 0, sequences, data.packing == "whole", tokenizer.eos_id)
+    batches = pack(stream, packing)
+    packed = next(batches, None)
+    batches.close()
+    if packed is None:
+        yield "no documents"
+        return
+    yield from _segments(packed, tokenizer, data.seq_len)
+    stats = packed.stats
+    counted = int((packed.targets != IGNORE).sum())
+    yield (
+        f"{stats.documents} documents ended, {stats.tokens} tokens, {counted} of them are targets, "
+        f"{stats.padding} padding, {stats.skipped} records skipped, {stats.left_out} empty left out"
+    )
+
+
+def describe_shards(folder: Path, *, check: bool) -> Iterator[str]:
+    """Lines about a folder of shards, whose checksums are compared if `check`."""
+    manifest = verify(folder) if check else read_manifest(folder)
+    made_with = manifest["tokenizer"]
+    yield f"{folder}: {len(manifest['shards'])} shards, {manifest['documents']} documents, {manifest['tokens']} tokens"
+    yield f"tokenizer {made_with['name']}: {made_with['vocab_size']} tokens, fingerprint {made_with['fingerprint']}"
+    source = manifest["source"]["source"]
+    yield f"made from {source}: {manifest['skipped']} records skipped, {manifest['left_out']} empty"
+    yield "every file agrees with its checksum" if check else "checksums not compared (--verify does)"
+
+
+def _segments(packed: Packed, tokenizer: Tokenizer, seq_len: int) -> Iterator[str]:
+    bounds = packed.cu_seqlens.tolist()
+    for begin, end in pairwise(bounds):
+        if begin % seq_len == 0:
+            yield f"sequence {begin // seq_len}"
+        tokens = packed.tokens[begin:end].tolist()
+        counted = int((packed.targets[begin:end] != IGNORE).sum())
+        ended = tokens[-1] == tokenizer.eos_id
+        if ended and counted == 0 and len(set(tokens)) == 1:
+            yield f"  {len(tokens):>8} tokens of padding"
+            continue
+        text = repr(tokenizer.decode(tokens))[1:-1]
+        shown = text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
+        yield f"  {len(tokens):>8} tokens, {counted:>8} targets, {'ends' if ended else 'goes on'}: {shown}"
