@@ -14,6 +14,11 @@ def shape_of(x: Tensor) -> str:
     return "[" + ", ".join(map(str, x.shape)) + "]"
 
 
+def check_config(config: object) -> None:
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config is {type(config).__name__}: it must be a tercet.NSAConfig")
+
+
 def check_tensors(tensors: dict[str, Tensor]) -> None:
     """All 4-dimensional, of one device and one floating dtype (gates may be of another precision)."""
     first_name, first = next(iter(tensors.items()))

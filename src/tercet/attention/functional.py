@@ -75,6 +75,7 @@ def nsa_attention(
     validate      check the numbers in cu_seqlens also on a device, where reading them synchronises
     packing       the positions that cu_seqlens stands for, when the caller has them already
     """
+    checks.check_config(config)
     branches = check_branches(branches)
     keys = {"compressed": k_compressed, "selected": k_selected, "window": k_window}
     values = {"compressed": v_compressed, "selected": v_selected, "window": v_window}
@@ -153,6 +154,7 @@ def compress_mean(x: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = N
 
     With cu_seqlens, Tc is T // d: room for the compressed tokens of any documents, zeros where there are fewer.
     """
+    checks.check_config(config)
     checks.check_tensors({"x": x})
     packing = None
     if cu_seqlens is not None:
@@ -197,6 +199,7 @@ def compressed_attention(
 
 def select_blocks(scores: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
     """Blocks to read in full (Eq. 11) from scores [B, T, G, blocks]: int32 [B, T, G, n], ascending, padded with -1."""
+    checks.check_config(config)
     checks.check_tensors({"scores": scores})
     length = scores.shape[1]
     if scores.shape[-1] < config.num_blocks(length) and cu_seqlens is None:
@@ -237,6 +240,7 @@ def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor)
 def _stage(
     q: Tensor, k: Tensor, v: Tensor, branch: str, config: NSAConfig, cu_seqlens: Tensor | None
 ) -> Packing | None:
+    checks.check_config(config)
     checks.check_tensors({"q": q, f"k_{branch}": k, f"v_{branch}": v})
     tokens: int | None = q.shape[1]
     if branch == "compressed":

@@ -203,6 +203,6 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 def _from_group(x: Tensor, batch: int, length: int) -> Tensor:
     """[B·G, T·h, D] -> [B, T, G·h, D]"""
-    h = x.shape[1] // length if length else 1
-    x = x.view(batch, x.shape[0] // batch, length, h, x.shape[-1])
-    return x.permute(0, 2, 1, 3, 4).reshape(batch, length, -1, x.shape[-1])
+    groups, h = x.shape[0] // batch, x.shape[1] // length if length else 1
+    x = x.view(batch, groups, length, h, x.shape[-1])
+    return x.permute(0, 2, 1, 3, 4).reshape(batch, length, groups * h, x.shape[-1])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.checks import check_cu_seqlens
+from tercet.attention.checks import check_config, check_cu_seqlens
 from tercet.attention.dispatch import BACKENDS, Route
 from tercet.attention.functional import nsa_attention
 from tercet.attention.layout import Packing
@@ -59,6 +59,7 @@ class NativeSparseAttention(nn.Module):
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
         self.config = NSAConfig() if config is None else config
+        check_config(self.config)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         self.shared_kv, self.backend, self.branches = shared_kv, backend, check_branches(branches)

@@ -82,8 +82,9 @@ class AttentionStats:
         distance = torch.where(real, c - block_indices, 0)
         forced = real & ((block_indices < self.config.select_initial) | (distance < self.config.select_local))
         before, after = block_indices[:, :-1], block_indices[:, 1:]
-        follows = (t[1:] > 0)[:, None, None] & real[:, 1:]
-        common = ((after[..., :, None] == before[..., None, :]).any(-1) & follows).sum()
+        follows = (t[1:] > 0)[:, None].expand(before.shape[:-1])
+        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & real[:, 1:]).sum(-1)
+        overlap = torch.where(follows, kept.double() / real[:, 1:].sum(-1).clamp(min=1), 0).sum()
         queries = real.shape[0] * real.shape[1] * real.shape[2]
         bucket = torch.where(real, (distance.double() + 0.5).log2().floor().long() + 1, -1)
         histogram = (bucket.flatten()[:, None] == torch.arange(DISTANCE_BUCKETS, device=bucket.device)).sum(0)
@@ -91,9 +92,9 @@ class AttentionStats:
             (count, torch.full_like(count, queries)),
             (distance.sum(), count),
             (forced.sum(), count),
-            (common, follows.sum()),
+            (overlap, follows.sum()),
         )
-        return torch.stack([number for pair in pairs for number in pair]).double(), histogram
+        return torch.stack([number.double() for pair in pairs for number in pair]), histogram
 
 
 def _gate_sums(gates: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ def _forward(
             v = load_keys(V, VD, c0 + i, N, g, v_t, DV, DVP, N, TMA, True)
             m, l, acc = attend(q, k, v, None, m, l, acc, scale, False)
         for i in tl.range(whole, end, N):
-            k = load_keys(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA, False)
-            v = load_keys(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA, False)
+            k = load_keys(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA and not PACKED, False)
+            v = load_keys(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA and not PACKED, False)
             mask = (i + tl.arange(0, N))[None, :] < seen[:, None]
             m, l, acc = attend(q, k, v, mask, m, l, acc, scale, True)
         finish(O, LSE, token, head, inside, m, l, acc, G * HEADS, DV, DVP)

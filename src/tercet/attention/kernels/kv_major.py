@@ -10,6 +10,17 @@ moves it on by one. Sums are then taken in that order: no atomics, the same bits
 import triton
 import triton.language as tl
 
+from tercet.attention.kernels.union import in_columns
+
+
+@triton.jit
+def offsets(t, hh, token_stride, head_stride, WIDE: tl.constexpr):
+    """Rows' offsets from a slab's first token and head: 32 bits, since registers are short, unless strides need 64."""
+    if WIDE:
+        t = t.to(tl.int64)
+        hh = hh.to(tl.int64)
+    return t * token_stride + hh * head_stride
+
 
 @triton.jit(do_not_specialize=["slab", "group", "begin", "base", "count"])
 def attend(
@@ -53,6 +64,7 @@ def attend(
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
     SP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     # Forced entries are left to the merge. The others see the whole of their block: no mask.
     r = tl.arange(0, M)
@@ -77,22 +89,22 @@ def attend(
             b = (first // T).to(tl.int64)
             k = tl.load(
                 K + (first.to(tl.int64) * kt + b * kb + g * kg) + key[:, None] * kt + dk[None, :],
-                mask=(dk < DK)[None, :],
+                mask=in_columns(key < BS, dk, DK, DKP),
                 other=0.0,
             )
             v = tl.load(
                 V + (first.to(tl.int64) * vt + b * vb + g * vg) + key[:, None] * vt + dv[None, :],
-                mask=(dv < DV)[None, :],
+                mask=in_columns(key < BS, dv, DV, DVP),
                 other=0.0,
             )
-            q_base = Q + b * qb + g * (h * qh)
+            q_base = Q + (begin.to(tl.int64) * qt + b * qb + g * h * qh)
             for i in tl.range(p0, run, BQ):
                 ok = fits & (i + qi < run)
-                e = tl.load(ENTRIES + base + i + qi, mask=ok, other=0)
-                t = e // (G * n)
+                e = tl.load(ENTRIES + base + i + qi, mask=ok, other=begin * (G * n))
+                t = e // (G * n) - begin
                 q = tl.load(
-                    q_base + (t.to(tl.int64) * qt + hh.to(tl.int64) * qh)[:, None] + dk[None, :],
-                    mask=ok[:, None] & (dk < DK)[None, :],
+                    q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk[None, :],
+                    mask=in_columns(ok, dk, DK, DKP),
                     other=0.0,
                 )
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -100,11 +112,11 @@ def attend(
                 p = tl.exp2(s * scale - m[:, None])
                 l = tl.sum(p, 1)
                 o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
-                to = (((t - begin).to(tl.int64) * GL + gl) * n + e % n) * h + hh
+                to = ((t * GL + gl) * n + e % n) * h + hh
                 tl.store(
-                    PARTIAL + to[:, None] * DV + dv[None, :],
+                    PARTIAL + (to * DV)[:, None] + dv[None, :],
                     o.to(PARTIAL.dtype.element_ty),
-                    mask=ok[:, None] & (dv < DV)[None, :],
+                    mask=in_columns(ok, dv, DV, DVP),
                 )
                 tl.store(PARTIAL_LSE + to, m + tl.log2(l), mask=ok)
         p0 = run
@@ -163,6 +175,7 @@ def backward(
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
     SP: tl.constexpr,
+    WIDE: tl.constexpr,
     DECIDE: tl.constexpr,
     WITH_DQ: tl.constexpr,
     GATED: tl.constexpr,
@@ -195,51 +208,56 @@ def backward(
             b64 = b.to(tl.int64)
             k = tl.load(
                 K + (first.to(tl.int64) * kt + b64 * kb + g * kg) + key[:, None] * kt + dk_[None, :],
-                mask=inside[:, None] & (dk_ < DK)[None, :],
+                mask=in_columns(inside, dk_, DK, DKP),
                 other=0.0,
             )
             v = tl.load(
                 V + (first.to(tl.int64) * vt + b64 * vb + g * vg) + key[:, None] * vt + dv_[None, :],
-                mask=inside[:, None] & (dv_ < DV)[None, :],
+                mask=in_columns(inside, dv_, DV, DVP),
                 other=0.0,
             )
             dk = tl.zeros([BS, DKP], tl.float32)
             dv = tl.zeros([BS, DVP], tl.float32)
-            head = g * h + hh
+            # Everything is addressed from the slab's first token: 64 bits once per run, 32 per row.
+            at = begin.to(tl.int64)
+            q_base = Q + (at * qt + b64 * qb + g * h * qh)
+            do_base = DOUT + (at * ot + b64 * ob + g * h * oh)
+            gate_base = GATE + (at * gt + b64 * gb + g * h * gh)
+            row_base = at * (G * h) + g * h
             for i in tl.range(p0, run, BQ):
                 ok = fits & (i + qi < run)
-                e = tl.load(ENTRIES + base + i + qi, mask=ok, other=0)
-                t = e // (G * n)
-                t64 = t.to(tl.int64)
+                e = tl.load(ENTRIES + base + i + qi, mask=ok, other=begin * (G * n))
+                t = e // (G * n) - begin
                 q = tl.load(
-                    Q + (t64 * qt + b64 * qb + head * qh)[:, None] + dk_[None, :],
-                    mask=ok[:, None] & (dk_ < DK)[None, :],
+                    q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk_[None, :],
+                    mask=in_columns(ok, dk_, DK, DKP),
                     other=0.0,
                 )
                 do = tl.load(
-                    DOUT + (t64 * ot + b64 * ob + head * oh)[:, None] + dv_[None, :],
-                    mask=ok[:, None] & (dv_ < DV)[None, :],
+                    do_base + offsets(t, hh, ot, oh, WIDE)[:, None] + dv_[None, :],
+                    mask=in_columns(ok, dv_, DV, DVP),
                     other=0.0,
                 )
-                row = t64 * (G * h) + head
-                lse = tl.load(LSE + row, mask=ok, other=1e30)
-                row_sum = tl.load(ROW_SUM + row, mask=ok, other=0.0)
+                row = t * (G * h) + hh
+                lse = tl.load(LSE + row_base + row, mask=ok, other=1e30)
+                row_sum = tl.load(ROW_SUM + row_base + row, mask=ok, other=0.0)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
-                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-                p = tl.where((t - first)[:, None] >= key[None, :], tl.exp2(s * scale - lse[:, None]), 0.0)
+                p = tl.exp2(s * scale - lse[:, None])
+                p = tl.where((t + (begin - first))[:, None] >= key[None, :], p, 0.0)
                 if GATED:
-                    gate = tl.load(GATE + t64 * gt + b64 * gb + head * gh, mask=ok, other=0.0)
+                    gate = tl.load(gate_base + offsets(t, hh, gt, gh, WIDE), mask=ok, other=0.0)
                     p = p * gate.to(tl.float32)[:, None]
-                ds = (p * (dp - row_sum[:, None])).to(q.dtype)
+                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
                 dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
+                ds = (p * (dp - row_sum[:, None])).to(q.dtype)
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
                 if WITH_DQ:
                     dq = tl.dot(ds, k, input_precision="ieee")
-                    to = (((t - begin).to(tl.int64) * GL + gl) * n + e % n) * h + hh
+                    to = ((t * GL + gl) * n + e % n) * h + hh
                     tl.store(
-                        PARTIAL_DQ + to[:, None] * DK + dk_[None, :],
+                        PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
                         dq.to(PARTIAL_DQ.dtype.element_ty),
-                        mask=ok[:, None] & (dk_ < DK)[None, :],
+                        mask=in_columns(ok, dk_, DK, DKP),
                     )
             piece = (segment + lst - slab_list).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
             to = PIECES + piece * (BS * (DK + DV)) + key[:, None] * (DK + DV)
@@ -284,12 +302,12 @@ def sum_dq(
         for i in tl.range(0, n, loop_unroll_factor=4):
             acc += tl.load(
                 PARTIAL_DQ + (part + i * h)[:, None] * DK + d[None, :],
-                mask=(ok & (i < past))[:, None] & (d < DK)[None, :],
+                mask=in_columns(ok & (i < past), d, DK, DKP),
                 other=0.0,
             ).to(tl.float32)
         acc *= softmax_scale
         to = DQ + (t * (G * h) + g * h + hh)[:, None] * DK + d[None, :]
-        whole = ok[:, None] & (d < DK)[None, :]
+        whole = in_columns(ok, d, DK, DKP)
         if ADD:
             acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
         tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)

@@ -67,8 +67,8 @@ def _query_gradient(
                 v = load_keys(VC, VCD, c0 + i, N, g, vc_t, DV, DVP, N, TMAC, True)
                 acc = query_gradient(q, do, k, v, None, lse, gate, total, acc, scale, False)
             for i in tl.range(whole, end, N):
-                k = load_keys(KC, KCD, c0 + i, end - i, g, kc_t, DK, DKP, N, TMAC, False)
-                v = load_keys(VC, VCD, c0 + i, end - i, g, vc_t, DV, DVP, N, TMAC, False)
+                k = load_keys(KC, KCD, c0 + i, end - i, g, kc_t, DK, DKP, N, TMAC and not PACKED, False)
+                v = load_keys(VC, VCD, c0 + i, end - i, g, vc_t, DV, DVP, N, TMAC and not PACKED, False)
                 mask = (i + tl.arange(0, N))[None, :] < seen[:, None]
                 acc = query_gradient(q, do, k, v, mask, lse, gate, total, acc, scale, True)
         if WINDOW:

@@ -94,7 +94,7 @@ def _score(
             score, carry = _pool_step(q, k, None, lse, carry, weights, spill, scale, QT, HP, NBP, False, SPLIT)
             tl.store(out + j // N * NB, score, mask=store)
         for j in tl.range(whole, end, N):
-            k = load_keys(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA, False)
+            k = load_keys(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA and not PACKED, False)
             mask = (j + i)[None, :] < tl.minimum(seen, end)[:, None]
             score, carry = _pool_step(q, k, mask, lse, carry, weights, spill, scale, QT, HP, NBP, True, SPLIT)
             tl.store(out + j // N * NB, score, mask=store & (j // N * NB + b < blocks)[None, :])

@@ -312,7 +312,8 @@ def selected_forward(
         kv_major.attend[(-(-count // p.segment), p.head_tiles)](
             q, k, v, keys, entries, list_table[2], decision, partial, partial_lse, slab, group, begin, base, count,
             p.L, p.T, scale, *strides, p.G, p.GL, p.h, p.head_tile, p.queries, s.rows, p.n, c.select_block, dk, p.dv,
-            dkp, dvp, p.segment, triton.next_power_of_2(p.segment), num_warps=s.warps, num_stages=s.attend_stages,
+            dkp, dvp, p.segment, triton.next_power_of_2(p.segment), _wide(p, q),
+            num_warps=s.warps, num_stages=s.attend_stages,
         )  # fmt: skip
         union.tile_forward[(-(-(end - begin) // p.tile_tokens), p.GL, p.head_tiles)](
             q, k, v, forced, forced_counts, decision, partial, partial_lse, span, o, lse, slab, group, begin, end,
@@ -357,12 +358,11 @@ def selected_backward(
         p.tile_tokens * p.n, dynamic, gate is not None, add, num_warps=s.warps, num_stages=s.union_dq_stages,
     )  # fmt: skip
     slab_entries = p.slab_tokens * p.GL * p.n
-    pieces = torch.empty(
-        -(-slab_entries // p.segment) + p.GL * p.L, p.head_tiles, c.select_block, p.dk + p.dv, dtype=torch.float32, device=q.device
-    )
+    fp32 = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
+    pieces = fp32(-(-slab_entries // p.segment) + p.GL * p.L, p.head_tiles, c.select_block, p.dk + p.dv)
     partial = torch.empty(slab_entries * p.h, p.dk, dtype=q.dtype, device=q.device) if dynamic else dq
     carry = p.ranges > 1
-    sums = torch.empty(p.GL, p.L - 1, c.select_block, p.dk + p.dv, dtype=torch.float32, device=q.device) if carry else pieces
+    sums = fp32(p.GL, p.L - 1, c.select_block, p.dk + p.dv) if carry else pieces
     heads = min(triton.next_power_of_2(p.h), 64)
     sum_rows = max(1, 16 // heads)
     columns = triton.next_power_of_2(p.dk + p.dv)
@@ -373,7 +373,8 @@ def selected_backward(
             kv_major.backward[(-(-count // p.segment), p.head_tiles)](
                 *rows, keys, entries, list_table[2], decision, partial, pieces, slab, group, begin, base, count,
                 slab_list, p.L, p.T, scale, *strides, p.G, p.GL, p.h, p.head_tile, p.queries, s.rows, p.n,
-                c.select_block, p.dk, p.dv, dkp, dvp, p.segment, triton.next_power_of_2(p.segment), dynamic, with_dq,
+                c.select_block, p.dk, p.dv, dkp, dvp, p.segment, triton.next_power_of_2(p.segment),
+                _wide(p, q, dout, gates), dynamic, with_dq,
                 gate is not None, num_warps=s.warps, num_stages=s.backward_stages,
             )  # fmt: skip
         if dynamic:
@@ -388,6 +389,11 @@ def selected_backward(
             p.head_tiles, p.segment, some_keys, columns, p.packed, carry, r == p.ranges - 1, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _wide(p: Plan, *tensors: torch.Tensor) -> bool:
+    """Whether offsets within a slab need 64 bits for some tensor."""
+    return any(p.slab_tokens * x.stride(1) + p.h * x.stride(2) >= 1 << 31 for x in tensors)
 
 
 def _padded(d: int) -> int:

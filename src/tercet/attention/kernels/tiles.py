@@ -35,9 +35,12 @@ def load_keys(
     X, XD, row, count, kv_head, stride,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """N consecutive rows of X (pointing at the head) from flat row `row` on, `count` of them valid; the rest are
-    zeros. WHOLE promises count >= N, and lets the copy engine take the tile."""
-    if TMA and WHOLE:
+    """N consecutive rows of X (pointing at the head) from flat row `row` on, of which `count` are wanted.
+
+    Plain loads give zeros for the others, unless WHOLE promises that there are none. The copy engine gives whatever
+    stands there, zeros past the end: right where that is finite, for their weight is 0. After the last document's
+    compressed tokens padding may hold anything, so the partly seen tiles of a packed batch are loaded plainly."""
+    if TMA:
         return XD.load([row, kv_head * D])
     d = tl.arange(0, DP)
     i = tl.arange(0, N)

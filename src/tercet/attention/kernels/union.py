@@ -14,6 +14,15 @@ import triton.language as tl
 
 
 @triton.jit
+def in_columns(rows, d, D: tl.constexpr, DP: tl.constexpr):
+    """Mask of a tile of which D of DP columns are real: none over columns when all are."""
+    mask = rows[:, None]
+    if D != DP:
+        mask = mask & (d < D)[None, :]
+    return mask
+
+
+@triton.jit
 def document_start(t, CU, documents, steps, T, PACKED: tl.constexpr):
     """Number and first token of the document (packed) or sequence (plain) that token t belongs to."""
     if PACKED:
@@ -166,7 +175,7 @@ def tile_forward(
         head = g * h + hh
         q = tl.load(
             Q + (t64 * qt + (t // T).to(tl.int64) * qb + head.to(tl.int64) * qh)[:, None] + dk[None, :],
-            mask=ok[:, None] & (dk < DK)[None, :],
+            mask=in_columns(ok, dk, DK, DKP),
             other=0.0,
         )
         count = tl.load(COUNT + g * tiles + tile)
@@ -184,7 +193,7 @@ def tile_forward(
                 + (first.to(tl.int64) * kt + b.to(tl.int64) * kb + g.to(tl.int64) * kg)
                 + key[:, None] * kt
                 + dk[None, :],
-                mask=inside[:, None] & (dk < DK)[None, :],
+                mask=in_columns(inside, dk, DK, DKP),
                 other=0.0,
             )
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -199,7 +208,7 @@ def tile_forward(
                 + (first.to(tl.int64) * vt + b.to(tl.int64) * vb + g.to(tl.int64) * vg)
                 + key[:, None] * vt
                 + dv[None, :],
-                mask=inside[:, None] & (dv < DV)[None, :],
+                mask=in_columns(inside, dv, DV, DVP),
                 other=0.0,
             )
             acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
@@ -224,7 +233,7 @@ def tile_forward(
                 w = tl.exp2(tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30) - top)
                 x = tl.load(
                     PARTIAL + (part + i * h)[:, None] * DV + dv[None, :],
-                    mask=live[:, None] & (dv < DV)[None, :],
+                    mask=in_columns(live, dv, DV, DVP),
                     other=0.0,
                 )
                 l += w
@@ -236,7 +245,7 @@ def tile_forward(
         tl.store(
             O + row[:, None] * DV + dv[None, :],
             (acc / l[:, None]).to(O.dtype.element_ty),
-            mask=ok[:, None] & (dv < DV)[None, :],
+            mask=in_columns(ok, dv, DV, DVP),
         )
         tl.store(LSE + row, tl.where(some, m + tl.log2(l), 1e30), mask=ok)
 
@@ -312,12 +321,12 @@ def tile_dq(
         row = t64 * (G * h) + head
         q = tl.load(
             Q + (t64 * qt + b64 * qb + head.to(tl.int64) * qh)[:, None] + dk[None, :],
-            mask=ok[:, None] & (dk < DK)[None, :],
+            mask=in_columns(ok, dk, DK, DKP),
             other=0.0,
         )
         do = tl.load(
             DOUT + (t64 * ot + b64 * ob + head.to(tl.int64) * oh)[:, None] + dv[None, :],
-            mask=ok[:, None] & (dv < DV)[None, :],
+            mask=in_columns(ok, dv, DV, DVP),
             other=0.0,
         )
         lse = tl.load(LSE + row, mask=ok, other=1e30)
@@ -335,7 +344,7 @@ def tile_dq(
                 + (first.to(tl.int64) * kt + b.to(tl.int64) * kb + g.to(tl.int64) * kg)
                 + key[:, None] * kt
                 + dk[None, :],
-                mask=inside[:, None] & (dk < DK)[None, :],
+                mask=in_columns(inside, dk, DK, DKP),
                 other=0.0,
             )
             v = tl.load(
@@ -343,7 +352,7 @@ def tile_dq(
                 + (first.to(tl.int64) * vt + b.to(tl.int64) * vb + g.to(tl.int64) * vg)
                 + key[:, None] * vt
                 + dv[None, :],
-                mask=inside[:, None] & (dv < DV)[None, :],
+                mask=in_columns(inside, dv, DV, DVP),
                 other=0.0,
             )
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -358,7 +367,7 @@ def tile_dq(
             factor = factor * gate.to(tl.float32)
         acc *= factor[:, None]
         to = DQ + row[:, None] * DK + dk[None, :]
-        whole = ok[:, None] & (dk < DK)[None, :]
+        whole = in_columns(ok, dk, DK, DKP)
         if ADD:
             acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
         tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)
