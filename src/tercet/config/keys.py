@@ -86,15 +86,16 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(wrong: str, among: Iterable[str]) -> str:
-    """` did you mean …?` or nothing. A right name in a wrong place (`lr` for `train.lr`) counts as closest."""
-    known = list(among)
-    leaf = wrong.rsplit(".", 1)[-1]
-    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-    near = same_leaf or difflib.get_close_matches(wrong, known, n=2, cutoff=0.6)
-    if not near:
-        by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
-        near = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.7)]
-    return f"did you mean {' or '.join(near[:3])}?" if near else ""
+    """`did you mean …?`, or nothing. A right name in a wrong place (`lr` for `train.lr`) is closest of all."""
+
+    def likeness(known: str) -> float:
+        leaves = known.rpartition(".")[2], wrong.rpartition(".")[2]
+        alike = difflib.SequenceMatcher(None, *leaves).ratio()
+        return 1 + (known == wrong) if alike == 1 else (alike + difflib.SequenceMatcher(None, known, wrong).ratio()) / 2
+
+    ranked = sorted(((likeness(known), known) for known in among), key=lambda pair: -pair[0])
+    near = [known for score, known in ranked[:3] if score >= 0.6 and score >= ranked[0][0] - 0.1]
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def _walk(table: type, prefix: str) -> Iterable[Key]:

@@ -53,9 +53,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        # Tied means that there is no head, not that one parameter has two names: checkpoints, shards and decay
+        # groups then need not know of it.
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         std = self.config.init_std
         into_residual = std / (2 * self.config.layers) ** 0.5
         nn.init.normal_(self.embedding.weight, std=std)
-        if not self.config.tie_embeddings:
+        if self.head is not None:
             nn.init.normal_(self.head.weight, std=std)
         nn.init.ones_(self.norm.weight)
         for block in self.blocks:
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         return [cast(Block, block).attention for block in self.blocks]
 
     def hidden(self, tokens: Tensor, cu_seqlens: Tensor | None = None, cache: Sequence[Any] | None = None) -> Tensor:
-        """Normalised hidden states; `self.head` makes logits of those that are wanted."""
+        """Normalised hidden states; `logits` are made of those that are wanted."""
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens)
@@ -86,6 +86,13 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, packing) if cache is None else block(x, packing, cache[i])
         return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head_weight)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def _packing(self, tokens: Tensor, cu_seqlens: Tensor) -> Packing:
         """Where documents stand, worked out once for all layers."""
@@ -111,8 +118,8 @@ class Transformer(nn.Module):
         """Logits [B, T, vocab], or the Loss of `targets` [B, T]: the token after each one, -100 where none counts."""
         hidden = self.hidden(tokens, cu_seqlens, cache)
         if targets is None:
-            return F.linear(hidden, self.head.weight)
-        return cross_entropy(hidden, self.head.weight, targets)
+            return self.logits(hidden)
+        return cross_entropy(hidden, self._head_weight, targets)
 
 
 def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:

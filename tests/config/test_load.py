@@ -1,0 +1,173 @@
+"""Layers of a configuration: who wins, where each value came from, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from tercet.config.keys import all_keys, flatten
+from tercet.config.load import ConfigError, describe, differences, load, preset_names, to_toml, write_config
+from tercet.config.schema import RunConfig
+
+
+def write(tmp_path, text: str):
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_later_layers_win_and_every_value_knows_its_origin(tmp_path):
+    file = write(tmp_path, "[train]\nlr = 1e-3\nclip = 2\n[model.nsa]\nwindow = 256\n")
+    loaded = load("m7c", file, {"train.lr": 5e-4})
+    c = loaded.config
+    assert (c.train.lr, c.train.clip, c.model.nsa.window, c.train.warmup_steps) == (5e-4, 2.0, 256, 2000)
+    origins = {k: loaded.origins[k] for k in ("train.lr", "train.clip", "model.nsa.window", "train.warmup_steps")}
+    assert origins == {
+        "train.lr": "flag",
+        "train.clip": f"file {file}",
+        "model.nsa.window": f"file {file}",
+        "train.warmup_steps": "preset m7c",
+    }
+    assert loaded.origins["train.eps"] == "default"
+    assert set(loaded.origins) == set(all_keys())
+
+
+def test_a_value_given_again_has_the_later_origin_even_if_it_is_the_same():
+    loaded = load("m7c", None, {"train.lr": 2e-4})
+    assert loaded.origins["train.lr"] == "flag"
+
+
+def test_a_file_may_build_on_a_preset(tmp_path):
+    file = write(tmp_path, 'preset = "tiny"\nabout = "mine"\n[train]\nsteps = 7\n')
+    loaded = load(file=file)
+    assert loaded.config.train.steps == 7
+    assert loaded.config.model == load("tiny").config.model
+    assert loaded.origins["model.dim"] == "preset tiny"
+    assert load("tiny", file).config == loaded.config
+
+
+def test_two_presets_at_once_are_refused(tmp_path):
+    file = write(tmp_path, 'preset = "tiny"\n')
+    with pytest.raises(ConfigError, match=r"--preset m7c and --config .* builds on preset tiny: give one of the two"):
+        load("m7c", file)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_saved_configuration_is_enough_to_repeat_the_run(name, tmp_path):
+    loaded = load(name, None, {"run.dir": "somewhere", "train.lr": 0.000123456789012345})
+    write_config(loaded.config, loaded.origins, tmp_path)
+    again = load(file=tmp_path / "config.toml").config
+    assert differences(loaded.config, again) == {"run.dir": ("somewhere", None)}
+    assert json.loads((tmp_path / "origins.json").read_text())["train.lr"] == "flag"
+    assert "lr = 0.000123456789012345  # flag" in (tmp_path / "config.toml").read_text()
+
+
+def test_values_of_every_kind_survive_the_round_trip(tmp_path):
+    file = write(
+        tmp_path,
+        '[data]\nsource = "mixture"\ntokenizer = "tab\\tquote\\" ünï \\u007f"\n'
+        '[[data.mixture]]\nsource = "synthetic"\nweight = 3\n'
+        '[[data.mixture]]\nsource = "text"\npath = ["a b", "c"]\nname = "x"\n'
+        '[model]\nlayers = 3\nattention = ["nsa", "dense", "nsa"]\nvalue_dim = 32\nqk_norm = true\n',
+    )
+    config = load(file=file).config
+    saved = write(tmp_path, to_toml(config))
+    tomllib.loads(saved.read_text())
+    assert load(file=saved).config == config
+    assert config.model.attention_kinds == ("nsa", "dense", "nsa")
+    assert config.data.mixture[1].path == ("a b", "c")
+
+
+def test_none_in_a_file_takes_a_value_back(tmp_path):
+    file = write(tmp_path, '[model]\nvalue_dim = "none"\n[run]\nname = "none"\n')
+    config = load(None, file).config
+    assert config.model.value_dim is None
+    assert config.run.name == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[train]\nlrr = 1\n", r"unknown key train.lrr in file .*mine.toml: did you mean train.lr"),
+        ("lr = 1\n", r"unknown key lr in file .*: did you mean train.lr\?"),
+        ("[optim]\nlr = 1\n", r"unknown key optim.lr in file .*: did you mean train.lr\?"),
+        ("[model.nsa]\nwindw = 1\n", r"unknown key model.nsa.windw in file .*: did you mean model.nsa.window\?"),
+        ("[zzz]\nqqqq = 1\n", r"unknown key zzz.qqqq in file .*: `tercet config show` lists all keys"),
+        ("train = 3\n", r"train=3 in file .* must be a table: write \[train\]"),
+        ("[model]\nnsa = 3\n", r"model.nsa in file .* is a table, not a value"),
+        ('[train]\nlr = "fast"\n', r"train.lr='fast' \(file .*\): input should be a valid number"),
+        ("[train]\nlr = -1\n", r"train.lr=-1 \(file .*\): input should be greater than 0"),
+        ("[train]\nlr = nan\n", r"train.lr=nan \(file .*\): input should be a finite number"),
+        ("[model]\nkv_heads = 5\n", r"heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3, 4, 6, 12"),
+        ("[model]\nhead_dim = 63\n", r"head_dim=63 is odd: RoPE rotates pairs, take 64"),
+        ('[model]\nattention = "flash"\n', r"model.attention='flash' \(file .*\): input should be 'nsa' or 'dense'"),
+        ('[model]\nattention = ["nsa"]\n', r"attention names 1 layers but layers=12"),
+        ('[model]\nbranches = ["window", "window"]\n', r"branches=.*each once"),
+        ("[model.nsa]\nwindow = 0\n", r"window=0 must be at least 1"),
+        ("[model.nsa]\ncompress_stride = 7\n", r"compress_stride=7 does not divide compress_block=32"),
+        ("[parallel]\nworld_size = 2\n", r"world_size=2 with strategy=single: pick ddp or fsdp"),
+        ("[parallel]\nbucket_mb = 50\n", r"bucket_mb=50.0 is not read by strategy=single: drop it, or pick ddp"),
+        ("[train]\nlr = 1e-3\nlr = 2\n", r"mine.toml is not valid TOML: .*line 3"),
+        ('preset = "tinny"\n', r"unknown preset tinny: did you mean tiny\?"),
+        ("preset = 3\n", r"preset=3 in file .* must be the name of a preset"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_with_the_mend(text, said, tmp_path):
+    with pytest.raises(ConfigError, match=said) as caught:
+        load(file=write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.toml does not exist"):
+        load(file=tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(file=tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load(file=tmp_path / "binary.toml")
+
+
+def test_several_mistakes_are_counted():
+    with pytest.raises(ConfigError, match=r"train.lr='x'.* \(and 1 more\)"):
+        load(flags={"train.lr": "x", "train.clip": "y"})
+
+
+def test_tokens_per_step_is_the_users_and_accumulation_follows():
+    at = {"data.seq_len": 1024, "train.micro_batch": 4}
+    assert load(flags={**at, "train.tokens_per_step": 4096}).config.accumulation == 1
+    assert load(flags={**at, "train.tokens_per_step": 40960}).config.accumulation == 10
+    ddp = {"parallel.strategy": "ddp", "parallel.world_size": 2}
+    assert load(flags={**at, **ddp, "train.tokens_per_step": 40960}).config.accumulation == 5
+
+
+def test_tokens_per_step_that_does_not_divide_names_numbers_that_do():
+    at = {"data.seq_len": 1024, "train.micro_batch": 4}
+    with pytest.raises(ConfigError, match=r"= 4 × 1024 × 1 = 4096: take 8192 or 12288"):
+        load(flags={**at, "train.tokens_per_step": 10000})
+    with pytest.raises(ConfigError, match=r"= 4096: take 4096$"):
+        load(flags={**at, "train.tokens_per_step": 1000})
+
+
+def test_a_configuration_cannot_be_changed():
+    config = load("tiny").config
+    with pytest.raises(Exception, match="frozen"):
+        config.train.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        config.model.nsa.window = 1  # type: ignore[misc]
+
+
+def test_describe_shows_what_is_not_a_default():
+    loaded = load(flags={"train.lr": 1e-3})
+    assert describe(loaded.config, loaded.origins) == ["train.lr = 0.001  (flag)"]
+    assert len(describe(loaded.config, loaded.origins, changed_only=False)) == len(all_keys())
+
+
+def test_every_key_says_what_it_is_for():
+    assert [path for path, key in all_keys().items() if not key.about.strip()] == []
+
+
+def test_defaults_are_a_valid_configuration():
+    assert flatten(load().config) == flatten(RunConfig())

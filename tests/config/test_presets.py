@@ -1,0 +1,59 @@
+"""Every preset is whole, has a dense twin that differs in nothing else, and is the model it says it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.config.load import differences, load, preset_about, preset_names
+from tercet.model.cost import parameters
+from tercet.plan import Device, make_plan, render
+
+NAMES = preset_names()
+TWINS = [name for name in NAMES if name.endswith("-dense")]
+GPU = Device("H200", 989e12, 141 * 2**30, 0.3)
+
+
+def test_the_presets_that_were_promised_are_there():
+    promised = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k"}
+    assert set(NAMES) == promised | {f"{name}-dense" for name in promised}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_has_a_plan(name):
+    config = load(name).config
+    plan = make_plan(config, GPU)
+    text = "\n".join(render(config, plan))
+    assert preset_about(name)
+    assert config.accumulation * config.tokens_per_pass == config.train.tokens_per_step
+    assert plan.tokens == config.train.steps * config.train.tokens_per_step
+    assert plan.memory.total < GPU.memory
+    assert plan.seconds > 0
+    for word in ("parameters", "step", "arithmetic", "memory", "time"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_dense_twin_differs_in_its_attention_alone(name):
+    found = differences(load(name.removesuffix("-dense")).config, load(name).config)
+    assert set(found) == {"run.name", "model.attention"}
+    assert found["model.attention"] == ("nsa", "dense")
+
+
+def test_m7c_is_the_model_it_is_called_after():
+    c = load("m7c").config
+    m, t, nsa = c.model, c.train, c.model.nsa
+    assert (m.dim, m.ffn_dim, m.layers, m.heads, m.kv_heads, m.head_dim) == (768, 2048, 12, 12, 2, 64)
+    assert (nsa.compress_block, nsa.compress_stride, nsa.select_block, nsa.select_count, nsa.window) == (
+        32, 16, 64, 16, 512,
+    )  # fmt: skip
+    assert (t.steps, t.warmup_steps, t.lr, t.weight_decay, t.clip, t.schedule) == (
+        50000, 2000, 2e-4, 0.01, 1.0, "cosine",
+    )  # fmt: skip
+    assert (c.data.seq_len, c.run.seed, c.data.tokenizer) == (2048, 1337, "byte")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 120), ("m7c", 82)]
+)
+def test_sizes_are_as_told(name, millions):
+    assert round(parameters(load(name).config.model).total / 1e6) == millions

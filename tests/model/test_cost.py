@@ -1,0 +1,163 @@
+"""Costs by formula against costs counted: the real model's parameters, every pair of every query, saved bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.config.load import load
+from tercet.model.config import ModelConfig
+from tercet.model.cost import (
+    activation_bytes_per_token,
+    attention_pairs,
+    flops_per_token,
+    forward_flops,
+    memory,
+    pairs,
+    parameters,
+)
+from tercet.model.transformer import Transformer
+
+SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 40, "vocab_size": 37}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention": "dense"},
+        {"attention": ("nsa", "dense", "nsa")},
+        {"tie_embeddings": False, "value_dim": 12},
+        {"shared_kv": True, "compression": "mean"},
+        {"qk_norm": True},
+        {"qk_norm": True, "attention": "dense"},
+        {"qk_norm": True, "shared_kv": True},
+        {"branches": ("window",)},
+        {"gate": "softmax", "kv_heads": 4},
+    ],
+    ids=str,
+)
+def test_parameters_are_those_of_the_real_model(changes):
+    config = ModelConfig(**{**SIZES, **changes})
+    with torch.device("meta"):
+        model = Transformer(config)
+    found, real = parameters(config), sum(p.numel() for p in model.parameters())
+    assert found.total == real
+    assert found.attention == sum(p.numel() for layer in model.attention_layers() for p in layer.parameters())
+    assert found.ffn == sum(p.numel() for block in model.blocks for p in block.ffn.parameters())
+
+
+@pytest.mark.parametrize("name", ["tiny", "m7c", "m7c-gpt2-dense"])
+def test_parameters_of_presets_are_those_of_the_real_model(name):
+    config = load(name).config.model
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert parameters(config).total == sum(p.numel() for p in model.parameters())
+
+
+@st.composite
+def configs(draw):
+    d = draw(st.integers(1, 6))
+    l = d * draw(st.integers(1, 4))
+    block = l + d * draw(st.integers(0, 4))
+    first, local = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    n = first + local + draw(st.integers(0, 3))
+    return NSAConfig(l, d, block, n, first, local, draw(st.integers(1, 30)))
+
+
+@given(configs(), st.integers(1, 200))
+def test_pairs_are_counted_query_by_query(nsa, length):
+    compressed = selected = window = 0
+    for t in range(length):
+        compressed += sum(1 for i in range(length) if i * nsa.compress_stride + nsa.compress_block <= t + 1)
+        current = t // nsa.select_block
+        blocks = min(nsa.select_count, current + 1)
+        selected += (blocks - 1) * nsa.select_block + t % nsa.select_block + 1
+        window += min(nsa.window, t + 1)
+    found = pairs(nsa, length, BRANCHES)
+    assert (found.compressed, found.selected, found.window) == (compressed, selected, window)
+
+
+def test_pairs_agree_with_the_arithmetic_known_for_long_sequences():
+    # 64 query heads of 128, forward, TFLOP at 65,536 tokens: dense 70.4, compressed 4.40, selected 2.12, window 1.10.
+    config = ModelConfig(dim=64, heads=64, kv_heads=4, head_dim=128)
+    found, dense = attention_pairs(config, "nsa", 65536), attention_pairs(config, "dense", 65536)
+    tera = 64 * 4 * 128 / 1e12
+    sums = [found.compressed * tera, found.selected * tera, found.window * tera, dense.total * tera]
+    assert sums == pytest.approx([4.40, 2.12, 1.10, 70.4], rel=5e-3)
+
+
+def test_at_2k_nsa_does_more_attention_than_dense_and_at_16k_much_less():
+    m7c = load("m7c").config.model
+    ratio = {
+        t: attention_pairs(m7c, "dense", t).total / attention_pairs(m7c, "nsa", t).total for t in (2048, 4096, 16384)
+    }
+    assert (round(1 / ratio[2048], 2), round(ratio[4096], 2), round(ratio[16384], 1)) == (1.23, 1.38, 4.1)
+
+
+@pytest.mark.parametrize("kind", ["dense", "nsa"])
+def test_flops_are_those_of_the_matmuls_that_run(kind):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # With sel and win covering everything in one tile, what the reference multiplies is what it must, and the
+    # causal half that it also multiplies is known.
+    config = ModelConfig(**{**SIZES, "attention": kind})
+    length = 48
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        Transformer(config)(torch.zeros(1, length, dtype=torch.int64))
+    projections = forward_flops(config, length) - _attended(config, kind, length)
+    assert counter.get_total_flops() >= projections
+    assert counter.get_total_flops() <= projections + 3 * 2 * config.layers * 4 * 16 * length * length
+
+
+def _attended(config: ModelConfig, kind: str, length: int) -> float:
+    per_pair = 2 * config.heads * (config.head_dim + config.head_value_dim)
+    return config.layers * per_pair * attention_pairs(config, kind, length).total
+
+
+def test_training_costs_three_forwards():
+    config = load("m7c").config.model
+    assert flops_per_token(config, 2048) == pytest.approx(3 * forward_flops(config, 2048) / 2048)
+    # 6 per parameter and token is the usual estimate without attention
+    assert flops_per_token(config, 1) == pytest.approx(6 * parameters(config).total, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["dense", "nsa"])
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(kind):
+    config = ModelConfig(dim=96, layers=2, heads=6, kv_heads=2, head_dim=16, ffn_dim=256, attention=kind)
+    length, kept = 512, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model = Transformer(config)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        hidden = model.hidden(tokens)
+    measured = sum(size for pointer, size in kept.items() if pointer not in weights) / length
+    estimate = activation_bytes_per_token(config, 4, "none")
+    del hidden
+    assert 0.7 < estimate / measured < 1.4
+
+
+def test_memory_shrinks_with_checkpointing_and_shards():
+    config = load("m7c").config.model
+
+    def total(**changes):
+        settings = {"compute_bytes": 2, "activation_checkpointing": "none", **changes}
+        return memory(config, 65536, **settings)
+
+    none, selective, full = (total(activation_checkpointing=m) for m in ("none", "selective", "full"))
+    assert none.activations > selective.activations > full.activations
+    assert total(optimizer_shards=4).optimizer * 4 == none.optimizer
+    assert none.optimizer == 8 * parameters(config).total
+    assert (
+        none.total
+        == none.weights + none.gradients + none.optimizer + none.compute_copies + none.activations + none.loss
+    )

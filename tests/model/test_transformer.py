@@ -1,0 +1,204 @@
+"""The whole model: causal, document by document, in any mixture of attention, and trained on the token that follows."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tercet.attention.spec import NSAConfig
+from tercet.model.config import ModelConfig
+from tercet.model.loss import IGNORED
+from tercet.model.transformer import Transformer
+
+NSA = NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=4, window=12)
+KINDS = ["nsa", "dense", ("nsa", "dense", "nsa")]
+
+
+def small(attention="nsa", **changes) -> ModelConfig:
+    sizes = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 40}
+    return ModelConfig(**{**sizes, "vocab_size": 37, "init_std": 0.2, "attention": attention, "nsa": NSA, **changes})
+
+
+def lively(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Transformer:
+    """A model in which everything takes part: what starts at zero (gates, φ's last layer) is given weights."""
+    model = Transformer(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def tokens_of(config: ModelConfig, *shape: int) -> Tensor:
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_no_token_sees_a_later_one(kind):
+    config = small(kind)
+    model, tokens = lively(config), tokens_of(config, 2, 70)
+    before = model(tokens)
+    for t in (0, 9, 33, 68):
+        changed = tokens.clone()
+        changed[:, t + 1 :] = (changed[:, t + 1 :] + 1) % config.vocab_size
+        after = model(changed)
+        assert torch.equal(before[:, : t + 1], after[:, : t + 1])
+        assert not torch.allclose(before[:, t + 1], after[:, t + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_packed_documents_equal_documents_one_by_one(kind):
+    config = small(kind)
+    model, tokens = lively(config), tokens_of(config, 1, 83)
+    bounds = [0, 1, 30, 37, 83]
+    packed = model(tokens, torch.tensor(bounds, dtype=torch.int32))
+    alone = [model(tokens[:, a:b]) for a, b in pairwise(bounds)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_documents_do_not_see_each_other(kind):
+    config = small(kind)
+    model, tokens = lively(config), tokens_of(config, 1, 60)
+    bounds = torch.tensor([0, 21, 60], dtype=torch.int32)
+    other = tokens.clone()
+    other[:, :21] = (other[:, :21] + 5) % config.vocab_size
+    assert torch.equal(model(tokens, bounds)[:, 21:], model(other, bounds)[:, 21:])
+
+
+def test_a_mixture_has_the_attention_it_names_layer_by_layer():
+    model = Transformer(small(("dense", "nsa", "dense")))
+    names = [type(layer).__name__ for layer in model.attention_layers()]
+    assert names == ["DenseAttention", "NativeSparseAttention", "DenseAttention"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_is_that_of_the_logits(tied):
+    config = small(tie_embeddings=tied)
+    model, tokens = lively(config), tokens_of(config, 2, 40)
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = IGNORED
+    loss = model(tokens, None, targets)
+    logits = model(tokens)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(loss.total, expected)
+    assert loss.tokens.item() == 2 * 39
+    assert ("head.weight" in model.state_dict()) != tied
+
+
+def test_gradients_reach_every_parameter():
+    config = small(("nsa", "dense", "nsa"), tie_embeddings=False, qk_norm=True)
+    model, tokens = lively(config), tokens_of(config, 2, 64)
+    model(tokens, None, tokens.roll(-1, 1)).total.backward()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert dead == []
+
+
+def test_a_fresh_model_knows_nothing():
+    config = small(init_std=0.02, vocab_size=256)
+    model, tokens = Transformer(config), tokens_of(config, 4, 64)
+    loss = model(tokens, None, tokens.roll(-1, 1))
+    assert loss.total.item() / loss.tokens.item() == pytest.approx(math.log(256), abs=0.05)
+
+
+def test_projections_into_the_residual_stream_start_narrower_by_depth():
+    config = ModelConfig(dim=64, layers=8, heads=4, kv_heads=2, head_dim=16, ffn_dim=256, init_std=0.04)
+    for block in Transformer(config).blocks:
+        assert block.ffn.gate_up.weight.std().item() == pytest.approx(0.04, rel=0.1)
+        assert block.ffn.down.weight.std().item() == pytest.approx(0.04 / 4, rel=0.1)
+        assert block.attention.o_proj.weight.std().item() == pytest.approx(0.04 / 4, rel=0.1)
+
+
+def test_weights_follow_from_the_seed_and_from_nothing_else():
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(Transformer(small()))
+    same = [torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)]
+    assert all(same)
+    assert not torch.equal(models[0].embedding.weight, models[2].embedding.weight)
+
+
+def test_a_model_made_on_the_meta_device_can_be_initialised_later():
+    torch.manual_seed(3)
+    here = Transformer(small(qk_norm=True))
+    with torch.device("meta"):
+        later = Transformer(small(qk_norm=True))
+    later = later.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in later.parameters():
+            p.fill_(float("nan"))
+    torch.manual_seed(3)
+    later.init_weights()
+    for (name, a), b in zip(here.named_parameters(), later.parameters(), strict=True):
+        assert torch.isfinite(b).all(), name
+        assert a.std().item() == pytest.approx(b.std().item(), rel=0.3, abs=1e-6), name
+    assert torch.isfinite(later(tokens_of(here.config, 1, 30))).all()
+
+
+def test_bounds_that_do_not_fit_are_refused():
+    model, tokens = Transformer(small()), tokens_of(small(), 1, 20)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        model(tokens, torch.tensor([0, 19], dtype=torch.int32))
+    with pytest.raises(ValueError, match="cache has 1 layers, the model 3"):
+        model(tokens, cache=[None])
+
+
+# The two leaks of the system before: labels that were the inputs, and attention that read token t + 1. Both make
+# random data learnable. So: fresh random tokens every step, from which nothing can be learnt, must not be learnt.
+
+
+def train_on(batches, model: Transformer, shift: int) -> float:
+    """Mean loss of the last quarter of some steps of training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for sequence in batches:
+        tokens, targets = sequence[:, :-1], sequence[:, shift : shift + sequence.shape[1] - 1]
+        loss = model(tokens, None, targets)
+        mean = loss.total / loss.tokens
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+        losses.append(mean.item())
+    return sum(losses[-10:]) / 10
+
+
+def noise(steps: int = 40, vocab: int = 16):
+    g = torch.Generator().manual_seed(0)
+    return (torch.randint(vocab, (8, 33), generator=g) for _ in range(steps))
+
+
+def counting(steps: int = 40, vocab: int = 16):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        yield (torch.randint(vocab, (8, 1), generator=g) + 3 * torch.arange(33)) % vocab
+
+
+def learner(kind="nsa") -> Transformer:
+    return Transformer(small(kind, layers=2, vocab_size=16, init_std=0.1))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_noise_is_not_learnt_and_what_follows_is(kind):
+    assert train_on(noise(), learner(kind), shift=1) > math.log(16) - 0.03
+    assert train_on(counting(), learner(kind), shift=1) < 0.3
+
+
+def test_labels_that_are_not_shifted_would_be_caught():
+    assert train_on(noise(), learner(), shift=0) < math.log(16) - 1
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_a_leak_of_the_next_token_would_be_caught(kind, monkeypatch):
+    model = learner(kind)
+    for layer in model.attention_layers():
+        honest = layer.forward
+
+        def leaky(x, honest=honest, **arguments):
+            return honest(x, **arguments) + x.roll(-1, 1)
+
+        monkeypatch.setattr(layer, "forward", leaky)
+    assert train_on(noise(), model, shift=1) < math.log(16) - 0.5

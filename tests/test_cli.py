@@ -1,0 +1,206 @@
+"""The command line as a person meets it: what it prints, what it refuses, how it ends, how fast it starts."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tercet import cli
+from tercet.config.flags import FORMER_FLAGS
+from tercet.errors import TercetError
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(autouse=True)
+def no_former_switches(monkeypatch):
+    import os
+
+    for name in [n for n in os.environ if n.startswith("NSA_")]:
+        monkeypatch.delenv(name)
+
+
+def test_without_a_command_it_teaches(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    for text in ("tercet train --preset tiny", "tercet plan", "config diff", "--train.lr 1e-3"):
+        assert text in out
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "config show"])
+def test_help_lists_every_section_with_the_presets_values(capsys, command):
+    code, out, _ = run(capsys, *command.split(), "--preset", "m7c", "--help")
+    assert code == 0
+    for text in ("--train.warmup_steps INT", "(default: 2000)", "--model.nsa.window INT", "--preset", "--data.seq_len"):
+        assert text in out
+
+
+def test_plan_speaks_of_parameters_memory_and_time(capsys):
+    code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
+    assert (code, err) == (0, "")
+    assert "81.7 M" in out
+    assert "100 steps" in out
+    assert "optimizer" in out
+    assert "989 TFLOP/s" in out
+
+
+def test_plan_as_json_is_one_line(capsys):
+    code, out, _ = run(capsys, "plan", "--preset", "tiny", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["parameters_total"] == sum(found["parameters"].values())
+    assert found["memory_total"] == sum(found["memory"].values())
+
+
+def test_a_device_that_nobody_knows_gets_no_time(capsys):
+    code, out, _ = run(capsys, "plan", "--preset", "m7c", "--gpu", "RX 1")
+    assert code == 0
+    assert "not estimated" in out
+
+
+def test_presets_are_listed_with_a_sentence_each(capsys):
+    code, out, _ = run(capsys, "presets")
+    assert code == 0
+    assert "m7c-64k-dense " in out
+    assert "tiny   " in out
+
+
+def test_config_show_gives_toml_with_origins(capsys):
+    import tomllib
+
+    code, out, _ = run(capsys, "config", "show", "--preset", "tiny", "--train.lr", "1e-4", "--log.no_tensorboard")
+    assert code == 0
+    assert "lr = 0.0001  # flag" in out
+    assert "tensorboard = false  # flag" in out
+    assert "dim = 128  # preset tiny" in out
+    assert tomllib.loads(out)["train"]["lr"] == 1e-4
+
+
+def test_config_diff_names_what_differs(capsys, tmp_path):
+    code, out, _ = run(capsys, "config", "diff", "m7c", "m7c-64k")
+    assert code == 0
+    assert "data.seq_len: 2048 -> 65536" in out
+    (tmp_path / "config.toml").write_text('preset = "m7c"\n')
+    assert "are the same" in run(capsys, "config", "diff", "m7c", str(tmp_path))[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("trian", "unknown command trian: did you mean train?"),
+        ("config shwo", "unknown command config shwo: did you mean show?"),
+        ("train", "no configuration given: try `tercet train --preset tiny`"),
+        ("train --preset tinny", "unknown preset tinny: did you mean tiny?"),
+        ("train --preset tiny --train.lrr 1", "unknown option --train.lrr: did you mean --train.lr"),
+        ("train --preset tiny --lr 1", "unknown option --lr: did you mean --train.lr?"),
+        ("train --preset tiny --resum auto", "unknown option --resum: did you mean --resume?"),
+        ("train --preset tiny --train.lr", "Missing value for argument '--train.lr'"),
+        ("train --preset tiny --train.lr fast", "--train.lr: could not convert string to float: 'fast'"),
+        ("train --preset tiny --model.attention flash", "invalid choice 'flash'"),
+        ("train --preset tiny --model.kv_heads 3", "heads=4 is not a multiple of kv_heads=3: pick one of 1, 2, 4"),
+        ("train --preset tiny --train.tokens_per_step 1000", "is not a multiple of"),
+        ("train --preset tiny --data.mixture x", "data.mixture is a table, which no flag can say"),
+        ("train --preset tiny stray", "Unrecognized options: stray"),
+        ("plan --config nowhere.toml", "config file nowhere.toml does not exist"),
+        ("config diff tiny", "takes two presets, TOML files or run folders"),
+        ("config diff tiny nothing", "nothing is neither a preset nor a TOML file nor a run folder"),
+        ("presets tiny", "tercet presets takes no arguments"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, said):
+    code, out, err = run(capsys, *arguments.split())
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize("name", FORMER_FLAGS)
+def test_flags_of_the_earlier_scripts_are_answered(capsys, name):
+    code, _, err = run(capsys, "train", "--preset", "tiny", f"--{name.replace('_', '-')}", "1")
+    assert code == 2
+    assert f"it is now {FORMER_FLAGS[name]}" in err
+
+
+def test_answers_to_former_flags_name_flags_that_exist():
+    import re
+
+    from tercet.config.keys import all_keys
+
+    for answer in FORMER_FLAGS.values():
+        assert set(re.findall(r"--([a-z_]+\.[a-z_]+)", answer)) <= set(all_keys())
+
+
+def test_a_file_and_flags_complete_each_other(capsys, tmp_path):
+    file = tmp_path / "text.toml"
+    file.write_text('preset = "tiny"\n[data]\nsource = "text"\n')
+    code, out, _ = run(capsys, "config", "show", "--config", str(file), "--data.path", "a.txt", "b.txt")
+    assert code == 0
+    assert 'path = ["a.txt", "b.txt"]  # flag' in out
+
+
+def test_mixtures_of_attention_are_said_in_words(capsys):
+    code, out, _ = run(capsys, "plan", "--preset", "tiny", "--model.attention", "nsa", "dense", "nsa", "dense")
+    assert code == 0
+    assert "(2 nsa + 2 dense)" in out
+
+
+def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):
+    monkeypatch.setenv("NSA_ACCUM", "4")
+    code, _, err = run(capsys, "presets")
+    assert code == 0
+    assert "warning: NSA_ACCUM=4 is set but not read: use train.tokens_per_step instead" in err
+
+
+def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatch):
+    import types
+
+    calls = []
+
+    def train(config, *, origins, resume):
+        calls.append((config, origins, resume))
+        return 3
+
+    monkeypatch.setitem(sys.modules, "tercet.train.loop", types.SimpleNamespace(train=train))
+    code, _, _ = run(capsys, "train", "--preset", "tiny", "--train.steps", "12", "--run.dir", "x", "--resume", "auto")
+    ((config, origins, resume),) = calls
+    assert (code, resume, config.train.steps, config.run.dir) == (3, "auto", 12, "x")
+    assert (origins["train.steps"], origins["model.dim"], origins["train.eps"]) == ("flag", "preset tiny", "default")
+
+
+def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    import types
+
+    def train(config, *, origins, resume):
+        raise TercetError("disk full: free 3 GiB")
+
+    monkeypatch.setitem(sys.modules, "tercet.train.loop", types.SimpleNamespace(train=train))
+    assert run(capsys, "train", "--preset", "tiny") == (1, "", "error: disk full: free 3 GiB\n")
+    with pytest.raises(TercetError):
+        cli.main(["train", "--preset", "tiny", "--debug"])
+
+
+def test_python_dash_m_is_the_same_command_and_the_first_line_comes_within_a_second():
+    # Processor time, not the clock's: other tests may be running beside this one.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "tercet", "presets"], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    assert "tiny" in done.stdout
+    failed = subprocess.run([sys.executable, "-m", "tercet", "trian"], capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stdout) == (2, "")
+
+
+def test_an_early_reader_is_no_error():
+    command = f"{sys.executable} -m tercet config show --preset m7c | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
