@@ -19,11 +19,15 @@ def divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
-def check_group_size(heads: int, kv_heads: int) -> int:
-    """h = H / G, the query heads that share one KV head; refused unless it is a whole number."""
-    for name, value in (("heads", heads), ("kv_heads", kv_heads)):
+def check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def check_group_size(heads: int, kv_heads: int) -> int:
+    """h = H / G, the query heads that share one KV head; refused unless it is a whole number."""
+    check_sizes(heads=heads, kv_heads=kv_heads)
     if heads % kv_heads:
         choices = ", ".join(map(str, divisors(heads)))
         raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}: pick one of {choices}")

@@ -11,7 +11,7 @@ from tercet.attention.checks import check_config, check_cu_seqlens
 from tercet.attention.dispatch import BACKENDS, Route
 from tercet.attention.functional import nsa_attention
 from tercet.attention.layout import Packing
-from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size
+from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size, check_sizes
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_nsa_attention
 from tercet.model.compression import Compression
@@ -56,6 +56,7 @@ class NativeSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_group_size(heads, kv_heads)
+        check_sizes(dim=dim, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim)
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
         self.config = NSAConfig() if config is None else config
@@ -229,6 +230,7 @@ class DenseAttention(nn.Module):
         if unknown:
             raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
         check_group_size(heads, kv_heads)
+        check_sizes(dim=dim, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         self.rotary = Rotary(head_dim, rope_theta, rope_scaling)
@@ -300,7 +302,7 @@ class DenseAttention(nn.Module):
 
 def _check_input(x: Tensor, dim: int) -> None:
     if x.dim() != 3 or x.shape[-1] != dim:
-        raise ValueError(f"x has shape {list(x.shape)}: it must be [batch, tokens, {dim}]")
+        raise ValueError(f"x has shape {list(x.shape)}: it must have 3 axes, [batch, tokens, {dim}]")
 
 
 def _init_linear(linear: nn.Linear, std: float) -> None:
