@@ -135,6 +135,103 @@ class RunEnded(Event):
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayersObserved(Event):
+    """Gates and selection of every attention layer, over one step. Lists run over layers; None: not of this layer."""
+
+    kind: ClassVar[str] = "layers"
+    measured: ClassVar[bool] = True
+    attention: list[str]
+    gate_share_compressed: list[float | None]
+    gate_share_selected: list[float | None]
+    gate_share_window: list[float | None]
+    gate_entropy: list[float | None]
+    gate_max_share: list[float | None]
+    gate_collapse: list[float | None]
+    selected_blocks: list[float | None]
+    selected_distance: list[float | None]
+    selected_forced: list[float | None]
+    selected_overlap: list[float | None]
+    distances: list[list[int]]  # selected blocks that lay 0, 1, 2-3, 4-7, … blocks back
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutesCounted(Event):
+    """Forward passes by layer, branch and the backend that ran them, since this process began. Lists are columns."""
+
+    kind: ClassVar[str] = "routes"
+    measured: ClassVar[bool] = True
+    layer: list[int]
+    branch: list[str]
+    route: list[str]
+    reason: list[str]
+    fallback: list[bool]  # a slower backend than this device has, and nobody asked for it
+    calls: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourcesObserved(Event):
+    """Where time and memory of the interval went, on this rank."""
+
+    kind: ClassVar[str] = "resources"
+    measured: ClassVar[bool] = True
+    # Seconds per step, timed on the device where there is one.
+    data_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    communication_seconds: float  # collectives that nothing else hides
+    other_seconds: float
+    # Seconds in all since the last interval.
+    checkpoint_seconds: float
+    validation_seconds: float
+    allocated_gib: float  # the device's; on a CPU the process's resident memory
+    reserved_gib: float
+    peak_gib: float
+    host_gib: float
+    # Since the start of the run, over all ranks.
+    documents: int
+    real_tokens: int
+    padding: int
+    bad_records: int
+    left_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFired(Event):
+    """A health rule found something."""
+
+    kind: ClassVar[str] = "health"
+    rule: str
+    action: str  # warn or halt
+    sentence: str
+    value: float
+    threshold: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """No progress for longer than this run's steps explain."""
+
+    kind: ClassVar[str] = "stall"
+    doing: str
+    for_seconds: float
+    limit_seconds: float
+    dump: str
+    over: bool = False  # it moves again
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorReported(Event):
+    """What was examined before training. Lists are columns; verdicts are ok, warning, failed, not tested."""
+
+    kind: ClassVar[str] = "doctor"
+    check: list[str]
+    verdict: list[str]
+    finding: list[str]
+    mend: list[str]
+
+
 KINDS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
@@ -147,6 +244,12 @@ KINDS: dict[str, type[Event]] = {
         CheckpointFailed,
         Noted,
         RunEnded,
+        LayersObserved,
+        RoutesCounted,
+        ResourcesObserved,
+        HealthFired,
+        Stalled,
+        DoctorReported,
     )
 }
 
