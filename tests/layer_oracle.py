@@ -1,0 +1,102 @@
+"""The layer around the operator in float64 numpy, from its parameters alone: projections, norms, φ, RoPE, gates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+import oracle
+
+Array = np.ndarray[Any, Any]
+
+
+def _numpy(p: Any) -> Array:
+    return p.detach().double().numpy()
+
+
+def linear(module: Any, x: Array) -> Array:
+    out = x @ _numpy(module.weight).T
+    return out if module.bias is None else out + _numpy(module.bias)
+
+
+def rms_norm(module: Any, x: Array) -> Array:
+    eps = np.finfo(np.float64).eps if module.eps is None else module.eps
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * _numpy(module.weight)
+
+
+def gelu(x: Array) -> Array:
+    return np.vectorize(lambda z: 0.5 * z * (1 + math.erf(z / math.sqrt(2))))(x)
+
+
+def phi(module: Any, x: Array, cfg: Any, cu_seqlens: Any) -> tuple[Array, list[int]]:
+    """The mean, and for "mlp" the learnt correction from the l placed tokens, block by block."""
+    means, last = oracle.compress_mean(x, cfg, cu_seqlens)
+    if module.kind == "mean" or not last:
+        return means, last
+    starts = []
+    bounds = [0, x.shape[1]] if cu_seqlens is None else [int(c) for c in cu_seqlens]
+    for start, end in itertools.pairwise(bounds):
+        i = 0
+        while i * cfg.compress_stride + cfg.compress_block <= end - start:
+            starts.append(start + i * cfg.compress_stride)
+            i += 1
+    out = means.copy()
+    place = _numpy(module.position)
+    for row, first in enumerate(starts):
+        for b in range(x.shape[0]):
+            for g in range(x.shape[2]):
+                tokens = [x[b, first + s, g] + place[s] for s in range(cfg.compress_block)]
+                out[b, row, g] += linear(module.down, gelu(linear(module.up, np.concatenate(tokens))))
+    return out, last
+
+
+def gates_of(layer: Any, x: Array) -> Array:
+    logits = linear(layer.gate.proj, x).reshape(*x.shape[:2], layer.heads, 3)
+    if layer.gate.kind == "sigmoid":
+        return 1 / (1 + np.exp(-logits))
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, scaling: float = 1.0):
+    """(y, the operator's Answer) of NativeSparseAttention; every branch that the layer leaves out has gate 0."""
+    x = _numpy(x)
+    cfg, groups, key_size, value_size = layer.config, layer.kv_heads, layer.head_dim, layer.value_dim
+    batch, tokens, _ = x.shape
+    positions = oracle.document_positions(tokens, cu_seqlens)
+
+    q = linear(layer.q_proj, x).reshape(batch, tokens, layer.heads, key_size)
+    if layer.q_norm is not None:
+        q = rms_norm(layer.q_norm, q)
+    sets = []
+    projected = linear(layer.kv_proj, x)
+    width = groups * (key_size + value_size)
+    for n in range(1 if layer.shared_kv else 3):
+        part = projected[..., n * width : (n + 1) * width]
+        k = part[..., : groups * key_size].reshape(batch, tokens, groups, key_size)
+        v = part[..., groups * key_size :].reshape(batch, tokens, groups, value_size)
+        sets.append((k if layer.k_norms is None else rms_norm(layer.k_norms[n], k), v))
+    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = sets * 3 if layer.shared_kv else sets
+
+    k_short, last = phi(layer.compress_k, k_cmp, cfg, cu_seqlens)
+    v_short, _ = phi(layer.compress_v, v_cmp, cfg, cu_seqlens)
+    gates = gates_of(layer, x)
+    for c, branch in enumerate(("compressed", "selected", "window")):
+        if branch not in layer.branches:
+            gates[..., c] = 0.0
+    answer = oracle.nsa(
+        oracle.rope(q, positions, theta, scaling),
+        oracle.rope(k_short, last, theta, scaling),
+        v_short,
+        oracle.rope(k_sel, positions, theta, scaling),
+        v_sel,
+        oracle.rope(k_win, positions, theta, scaling),
+        v_win,
+        gates,
+        cfg,
+        cu_seqlens,
+    )
+    return linear(layer.o_proj, answer.out.reshape(batch, tokens, -1)), answer

@@ -1,0 +1,341 @@
+"""The cache: prefill, chunked prefill and decode are one computation; bytes and reads are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import layer_oracle
+import tercet
+from cases import config, configs, cu
+
+CFG = config()
+# A failing example is told as it was found: shrinking layers and chunks takes a minute and tells no more.
+QUICK = (Phase.explicit, Phase.generate)
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def make(cfg: tercet.NSAConfig = CFG, kind=tercet.NativeSparseAttention, **options):
+    sizes = {"dim": 12, "heads": 4, "kv_heads": 2, "head_dim": 4, "value_dim": 3, **options}
+    layer = kind(config=cfg, **sizes).double()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    return layer
+
+
+def feed(layer, x: torch.Tensor, sizes: list[int], max_len: int | None = None):
+    """x in chunks of the given sizes through one cache; (outputs, cache)."""
+    cache = layer.make_cache(x.shape[0], max_len)
+    with torch.no_grad():
+        return torch.cat([layer(part, cache=cache) for part in x.split(sizes, 1)], 1), cache
+
+
+@st.composite
+def splits(draw: st.DrawFn, tokens: int) -> list[int]:
+    sizes = []
+    while sum(sizes) < tokens:
+        sizes.append(draw(st.integers(1, tokens - sum(sizes))))
+    return sizes
+
+
+@settings(max_examples=60, phases=QUICK)
+@given(cfg=configs(), data=st.data())
+def test_any_split_into_chunks_equals_the_whole(cfg, data: st.DataObject):
+    torch.manual_seed(data.draw(st.integers(0, 999)))
+    tokens = data.draw(st.integers(1, 50))
+    options = data.draw(st.sampled_from([{}, {"shared_kv": True}, {"qk_norm": True, "gate": "softmax"}]))
+    layer = make(cfg, **options)
+    x = torch.randn(data.draw(st.integers(1, 2)), tokens, 12, dtype=torch.float64)
+    sizes = data.draw(splits(tokens))
+    max_len = data.draw(st.sampled_from([None, tokens, tokens + 9]))
+    chunked, cache = feed(layer, x, sizes, max_len)
+    torch.testing.assert_close(chunked, layer(x), **CLOSE)
+    assert cache.lengths.tolist() == [tokens] * x.shape[0]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"compression": "mean"}, {"shared_kv": True}, {"gate": "softmax"}, {"qk_norm": True}, {"rope_scaling": 3.0},
+    {"branches": ("compressed",)}, {"branches": ("selected",)}, {"branches": ("window",)},
+    {"branches": ("selected", "window")}, {"heads": 3, "kv_heads": 3}, {"heads": 5, "kv_heads": 1},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("max_len", [None, 45], ids=["growing", "preallocated"])
+def test_decoding_token_by_token_equals_the_whole(options, max_len):
+    layer = make(**options)
+    x = torch.randn(2, 45, 12, dtype=torch.float64)
+    decoded, _ = feed(layer, x, [1] * 45, max_len)
+    torch.testing.assert_close(decoded, layer(x), **CLOSE)
+
+
+# Prefills that end before, at and after the end of a compressed block, of a selection block, and beyond the window.
+@pytest.mark.parametrize("prefill", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 23, 30])
+def test_decode_goes_on_exactly_where_prefill_stopped(prefill: int):
+    layer = make()
+    x = torch.randn(1, 40, 12, dtype=torch.float64)
+    out, _ = feed(layer, x, [prefill, *[1] * (40 - prefill)])
+    torch.testing.assert_close(out, layer(x), **CLOSE)
+
+
+def test_decoding_equals_the_oracle():
+    layer = make()
+    x = torch.randn(1, 40, 12, dtype=torch.float64)
+    expected, _ = layer_oracle.run(layer, x)
+    decoded, _ = feed(layer, x, [11, *[1] * 29])
+    torch.testing.assert_close(decoded, torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_default_config_hands_over_in_the_middle_of_every_block():
+    cfg = tercet.NSAConfig(select_count=4, window=100)
+    layer = make(cfg)
+    x = torch.randn(1, 420, 12, dtype=torch.float64)
+    out, _ = feed(layer, x, [331, 7, 1, 1, 60, 20])
+    torch.testing.assert_close(out, layer(x), **CLOSE)
+
+
+@settings(max_examples=30, phases=QUICK)
+@given(data=st.data())
+def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
+    """Chunks padded on the right with rubbish, every row with a length of its own in every chunk."""
+    torch.manual_seed(data.draw(st.integers(0, 999)))
+    layer = make()
+    rows = data.draw(st.integers(1, 3))
+    cache = layer.make_cache(rows, data.draw(st.sampled_from([None, 80])))
+    fed: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+    got: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        width = data.draw(st.integers(1, 20))
+        lengths = data.draw(st.lists(st.integers(1, width), min_size=rows, max_size=rows))
+        x = torch.full((rows, width, 12), 1e3, dtype=torch.float64)
+        for r, n in enumerate(lengths):
+            x[r, :n] = torch.randn(n, 12, dtype=torch.float64)
+            fed[r].append(x[r, :n])
+        with torch.no_grad():
+            y = layer(x, cache=cache, lengths=torch.tensor(lengths))
+        for r, n in enumerate(lengths):
+            got[r].append(y[r, :n])
+    for r in range(rows):
+        whole = torch.cat(fed[r])[None]
+        torch.testing.assert_close(torch.cat(got[r])[None], layer(whole), **CLOSE)
+    assert cache.lengths.tolist() == [sum(map(len, parts)) for parts in fed]
+
+
+def test_a_row_may_stand_still_while_others_go_on():
+    layer = make()
+    x = torch.randn(2, 24, 12, dtype=torch.float64)
+    cache = layer.make_cache(2)
+    with torch.no_grad():
+        layer(x[:, :10], cache=cache)
+        layer(x[:, 10:20], cache=cache, lengths=torch.tensor([10, 0]))
+        last = layer(torch.stack([x[0, 20:], x[1, 10:14]]), cache=cache)
+    torch.testing.assert_close(last[:1], layer(x[:1])[:, 20:], **CLOSE)
+    torch.testing.assert_close(last[1:], layer(x[1:])[:, 10:14], **CLOSE)
+
+
+# --- counted ---
+
+
+def expected_reads(layer, x: torch.Tensor) -> torch.Tensor:
+    """num_cmp + selected tokens + min(w, t + 1), from the oracle's own selection. [B, T, G]"""
+    cfg = layer.config
+    _, answer = layer_oracle.run(layer, x)
+    reads = torch.zeros(x.shape[0], x.shape[1], layer.kv_heads, dtype=torch.int64)
+    for (b, t, g), selection in answer.selections.items():
+        selected = sum(1 for s in range(t + 1) if s // cfg.select_block in selection.chosen)
+        reads[b, t, g] = cfg.num_visible(t) + selected + min(cfg.window, t + 1)
+    return reads
+
+
+def test_decode_reads_compressed_selected_and_window_keys_and_no_more():
+    layer = make()
+    x = torch.randn(2, 45, 12, dtype=torch.float64)
+    expected = expected_reads(layer, x)
+    cache = layer.make_cache(2)
+    with torch.no_grad():
+        for t in range(45):
+            layer(x[:, t : t + 1], cache=cache)
+            if cache.reads is not None:
+                assert torch.equal(cache.reads, expected[:, t : t + 1]), t
+            else:
+                assert t == 0
+    assert int(expected[0, 44, 0]) < 2 * 45
+
+
+def test_a_later_chunk_reads_the_same_keys_as_decode():
+    layer = make()
+    x = torch.randn(1, 45, 12, dtype=torch.float64)
+    cache = layer.make_cache(1)
+    with torch.no_grad():
+        layer(x[:, :20], cache=cache)
+        layer(x[:, 20:], cache=cache)
+    assert torch.equal(cache.reads, expected_reads(layer, x)[:, 20:])
+
+
+def tensors_within(thing, seen: set[int]) -> list[torch.Tensor]:
+    """Every tensor that an object holds, wherever it keeps it."""
+    if id(thing) in seen:
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    else:
+        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    return [t for part in parts for t in tensors_within(part, seen)]
+
+
+@pytest.mark.parametrize("max_len", [None, 60], ids=["growing", "preallocated"])
+def test_the_bytes_told_are_the_bytes_held(max_len):
+    layer = make()
+    x = torch.randn(2, 41, 12, dtype=torch.float64)
+    cache = layer.make_cache(2, max_len)
+    with torch.no_grad():
+        for part in x.split([13, 1, 1, 26], 1):
+            layer(part, cache=cache)
+            kept = [t for t in tensors_within(cache, set()) if t is not cache.lengths and t is not cache.reads]
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+            assert cache.nbytes() == sum(storages.values())
+    assert cache.nbytes() > 0
+
+
+def test_a_preallocated_cache_does_not_grow():
+    layer = make()
+    cache = layer.make_cache(1, 60)
+    sizes = []
+    with torch.no_grad():
+        for _ in range(12):
+            layer(torch.randn(1, 5, 12, dtype=torch.float64), cache=cache)
+            sizes.append(cache.nbytes())
+    assert len(set(sizes)) == 1
+
+
+def test_the_cache_holds_each_token_once_the_window_bounded_and_the_compressed_tokens():
+    """Bytes by hand: room for spare slots and for growing by doubling, but not for a second copy of the past."""
+    layer = make(config(window=6))
+    tokens = 256
+    cache = layer.make_cache(1, tokens)
+    with torch.no_grad():
+        layer(torch.randn(1, tokens, 12, dtype=torch.float64), cache=cache)
+    per_slot = 2 * (4 + 3) * 8  # groups x (key + value) x bytes
+    slots = tokens + CFG.num_compressed(tokens) + 6 + CFG.compress_block - 1
+    assert slots * per_slot <= cache.nbytes() <= (slots + 8) * per_slot
+
+
+def test_gradients_do_not_pass_through_a_cache_unnoticed():
+    """Training does not go through a cache: it is refused, or what is kept there holds no graph."""
+    layer = make()
+    cache = layer.make_cache(1)
+    try:
+        layer(torch.randn(1, 20, 12, dtype=torch.float64, requires_grad=True), cache=cache)
+    except (ValueError, RuntimeError) as refusal:
+        assert "no_grad" in str(refusal)
+    assert not any(t.requires_grad for t in tensors_within(cache, set()))
+
+
+# --- the dense twin ---
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_the_dense_cache_gives_the_same_in_any_split(data: st.DataObject):
+    torch.manual_seed(data.draw(st.integers(0, 999)))
+    layer = make(kind=tercet.DenseAttention)
+    tokens = data.draw(st.integers(1, 30))
+    x = torch.randn(2, tokens, 12, dtype=torch.float64)
+    out, cache = feed(layer, x, data.draw(splits(tokens)), data.draw(st.sampled_from([None, tokens])))
+    torch.testing.assert_close(out, layer(x), **CLOSE)
+    assert cache.lengths.tolist() == [tokens, tokens]
+
+
+def test_dense_decode_reads_every_key():
+    layer = make(kind=tercet.DenseAttention)
+    cache = layer.make_cache(1)
+    with torch.no_grad():
+        layer(torch.randn(1, 20, 12, dtype=torch.float64), cache=cache)
+        layer(torch.randn(1, 1, 12, dtype=torch.float64), cache=cache)
+    assert cache.reads.tolist() == [[[21, 21]]]
+
+
+# --- refusals ---
+
+
+def refused(call, *words: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+X = torch.randn(1, 9, 12, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    ({"cfg": config(window=7)}, ["window", "7", "6"]),
+    ({"cfg": config(select_count=5)}, ["select_count", "5", "4"]),
+    ({"heads": 4, "kv_heads": 4}, ["kv_heads", "4", "2"]),
+    ({"head_dim": 8}, ["head_dim", "8", "4"]),
+    ({"value_dim": 5}, ["value_dim", "5", "3"]),
+    ({"shared_kv": True}, ["shared_kv"]),
+], ids=lambda v: str(v) if isinstance(v, dict) else "")  # fmt: skip
+def test_a_cache_of_another_config_is_refused(other, words):
+    cache = make(**other).make_cache(1)
+    refused(lambda: make()(X, cache=cache), "cache", *words)
+
+
+def test_a_cache_of_the_dense_twin_is_refused_and_the_other_way_round():
+    dense = make(kind=tercet.DenseAttention)
+    refused(lambda: make()(X, cache=dense.make_cache(1)), "cache")
+    refused(lambda: dense(X, cache=make().make_cache(1)), "cache")
+
+
+def test_another_batch_is_refused():
+    refused(lambda: make()(X, cache=make().make_cache(3)), "batch", "1", "3")
+
+
+def test_a_cache_asked_for_in_another_dtype_costs_its_rounding_and_saves_its_bytes():
+    layer = make()
+    x = torch.randn(1, 40, 12, dtype=torch.float64)
+    whole, half = layer.make_cache(1), layer.make_cache(1, dtype=torch.float32)
+    with torch.no_grad():
+        for part in x.split([13, 1, 26], 1):
+            a, b = layer(part, cache=whole), layer(part, cache=half)
+            assert b.dtype == torch.float64
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert half.nbytes() * 2 == whole.nbytes()
+
+
+def test_more_tokens_than_were_allocated_are_refused_and_the_cache_stays_as_it_was():
+    layer = make()
+    cache = layer.make_cache(1, 10)
+    with torch.no_grad():
+        layer(X, cache=cache)
+        refused(lambda: layer(X[:, :2], cache=cache), "max_len", "10", "11")
+        assert cache.lengths.tolist() == [9]
+        last = layer(X[:, :1], cache=cache)
+    torch.testing.assert_close(last, layer(torch.cat([X, X[:, :1]], 1))[:, 9:], **CLOSE)
+
+
+@pytest.mark.parametrize("lengths", [[10], [-1], [3, 3]], ids=str)
+def test_lengths_that_cannot_be_are_refused(lengths):
+    layer = make()
+    refused(lambda: layer(X, cache=layer.make_cache(1), lengths=torch.tensor(lengths)), "lengths")
+
+
+def test_documents_and_a_cache_together_are_refused():
+    layer = make()
+    refused(lambda: layer(X, cu_seqlens=cu((4, 5)), cache=layer.make_cache(1)), "cu_seqlens", "cache")
+
+
+def test_lengths_without_a_cache_are_refused():
+    refused(lambda: make()(X, lengths=torch.tensor([5])), "lengths", "cache")
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_len", "word"), [(0, None, "batch=0"), (1, 0, "max_len=0"), (1, -3, "max_len=-3")]
+)
+def test_a_cache_without_room_is_refused(batch, max_len, word):
+    refused(lambda: make().make_cache(batch, max_len), word)

@@ -1,0 +1,323 @@
+"""NativeSparseAttention: the layer against its oracle, its laws, and its beginnings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.func import functional_call
+
+import layer_oracle
+import tercet
+from cases import config, cu
+from oracle import causal_attention, rope
+from tercet.model.stats import AttentionStats
+
+CFG = config()
+
+
+def make(cfg: tercet.NSAConfig = CFG, *, trained: bool = True, dtype: torch.dtype = torch.float64, **options):
+    """A layer far from its beginning (`trained`), or as it is first made."""
+    sizes = {"dim": 12, "heads": 4, "kv_heads": 2, "head_dim": 4, **options}
+    layer = tercet.NativeSparseAttention(config=cfg, **sizes).to(dtype)
+    if trained:
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, std=0.5)
+    return layer
+
+
+def sequence(tokens: int, batch: int = 1, dim: int = 12, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(batch, tokens, dim, dtype=dtype)
+
+
+def assert_equals_oracle(layer, x, cu_seqlens=None, **rope_options) -> None:
+    expected, _ = layer_oracle.run(layer, x, cu_seqlens, **rope_options)
+    torch.testing.assert_close(layer(x, cu_seqlens=cu_seqlens), torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = [
+    {},
+    {"compression": "mean"},
+    {"gate": "softmax"},
+    {"shared_kv": True},
+    {"qk_norm": True},
+    {"qk_norm": True, "shared_kv": True, "gate": "softmax", "bias": True},
+    {"value_dim": 7},
+    {"value_dim": 2, "heads": 6, "kv_heads": 2},
+    {"heads": 3, "kv_heads": 3},
+    {"heads": 5, "kv_heads": 1},
+    {"bias": True},
+]
+
+
+# RoPE's angles are single precision in the layer, so the float64 oracle is met within single precision.
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_layer_equals_its_oracle(options):
+    assert_equals_oracle(make(**options), sequence(29, batch=2))
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_kv": True}, {"compression": "mean", "qk_norm": True}], ids=str)
+def test_the_layer_with_packed_documents_equals_its_oracle(options):
+    documents = (1, 13, 3, 0, 12)
+    assert_equals_oracle(make(**options), sequence(29), cu(documents))
+
+
+def test_packed_documents_equal_documents_one_by_one():
+    layer = make()
+    documents = (11, 2, 25, 1)
+    x = sequence(39)
+    packed = layer(x, cu_seqlens=cu(documents))
+    alone = torch.cat([layer(part) for part in x.split(documents, 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("theta", "scaling"), [(10000.0, 1.0), (50.0, 1.0), (10000.0, 4.0), (500.0, 2.5)])
+def test_rope_theta_and_position_scaling_apply_to_all_branches_alike(theta: float, scaling: float):
+    layer = make(rope_theta=theta, rope_scaling=scaling)
+    assert_equals_oracle(layer, sequence(29), theta=theta, scaling=scaling)
+
+
+def test_the_compressed_key_is_rotated_once_at_the_position_of_its_last_token():
+    """With a quick rotation and that branch alone, a key turned before the mean or one token off is far away."""
+    layer = make(branches=("compressed",), rope_theta=2.0, compression="mean")
+    x = sequence(30)
+    assert_equals_oracle(layer, x, theta=2.0)
+    wrong, _ = layer_oracle.run(layer, x, theta=2.2)
+    assert (layer(x).detach() - torch.from_numpy(wrong)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("branches", [
+    ("compressed",), ("selected",), ("window",), ("compressed", "selected"), ("compressed", "window"),
+    ("selected", "window"),
+], ids=str)  # fmt: skip
+def test_branches_can_be_left_out(branches):
+    assert_equals_oracle(make(branches=branches), sequence(33))
+
+
+def test_leaving_out_no_branch_changes_nothing_and_an_unknown_one_is_refused():
+    with pytest.raises(ValueError, match="windw"):
+        make(branches=("windw",))
+    with pytest.raises(ValueError, match="branches"):
+        make(branches=())
+
+
+@pytest.mark.parametrize(("branch", "changes"), [
+    ("compressed", {"compress_block": 1, "compress_stride": 1}),
+    ("selected", {"select_count": 11}),
+    ("window", {"window": 41}),
+])  # fmt: skip
+def test_each_branch_has_full_causal_attention_as_its_limit(branch: str, changes: dict[str, int]):
+    layer = make(config(**changes), branches=(branch,), compression="mean", dtype=torch.float32)
+    x = sequence(41, dtype=torch.float32)
+    with torch.no_grad():
+        q = layer.q_proj(x).view(1, 41, 4, 4)
+        sets = layer.kv_proj(x).view(1, 41, 3, 16)
+        n = ("compressed", "selected", "window").index(branch)
+        k, v = sets[:, :, n, :8].reshape(1, 41, 2, 4), sets[:, :, n, 8:].reshape(1, 41, 2, 4)
+        gate = layer.gate(x)[..., n : n + 1]
+        dense = torch.from_numpy(causal_attention(rope(q, range(41)), rope(k, range(41)), v)).float()
+        expected = layer.o_proj((gate * dense).flatten(2))
+        assert (layer(x) - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+def test_the_dense_twin_is_full_causal_attention():
+    layer = tercet.DenseAttention(12, 4, 2, 4, value_dim=3).double()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    for documents in (None, (30,), (1, 12, 17)):
+        x = sequence(30)
+        outs = []
+        for part in x.split(documents or 30, 1):
+            tokens = part.shape[1]
+            q = layer.q_proj(part).view(1, tokens, 4, 4).detach()
+            kv = layer.kv_proj(part).detach()
+            k, v = kv[..., :8].reshape(1, tokens, 2, 4), kv[..., 8:].reshape(1, tokens, 2, 3)
+            dense = causal_attention(rope(q, range(tokens)), rope(k, range(tokens)), v)
+            outs.append(layer.o_proj(torch.from_numpy(dense).flatten(2)))
+        torch.testing.assert_close(layer(x, cu_seqlens=cu(documents)), torch.cat(outs, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_dense_twin_has_the_same_face():
+    x = sequence(9, dtype=torch.float32)
+    for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
+        layer = kind(12, 4, 2, 4, None, CFG, compression="mlp", gate="sigmoid", shared_kv=False, rope_theta=1e4,
+                     rope_scaling=1.0, qk_norm=True, branches=("window",), backend="auto", bias=False)  # fmt: skip
+        assert layer(x).shape == x.shape
+
+
+# --- beginnings ---
+
+
+@pytest.mark.parametrize(("gate", "share"), [("sigmoid", 0.5), ("softmax", 1 / 3)])
+def test_all_gates_start_equal(gate: str, share: float):
+    layer = make(trained=False, gate=gate)
+    gates = layer.gate(sequence(20, batch=2) * 10)
+    assert gates.shape == (2, 20, 4, 3)
+    torch.testing.assert_close(gates, torch.full_like(gates, share), rtol=1e-12, atol=0)
+
+
+def test_softmax_gates_sum_to_one_and_sigmoid_gates_do_not():
+    x = sequence(20)
+    assert torch.allclose(make(gate="softmax").gate(x).sum(-1), torch.ones(1, 20, 4, dtype=torch.float64))
+    assert (make(gate="sigmoid").gate(x).sum(-1) - 1).abs().max() > 0.1
+
+
+def test_the_gate_reads_the_input_and_not_the_query():
+    layer = make()
+    x = sequence(25)
+    before = layer.gate(x)
+    with torch.no_grad():
+        layer.q_proj.weight.zero_()
+    assert torch.equal(layer.gate(x), before)
+
+
+def test_the_mlp_equals_the_mean_when_it_is_made_and_leaves_it_when_it_learns():
+    torch.manual_seed(3)
+    mlp = make(trained=False, compression="mlp")
+    mean = make(trained=False, compression="mean")
+    mean.load_state_dict(mlp.state_dict(), strict=False)
+    x = sequence(33, batch=2)
+    torch.testing.assert_close(mlp(x), mean(x), rtol=1e-12, atol=1e-12)
+    mlp(x).square().sum().backward()
+    down = mlp.compress_k.down.weight.grad
+    assert down is not None
+    assert down.abs().sum() > 0
+    torch.optim.SGD(mlp.parameters(), lr=1.0).step()
+    assert not torch.allclose(mlp.compress_k(torch.ones(1, 8, 2, 4).double()), torch.ones(1, 3, 2, 4).double())
+
+
+def test_the_mlp_knows_the_places_of_the_tokens_in_their_block():
+    layer = make()
+    k = torch.randn(1, 4, 2, 4, dtype=torch.float64)
+    assert not torch.allclose(layer.compress_k(k), layer.compress_k(k.flip(1)))
+    assert torch.allclose(make(compression="mean").compress_k(k), k.mean(1, keepdim=True))
+
+
+def test_shared_keys_and_values_have_one_projection_and_independent_ones_three():
+    assert make(shared_kv=True).kv_proj.out_features * 3 == make(shared_kv=False).kv_proj.out_features
+
+
+# --- laws ---
+
+
+GRADCHECKED = [
+    {},
+    {"gate": "softmax", "shared_kv": True},
+    {"qk_norm": True, "value_dim": 3},
+    {"compression": "mean", "bias": True},
+]
+
+
+@pytest.mark.parametrize("options", GRADCHECKED, ids=str)
+def test_gradcheck_of_the_layer_in_its_input_and_every_parameter(options):
+    cfg = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
+    layer = make(cfg, dim=3, heads=2, kv_heads=1, head_dim=2, **options)
+    names = [n for n, _ in layer.named_parameters()]
+
+    def run(x, *values):
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    x = sequence(6, dim=3).requires_grad_()
+    parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert gradcheck(run, (x, *parameters), atol=1e-6, rtol=1e-4, fast_mode=False)
+
+
+def test_every_parameter_gets_a_gradient_also_where_no_query_sees_a_compressed_token():
+    for tokens in (1, 2, 40):
+        layer = make(qk_norm=True, bias=True)
+        layer(sequence(tokens)).square().sum().backward()
+        for name, p in layer.named_parameters():
+            if tokens == 40:
+                assert p.grad is not None, name
+                assert p.grad.abs().sum() > 0, name
+            assert p.grad is None or torch.isfinite(p.grad).all(), name
+
+
+def selected_by(monkeypatch, layer, x) -> torch.Tensor:
+    captured = []
+    monkeypatch.setattr(AttentionStats, "update", lambda self, gates, indices, packing=None: captured.append(indices))
+    layer.stats.enabled = True
+    layer(x)
+    return captured[0]
+
+
+# 240 tokens are 60 blocks, of which a query reads 4, and 40 windows.
+@pytest.mark.parametrize("t", [0, 3, 4, 7, 100, 121, 238])
+@pytest.mark.parametrize("options", [{}, {"shared_kv": True, "gate": "softmax", "qk_norm": True}], ids=str)
+def test_the_future_changes_nothing_selection_included(t: int, options, monkeypatch):
+    layer = make(**options)
+    x = sequence(240)
+    other = x.clone()
+    other[:, t + 1 :] = sequence(239 - t) * 3 + 1
+    assert torch.equal(layer(x)[:, : t + 1], layer(other)[:, : t + 1])
+    assert not torch.equal(layer(x)[:, t + 1 :], layer(other)[:, t + 1 :])
+    before, after = selected_by(monkeypatch, layer, x), selected_by(monkeypatch, layer, other)
+    assert torch.equal(before[:, : t + 1], after[:, : t + 1])
+
+
+def test_selection_is_the_oracles(monkeypatch):
+    layer = make()
+    x = sequence(60)
+    _, answer = layer_oracle.run(layer, x)
+    indices = selected_by(monkeypatch, layer, x)
+    for (b, t, g), selection in answer.selections.items():
+        assert selection.accepts([j for j in indices[b, t, g].tolist() if j >= 0], 1e-5), (t, g)
+
+
+def test_the_layer_is_deterministic_run_to_run():
+    layer = make(dtype=torch.float32)
+    x = sequence(50, dtype=torch.float32)
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_layer_runs_in_the_dtype_of_its_weights(dtype: torch.dtype):
+    layer = make(trained=False, dtype=dtype)
+    y = layer(sequence(30, dtype=dtype))
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()
+
+
+def test_under_autocast_the_layer_stays_near_its_full_precision():
+    layer = make(trained=False, dtype=torch.float32)
+    x = sequence(40, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        y.float().square().sum().backward()
+    full = layer(x)
+    assert (y.float() - full).norm() / full.norm() < 3e-2
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"heads": 12, "kv_heads": 5}, ["heads=12", "kv_heads=5", "1, 2, 3, 4, 6, 12"]),
+    ({"head_dim": 5}, ["head_dim=5"]),
+    ({"gate": "tanh"}, ["gate", "tanh", "sigmoid", "softmax"]),
+    ({"compression": "max"}, ["compression", "max", "mlp", "mean"]),
+    ({"backend": "cuda"}, ["backend", "cuda", "auto", "reference", "triton"]),
+    ({"rope_scaling": 0.0}, ["rope_scaling", "0.0"]),
+    ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
+    ({"value_dim": 0}, ["value_dim=0"]),
+    ({"dim": 0}, ["dim=0"]),
+], ids=lambda v: str(v) if isinstance(v, dict) else "")  # fmt: skip
+def test_a_layer_that_cannot_be_is_refused_in_one_line(options, words):
+    with pytest.raises((ValueError, TypeError)) as refused:
+        make(trained=False, **options)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize(("x", "words"), [
+    (torch.randn(9, 12), ["x", "[9, 12]"]),
+    (torch.randn(1, 9, 11), ["11", "12"]),
+], ids=["rank", "width"])  # fmt: skip
+def test_an_input_of_the_wrong_shape_is_refused_in_one_line(x, words):
+    with pytest.raises(ValueError) as refused:
+        make(trained=False, dtype=torch.float32)(x)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value), str(refused.value)

@@ -1,0 +1,195 @@
+"""Statistics of gates and selection, against the same numbers counted by loops and by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import oracle
+import tercet
+from cases import attend, chosen, config, cu, inputs
+from tercet.model.stats import COLLAPSE_SHARE, AttentionStats
+
+CFG = config()
+
+
+def packing_of(documents, tokens: int):
+    from tercet.attention.layout import Packing
+
+    bounds = cu(documents)
+    return None if bounds is None else Packing(bounds, tokens, tokens // CFG.compress_stride, CFG)
+
+
+def counted_gates(gates: torch.Tensor) -> dict[str, float]:
+    shares = [0.0, 0.0, 0.0]
+    entropy = top = collapsed = 0.0
+    rows = gates.reshape(-1, 3).tolist()
+    for row in rows:
+        parts = [g / sum(row) for g in row]
+        shares = [a + p for a, p in zip(shares, parts, strict=True)]
+        entropy -= sum(p * math.log(p) for p in parts if p > 0)
+        top += max(parts)
+        collapsed += max(parts) > COLLAPSE_SHARE
+    n = len(rows)
+    return {
+        "gate_share_compressed": shares[0] / n,
+        "gate_share_selected": shares[1] / n,
+        "gate_share_window": shares[2] / n,
+        "gate_entropy": entropy / n,
+        "gate_max_share": top / n,
+        "gate_collapse": collapsed / n,
+    }
+
+
+def counted_selection(indices: torch.Tensor, documents) -> dict[str, float]:
+    batch, tokens, groups, _ = indices.shape
+    positions = oracle.document_positions(tokens, cu(documents))
+    blocks = distance = forced = rows = pairs = 0
+    overlap = 0.0
+    for b in range(batch):
+        for g in range(groups):
+            before: list[int] = []
+            for row, t in enumerate(positions):
+                now = chosen(indices, b, row, g)
+                rows += 1
+                blocks += len(now)
+                distance += sum(t // CFG.select_block - j for j in now)
+                forced += sum(j in oracle.forced_blocks(t, CFG) for j in now)
+                if t > 0:
+                    pairs += 1
+                    overlap += len(set(now) & set(before)) / len(now)
+                before = now
+    return {
+        "selected_blocks": blocks / rows,
+        "selected_distance": distance / blocks,
+        "selected_forced": forced / blocks,
+        "selected_overlap": overlap / pairs,
+    }
+
+
+@pytest.mark.parametrize("documents", [None, (1, 30, 9, 23)], ids=["plain", "packed"])
+def test_every_number_equals_the_one_counted_by_loops(documents):
+    x = inputs(CFG, 63, batch=1 if documents else 2, documents=documents, dtype=torch.float32)
+    _, aux = attend(x, CFG, cu_seqlens=cu(documents), return_aux=True)
+    stats = AttentionStats(CFG)
+    stats.enabled = True
+    stats.update(x.gates, aux.block_indices, packing_of(documents, 63))
+    expected = {**counted_gates(x.gates), **counted_selection(aux.block_indices, documents)}
+    assert stats.read() == pytest.approx(expected, rel=1e-5)
+
+
+def test_numbers_worked_out_by_hand():
+    """8 tokens, blocks of 4, one group. The first four tokens read block 0, the others blocks 0 and 1."""
+    indices = torch.full((1, 8, 1, CFG.select_count), -1, dtype=torch.int32)
+    indices[..., 0] = 0
+    indices[0, 4:, 0, 1] = 1
+    gates = torch.tensor([0.2, 0.2, 0.6]).expand(1, 8, 2, 3)
+    stats = AttentionStats(CFG)
+    stats.enabled = True
+    stats.update(gates, indices)
+    read = stats.read()
+    assert read["selected_blocks"] == pytest.approx((4 * 1 + 4 * 2) / 8)
+    assert read["selected_distance"] == pytest.approx(4 / 12)
+    assert read["selected_forced"] == 1.0
+    # Token 4 shares one of its two blocks with token 3; the six other pairs share all.
+    assert read["selected_overlap"] == pytest.approx(6.5 / 7)
+    assert read["gate_max_share"] == pytest.approx(0.6)
+    assert read["gate_entropy"] == pytest.approx(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))
+    assert read["gate_collapse"] == 0.0
+
+
+def test_a_branch_that_takes_all_counts_as_collapsed():
+    gates = torch.tensor([1.0, 1e-6, 1e-6]).expand(1, 4, 2, 3).clone()
+    gates[0, 0] = 1 / 3
+    stats = AttentionStats(CFG)
+    stats.enabled = True
+    stats.update(gates, None)
+    assert stats.read()["gate_collapse"] == pytest.approx(0.75)
+    assert stats.read()["gate_share_compressed"] == pytest.approx(0.25 / 3 + 0.75, rel=1e-4)
+
+
+def test_updates_add_up_and_reset_forgets():
+    stats = AttentionStats(CFG)
+    stats.enabled = True
+    assert stats.read() == {}
+    parts = [inputs(CFG, 40, seed=s, dtype=torch.float32) for s in (1, 2)]
+    both = []
+    for x in parts:
+        _, aux = attend(x, CFG, return_aux=True)
+        stats.update(x.gates, aux.block_indices)
+        both.append(aux.block_indices)
+    gates = torch.cat([x.gates for x in parts])
+    expected = {**counted_gates(gates), **counted_selection(torch.cat(both), None)}
+    assert stats.read() == pytest.approx(expected, rel=1e-5)
+    stats.reset()
+    assert stats.read() == {}
+
+
+def test_distances_fall_into_doubling_bins():
+    indices = torch.full((1, 64, 1, CFG.select_count), -1, dtype=torch.int32)
+    indices[0, 63, 0] = torch.tensor([0, 10, 14, 15])
+    stats = AttentionStats(CFG)
+    stats.enabled = True
+    stats.update(torch.ones(1, 64, 1, 3), indices)
+    bins = stats.read_distances()
+    # 15, 5, 1 and 0 blocks back fall into 8-15, 4-7, 1 and 0.
+    assert bins[:5] == [1, 1, 0, 1, 1]
+    assert sum(bins) == 4
+
+
+def test_updating_never_needs_a_value_on_the_host():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    x = inputs(CFG, 40, dtype=torch.float32)
+    _, aux = attend(x, CFG, return_aux=True)
+    with mode:
+        stats = AttentionStats(CFG)
+        stats.enabled = True
+        stats.update(mode.from_tensor(x.gates), mode.from_tensor(aux.block_indices))
+
+
+def layer_with_captured_stats(monkeypatch, **options):
+    captured = []
+    update = AttentionStats.update
+
+    def capture(self, gates, block_indices, packing=None):
+        captured.append((gates.detach(), block_indices))
+        update(self, gates, block_indices, packing)
+
+    monkeypatch.setattr(AttentionStats, "update", capture)
+    layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=CFG, **options)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return layer, captured
+
+
+@pytest.mark.parametrize("documents", [None, (7, 31, 12)], ids=["plain", "packed"])
+def test_a_layer_reports_what_its_last_passes_did(documents, monkeypatch):
+    layer, captured = layer_with_captured_stats(monkeypatch)
+    layer.stats.enabled = True
+    layer(torch.randn(1, 50, 32), cu_seqlens=cu(documents))
+    ((gates, indices),) = captured
+    expected = {**counted_gates(gates), **counted_selection(indices, documents)}
+    assert layer.stats.read() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_that_is_not_asked_counts_nothing_and_computes_the_same(monkeypatch):
+    layer, _ = layer_with_captured_stats(monkeypatch)
+    x = torch.randn(2, 50, 32)
+    layer.stats.enabled = False
+    quiet = layer(x)
+    assert layer.stats.read() == {}
+    layer.stats.enabled = True
+    assert torch.equal(layer(x), quiet)
+    assert layer.stats.read() != {}
+
+
+def test_statistics_are_no_part_of_the_state_of_a_layer(monkeypatch):
+    layer, _ = layer_with_captured_stats(monkeypatch)
+    before = set(layer.state_dict())
+    layer.stats.enabled = True
+    layer(torch.randn(1, 20, 32))
+    assert set(layer.state_dict()) == before
