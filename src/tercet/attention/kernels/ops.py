@@ -20,10 +20,13 @@ from tercet.attention.kernels.compressed import key_gradients as compressed_key_
 from tercet.attention.kernels.documents import Documents, compressed_bounds
 from tercet.attention.kernels.query_gradient import query_gradients
 from tercet.attention.kernels.score import select
-from tercet.attention.kernels.selected import selected_backward, selected_forward
+from tercet.attention.kernels.selected import selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
 from tercet.attention.spec import NSAConfig
+
+
+_SAVED = 7  # at most so many tensors go from selected_forward to selected_backward
 
 
 def flat(x: Tensor) -> Tensor:
@@ -113,14 +116,16 @@ def nsa_attend(
     cu: Tensor | None,
     ccu: Tensor | None,
     config: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, o of selected, its lse, o of window, its lse). Without gates and with one branch, out is that o."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, o of selected, its lse, o of window, its lse, and the seven index tensors that selected attention can
+    use again). Without gates and with one branch, out is that o."""
     q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
     sizes = NSAConfig(*config)
     documents = _documents(q, kc, cu, ccu)
     o_s = lse_s = o_w = lse_w = None
+    saved: tuple[Tensor, ...] = ()
     if ks is not None:
-        o_s, lse_s, *_ = selected_forward(q, ks, vs, block_indices.contiguous(), sizes, documents)
+        o_s, lse_s, saved = selected_forward(q, ks, vs, block_indices.contiguous(), sizes, documents)
     if kw is not None:
         o_w, lse_w = window_forward(q, kw, vw, sizes.window, documents)
     outputs = [o_c, o_s, o_w]
@@ -128,7 +133,8 @@ def nsa_attend(
         out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
     else:
         out = combine(outputs, gates)
-    return out, *(_none(q) if x is None else x for x in (o_s, lse_s, o_w, lse_w))
+    saved = (*saved, *(None,) * (_SAVED - len(saved)))
+    return out, *(_none(q) if x is None else x for x in (o_s, lse_s, o_w, lse_w, *saved))
 
 
 @nsa_attend.register_fake
@@ -139,7 +145,11 @@ def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, conf
     o_w, lse_w = (
         (_none(q), _none(q)) if kw is None else (_none(q) if alone else torch.empty_like(out), torch.empty_like(lse))
     )
-    return out, o_s, lse_s, o_w, lse_w
+    saved = ()
+    if ks is not None:
+        documents = _documents(q, kc, cu, ccu)
+        saved = selected_saved_like(q, ks, vs, block_indices, NSAConfig(*config), documents)
+    return out, o_s, lse_s, o_w, lse_w, *saved, *(_none(q) for _ in range(_SAVED - len(saved)))
 
 
 # ------------------------------------------------------------ backward
@@ -165,6 +175,7 @@ def nsa_backward(
     block_indices: Tensor | None,
     cu: Tensor | None,
     ccu: Tensor | None,
+    saved: list[Tensor],
     config: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are."""
@@ -189,7 +200,7 @@ def nsa_backward(
         dkw, dvw = window_key_gradients(q, kw, vw, lse_w, dout, g_w, sums[2], sizes.window, documents)
     if ks is not None:
         dq, dks, dvs = selected_backward(
-            q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, documents, dq=dq
+            q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, documents, saved, dq=dq
         )
     grads = (dq, dkc, dvc, dks, dvs, dkw, dvw, dgates)
     return tuple(_none(q) if x is None else x for x in grads)
@@ -197,7 +208,7 @@ def nsa_backward(
 
 @nsa_backward.register_fake
 def _(
-    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, config
+    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config
 ):
     return tuple(
         _none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates)
@@ -206,7 +217,7 @@ def _(
 
 def _save_attend(ctx, inputs, output):
     q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config = inputs
-    out, o_s, lse_s, o_w, lse_w = output
+    out, o_s, lse_s, o_w, lse_w, *saved = output
     if ks is not None and o_s.numel() == 0:
         o_s = out
     if kw is not None and o_w.numel() == 0:
@@ -214,7 +225,7 @@ def _save_attend(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s if ks is not None else None, lse_s,
-        o_w if kw is not None else None, lse_w, block_indices, cu, ccu,
+        o_w if kw is not None else None, lse_w, block_indices, cu, ccu, *(x for x in saved if x.numel()),
     )  # fmt: skip
     ctx.config = config
 
@@ -224,7 +235,7 @@ def _attend_gradient(ctx, dout, *_unused):
     if dout is None:
         return *(None,) * 8, *nothing
     saved = ctx.saved_tensors
-    grads = torch.ops.tercet.nsa_backward(dout, *saved, ctx.config)
+    grads = torch.ops.tercet.nsa_backward(dout, *saved[:17], list(saved[17:]), ctx.config)
     there = saved[:8]
     return *(None if x is None else g for x, g in zip(there, grads, strict=True)), *nothing
 
@@ -245,7 +256,7 @@ def _compressed_gradient(ctx, dout, _lse):
         return (None,) * 6
     none = (None,) * 5
     dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
-        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, ctx.config
+        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], ctx.config
     )
     return dq, dkc, dvc, None, None, None
 
@@ -272,7 +283,7 @@ def nsa(
 ) -> tuple[Tensor, Tensor]:
     sizes = list(astuple(config))
     ccu = _bounds(cu_seqlens, config)
-    choose = block_indices is None
+    choose = block_indices is None and "selected" in branches
     o_c = lse_c = None
     # the gradient of these belongs to nsa_attend: autograd must not follow it twice
     with torch.no_grad():

@@ -1,0 +1,92 @@
+"""Compiles what a call would launch, for a GPU that is not there: the host code runs on CPU tensors, and every launch is
+compiled for the target instead of run. Signatures, alignment and settings are thus exactly those that ship."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tercet.attention.kernels import settings
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    registers: int
+    stack: int  # bytes of local memory per thread: more than none means spilled registers
+    shared: int
+    warps: int
+
+
+class _Absent:
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(capability: int, *, resources: bool = True) -> Iterator[list[Compiled]]:
+    """Inside, launches compile for sm_<capability> and are listed; outputs of the calls are uninitialised."""
+    found: list[Compiled] = []
+    seen: set[Any] = set()
+    target = GPUTarget("cuda", capability, 32)
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        options |= {"debug": False, "instrumentation_mode": ""}
+        *_, backend, binder = self.create_binder()
+        bound, specialization, chosen = binder(*args, **options)
+        chosen, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, chosen)
+        key = (self, str(signature), str(constants), str(attributes), str(chosen))
+        if key in seen:
+            return
+        seen.add(key)
+        kernel = self.compile(
+            self.ASTSource(self, signature, constants, attributes), target=target, options=chosen.__dict__
+        )
+        usage = _usage(kernel.asm["cubin"]) if resources else (0, 0)
+        found.append(Compiled(self.fn.__name__, *usage, kernel.metadata.shared, kernel.metadata.num_warps))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(settings, "generation", lambda x: capability // 10)
+        before = driver._active
+        driver.set_active(_Absent(target))
+        try:
+            yield found
+        finally:
+            driver._active = before
+
+
+def launches(capability: int, call: Callable[[], Any], *, resources: bool = True) -> list[Compiled]:
+    with compiling(capability, resources=resources) as found:
+        call()
+    return found
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return int(registers), int(stack)
