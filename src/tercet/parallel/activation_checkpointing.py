@@ -25,13 +25,12 @@ from tercet.errors import TercetError
 # Identity on block indices, laid by every backend around what it selected (tercet.attention.selection).
 SELECTION_OP = "tercet::keep_selection"
 
-# Worth their memory: matrix products, and attention in any of its implementations. Norms, RoPE and SwiGLU are not.
+# Worth their memory: products with weights, and attention in any of its implementations. Norms, RoPE and SwiGLU are
+# not; nor are batched products, which in attention written out in PyTorch are all its scores.
 COSTLY = frozenset(
     {
         "aten::mm",
         "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",

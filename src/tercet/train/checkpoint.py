@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -108,7 +109,7 @@ class Checkpointer:
         waited = time.perf_counter()
         try:
             future.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             writer.discard()
             raise CheckpointError(_explain(error, writer)) from error
         now = time.perf_counter()
@@ -193,7 +194,7 @@ def _fsync(path: Path) -> None:
 def _explain(error: BaseException, writer: _CommittingWriter) -> str:
     """One sentence for a failed save: the root cause, what is still safe, and what to do."""
     cause: BaseException = error
-    if isinstance(error, dcp.api.CheckpointException):
+    if isinstance(error, CheckpointException):
         cause = next((e for e, _ in error.failures.values()), error)
     kept = manifest.complete_checkpoints(writer.final.parent)
     safe = f"the newest complete checkpoint is {kept[-1]}" if kept else "no complete checkpoint exists yet"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -79,7 +80,7 @@ def choose(resume: str, checkpoints: Path, *, verify: bool) -> Found | None:
 
 def _resolve(path: Path) -> Path:
     """A checkpoint folder, or the newest one of a run folder or of its checkpoints/."""
-    if (path / manifest.MANIFEST).is_file():
+    if manifest.step_of(path) is not None or (path / manifest.MANIFEST).is_file():
         return path.resolve()
     for folder in (path / "checkpoints", path):
         found = manifest.complete_checkpoints(folder)
@@ -137,7 +138,11 @@ def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     live = tensors_to_save(model, optimizer)
     reader = HuggingFaceStorageReader(str(path))
     _check_shapes(path, live, reader)
-    dcp.load(dict(live), storage_reader=reader)
+    try:
+        dcp.load(dict(live), storage_reader=reader)
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise CheckpointError(f"{path}: cannot be loaded ({causes})") from error
     set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in live.items() if k.startswith(MODEL)})
     if optimizer is not None:
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tercet.config.train import CheckpointConfig
+from tercet.train import manifest, restore
+from tercet.train.checkpoint import Checkpointer, tensors_to_save
+from tercet.train.manifest import CheckpointError
+
+
+class Net(nn.Module):
+    """Two layers that share a matrix, as a tied head does."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+def build(seed: int = 0, width: int = 8) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = Net(width)
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    vectors = [p for p in net.parameters() if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return net, torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+
+def learn(net: Net, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        net(torch.randn(4, net.a.in_features)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(folder: Path, step: int, net: Net, optimizer: torch.optim.Optimizer, **config: Any) -> Path:
+    saver = Checkpointer(folder, CheckpointConfig(**config))
+    saver.save(step, net, optimizer, {"step": step, "tokens": 10 * step}, {"rng": {}})
+    saved = saver.collect(wait=True)
+    assert saved is not None
+    assert saved.path == folder / f"step-{step:08d}"
+    return saved.path
+
+
+def frozen(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in tensors_to_save(net, optimizer).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_what_is_loaded_is_what_was_saved_and_learns_on_alike(tmp_path: Path) -> None:
+    net, optimizer = build()
+    learn(net, optimizer, 3)
+    path = save(tmp_path, 3, net, optimizer)
+    other, other_optimizer = build(seed=9)
+    learn(other, other_optimizer, 1)
+    restore.load_tensors(path, other, other_optimizer)
+    assert same(frozen(net, optimizer), frozen(other, other_optimizer))
+    assert other.a.weight is other.b.weight
+    for pair in ((net, optimizer), (other, other_optimizer)):
+        torch.manual_seed(1)
+        learn(*pair, 2)
+    assert same(frozen(net, optimizer), frozen(other, other_optimizer))
+    assert [g["weight_decay"] for g in other_optimizer.param_groups] == [0.01, 0.0]
+
+
+def test_a_save_holds_the_moment_it_was_ordered_while_training_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    net, optimizer = build()
+    learn(net, optimizer)
+    ordered = frozen(net, optimizer)
+    publish = manifest.publish
+    monkeypatch.setattr(manifest, "publish", lambda *a: (time.sleep(0.3), publish(*a))[1])
+    saver = Checkpointer(tmp_path, CheckpointConfig())
+    saver.save(1, net, optimizer, {"step": 1}, {})
+    learn(net, optimizer, 5)
+    assert saver.saving
+    assert saver.collect(wait=False) is None
+    saved = saver.collect(wait=True)
+    assert saved is not None
+    assert saved.blocked_seconds < saved.seconds
+    other, other_optimizer = build()
+    restore.load_tensors(saved.path, other, other_optimizer)
+    assert same(ordered, frozen(other, other_optimizer))
+
+
+def test_no_pickle_is_written_and_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = build()
+    path = save(tmp_path, 1, net, optimizer)
+    assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    monkeypatch.setattr(pickle, "Unpickler", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    restore.load_tensors(path, *build(seed=2))
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("/tmp/tercet-was-here"),))
+
+
+def test_a_foreign_pickle_in_the_folder_is_not_executed(tmp_path: Path) -> None:
+    net, optimizer = build()
+    path = save(tmp_path, 1, net, optimizer)
+    Path("/tmp/tercet-was-here").unlink(missing_ok=True)
+    for name in (".metadata", "__0_0.distcp", "optimizer.pt"):
+        (path / name).write_bytes(pickle.dumps(Bomb()))
+    restore.load_tensors(path, *build(seed=2))
+    assert not Path("/tmp/tercet-was-here").exists()
+
+
+@pytest.mark.parametrize("which", ["model-00001", "model-00002", "run.json", "rank-00000", "manifest"])
+def test_a_flipped_byte_anywhere_is_found_before_anything_is_loaded(tmp_path: Path, which: str) -> None:
+    net, optimizer = build()
+    learn(net, optimizer)
+    older = save(tmp_path, 1, net, optimizer)
+    newest = save(tmp_path, 2, net, optimizer)
+    victim = next(p for p in newest.iterdir() if which in p.name)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step-00000002"):
+        restore.choose(str(newest), tmp_path, verify=True)
+    found = restore.choose("auto", tmp_path, verify=True)
+    assert found is not None
+    assert found.path == older
+    assert "step-00000002" in found.said[0]
+
+
+@pytest.mark.parametrize("which", ["model-00001", "model-00002", "run.json", "rank-00000", "manifest.json"])
+def test_a_missing_file_is_named(tmp_path: Path, which: str) -> None:
+    path = save(tmp_path, 1, *build())
+    victim = next(p for p in path.iterdir() if which in p.name)
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=re.escape(f"{victim.name} is missing")):
+        restore.choose(str(path), tmp_path, verify=True)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact, nothing was changed"):
+        restore.choose("auto", tmp_path, verify=True)
+
+
+def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build())
+    victim = next(path.glob("*model-00001*"))
+    size = victim.stat().st_size
+    victim.write_bytes(victim.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=f"has {size - 3} bytes, the manifest says {size}"):
+        restore.choose(str(path), tmp_path, verify=True)
+
+
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build())
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 99'))
+    with pytest.raises(CheckpointError, match="checkpoint format 99, this Tercet reads format 1"):
+        restore.choose(str(path), tmp_path, verify=True)
+
+
+def test_without_any_checkpoint_auto_finds_none_and_a_path_is_an_error(tmp_path: Path) -> None:
+    assert restore.choose("auto", tmp_path / "nothing", verify=True) is None
+    with pytest.raises(CheckpointError, match="neither a checkpoint folder"):
+        restore.choose(str(tmp_path), tmp_path, verify=True)
+
+
+def test_what_a_crash_left_behind_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build())
+    (tmp_path / ".writing-step-00000002").mkdir()
+    (tmp_path / ".removing-step-00000000").mkdir()
+    (tmp_path / ".writing-step-00000002" / "manifest.json").write_text("{}")
+    assert manifest.complete_checkpoints(tmp_path) == [path]
+    manifest.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_the_newest_are_kept_and_those_marked_for_good(tmp_path: Path) -> None:
+    net, optimizer = build()
+    for step in range(1, 8):
+        save(tmp_path, step, net, optimizer, keep=2, keep_every=3)
+    assert [manifest.step_of(p) for p in manifest.complete_checkpoints(tmp_path)] == [3, 6, 7]
+    assert (tmp_path / "latest").resolve() == (tmp_path / "step-00000007").resolve()
+    for step in (8, 9):
+        save(tmp_path, step, net, optimizer, keep=0)
+    assert len(manifest.complete_checkpoints(tmp_path)) == 5
+
+
+def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
+    net, optimizer = build()
+    save(tmp_path, 1, net, optimizer)
+    learn(net, optimizer)
+    path = save(tmp_path, 1, net, optimizer)
+    other, other_optimizer = build(seed=4)
+    restore.load_tensors(path, other, other_optimizer)
+    assert same(frozen(net, optimizer), frozen(other, other_optimizer))
+
+
+def test_a_save_that_fails_says_so_frees_its_space_and_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, optimizer = build()
+    earlier = save(tmp_path, 1, net, optimizer)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write_json", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*newest complete.*step-00000001.*free space"):
+        save(tmp_path, 2, net, optimizer)
+    assert manifest.complete_checkpoints(tmp_path) == [earlier]
+    assert not list(tmp_path.glob(".writing*"))
+
+
+def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build())
+    with pytest.raises(CheckpointError, match=r"differs in shape: model\.a\.bias \[8\], the model has \[16\]"):
+        restore.load_tensors(path, *build(width=16))
+
+
+def test_a_changed_config_is_told_or_refused() -> None:
+    saved = {"model": {"dim": 8}, "train": {"lr": 1.0, "steps": 5}, "log": {"every": 1}}
+    assert restore.check_config(saved, saved, allow_change=False) == []
+    longer = saved | {"train": {"lr": 1.0, "steps": 9}, "log": {"every": 7}}
+    assert restore.check_config(saved, longer, allow_change=False) == ["train.steps was 5, now 9"]
+    hotter = saved | {"train": {"lr": 2.0, "steps": 5}}
+    with pytest.raises(CheckpointError, match=r"train\.lr was 1\.0, now 2\.0.*allow-config-change"):
+        restore.check_config(saved, hotter, allow_change=False)
+    assert restore.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
+    with pytest.raises(CheckpointError, match=r"another model: model\.dim was 8, now 16"):
+        restore.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runs import small
+from tercet.model.transformer import Transformer
+from tercet.parallel.strategy import Single
+from tercet.train.guard import NonFiniteGuard
+from tercet.train.optim import build_optimizer
+from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
+
+CPU = torch.device("cpu")
+
+
+def model_and_optimizer(clip: float = 1.0) -> tuple[Transformer, torch.optim.Optimizer]:
+    config = small(train__clip=clip)
+    torch.manual_seed(3)
+    model = Transformer(config.model)
+    return model, build_optimizer(model, config.train)
+
+
+def batch(sequences: int, seed: int = 0, ignored: int = 0) -> MicroBatch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 256, (sequences, 65), generator=draw)
+    targets = tokens[:, 1:].clone()
+    targets.view(-1)[:ignored] = IGNORED_TARGET
+    return MicroBatch(tokens[:, :-1], targets, None)
+
+
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[MicroBatch],
+    guard: NonFiniteGuard | None = None,
+    number: int = 1,
+    clip: float = 1.0,
+) -> StepResult:
+    guard = guard or NonFiniteGuard(CPU, 100, 5)
+    return train_step(
+        model, optimizer, batches, step=number, lr=1e-2, clip=clip, precision="fp32", guard=guard, strategy=Single()
+    )
+
+
+def halves(whole: MicroBatch, at: int) -> list[MicroBatch]:
+    return [MicroBatch(whole.tokens[s], whole.targets[s], None) for s in (slice(0, at), slice(at, None))]
+
+
+def captured_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[MicroBatch]
+) -> dict[str, Tensor]:
+    """Gradients as the optimizer gets them, unclipped."""
+    seen: dict[str, Tensor] = {}
+    names = {p: n for n, p in model.named_parameters()}
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            seen.update({names[p]: p.grad.clone() for p in group["params"] if p.grad is not None})
+
+    handle = optimizer.register_step_pre_hook(look)
+    step(model, optimizer, batches, clip=0.0)
+    handle.remove()
+    return seen
+
+
+def test_accumulated_gradients_equal_those_of_the_big_batch() -> None:
+    # The first half has far fewer targets than the second: a mean of the halves' means would be another number.
+    whole = batch(4, ignored=100)
+    big = captured_gradients(*model_and_optimizer(), [whole])
+    accumulated = captured_gradients(*model_and_optimizer(), halves(whole, 2))
+    assert big.keys() == accumulated.keys()
+    for name, expected in big.items():
+        assert torch.allclose(accumulated[name], expected, rtol=1e-4, atol=1e-8), name
+
+
+def test_the_loss_is_the_mean_over_the_target_tokens_of_the_whole_step() -> None:
+    whole = batch(4, ignored=100)
+    model, optimizer = model_and_optimizer()
+    with torch.no_grad():
+        logits = model(whole.tokens).double()
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten(), ignore_index=IGNORED_TARGET)
+    result = step(model, optimizer, halves(whole, 1))
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_grad_norm_is_the_one_computed_by_hand_before_clipping(clip: float) -> None:
+    model, optimizer = model_and_optimizer()
+    whole = batch(2)
+    loss = model(whole.tokens, None, whole.targets)
+    gradients = torch.autograd.grad(loss.total / loss.tokens, list(model.parameters()))
+    by_hand = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+    assert by_hand > 0.01
+    assert step(model, optimizer, [whole], clip=clip).grad_norm.item() == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_clipping_scales_all_gradients_to_the_global_norm() -> None:
+    free = captured_gradients(*model_and_optimizer(), [batch(2)])
+    model, optimizer = model_and_optimizer()
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.extend(p.grad.clone().flatten() for g in o.param_groups for p in g["params"])
+    )
+    step(model, optimizer, [batch(2)], clip=0.01)
+    clipped = torch.cat(seen)
+    assert clipped.norm().item() == pytest.approx(0.01, rel=1e-3)
+    total = torch.cat([g.flatten() for g in free.values()]).norm()
+    largest = max(float(g.abs().max()) for g in free.values())
+    assert clipped.abs().max().item() == pytest.approx(0.01 * largest / float(total), rel=1e-3)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model, optimizer = model_and_optimizer()
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] > 0 for p in g["params"]}
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == (parameter.ndim >= 2), name
+    grouped = [p for g in optimizer.param_groups for p in g["params"]]
+    assert len(grouped) == len({id(p) for p in grouped}) == len(list(model.parameters()))
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [t.clone() for state in optimizer.state.values() for t in state.values()]
+    return [p.detach().clone() for p in model.parameters()] + moments
+
+
+class Poison:
+    """Makes the loss of chosen steps NaN, on the device, as an overflow would."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.on = False
+        model.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, inputs: object, output: object) -> object:
+        return output._replace(total=output.total * float("nan")) if self.on else output  # type: ignore[attr-defined]
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on() -> None:
+    model, optimizer = model_and_optimizer()
+    poison, guard = Poison(model), NonFiniteGuard(CPU, 100, 5)
+    step(model, optimizer, [batch(2)], guard)
+    before = snapshot(model, optimizer)
+    poison.on = True
+    result = step(model, optimizer, [batch(2, seed=1)], guard)
+    assert bool(result.bad)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+    poison.on = False
+    assert not bool(step(model, optimizer, [batch(2, seed=2)], guard).bad)
+    assert not all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+    assert guard.total() == 1
+    assert guard.halted_at() == 0
+
+
+@pytest.mark.parametrize(("total", "in_row", "halts_at"), [(100, 2, 3), (1, 100, 2), (0, 0, 1)])
+def test_past_a_limit_the_weights_freeze_until_the_host_has_noticed(total: int, in_row: int, halts_at: int) -> None:
+    model, optimizer = model_and_optimizer()
+    poison, guard = Poison(model), NonFiniteGuard(CPU, total, in_row)
+    poison.on = True
+    for number in range(1, halts_at + 1):
+        assert guard.halted_at() == 0
+        step(model, optimizer, [batch(2)], guard, number)
+    assert guard.halted_at() == halts_at
+    before = snapshot(model, optimizer)
+    poison.on = False
+    result = step(model, optimizer, [batch(2, seed=3)], guard, halts_at + 1)
+    assert not bool(result.bad)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+    assert guard.halted_at() == halts_at
+
+
+def test_good_steps_in_between_end_a_row_but_not_the_total() -> None:
+    model, optimizer = model_and_optimizer()
+    poison, guard = Poison(model), NonFiniteGuard(CPU, 3, 1)
+    for number in range(1, 7):
+        poison.on = number % 2 == 0
+        step(model, optimizer, [batch(2)], guard, number)
+    assert guard.total() == 3
+    assert guard.halted_at() == 0
