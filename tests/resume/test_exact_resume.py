@@ -1,0 +1,170 @@
+"""N steps straight = some steps, kill -9, resume, the rest: the same losses and the same weights, to the bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import Child, Nursery, losses, small
+from tercet.config.schema import RunConfig
+from tercet.telemetry.events import RunStarted, StepLogged, events_file, read_events
+from tercet.train.manifest import complete_checkpoints, verify
+
+
+def config_of(folder: Path, **changes: object) -> RunConfig:
+    """Saves after every step, so that kills fall into saves; accumulates, so that they fall between micro-batches."""
+    changes = {"train__steps": 14, "train__tokens_per_step": 256, "checkpoint__every": 1} | changes
+    return small(run__dir=str(folder), **changes)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer moments of the newest checkpoint."""
+    newest = complete_checkpoints(folder / "checkpoints")[-1]
+    return {k: v for file in sorted(newest.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def assert_same_run(straight: Path, other: Path) -> None:
+    assert losses(other) == losses(straight)
+    expected, got = weights(straight), weights(other)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[k], expected[k]) for k in expected)
+
+
+@pytest.fixture(scope="module")
+def straight(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """An undisturbed run, and how long it took."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    begun = time.perf_counter()
+    child = nursery.run(config_of(folder))
+    assert child.code == 0, child.output
+    assert len(losses(folder)) == 14
+    return folder, time.perf_counter() - begun
+
+
+def kill_until_done(nursery: Nursery, config: RunConfig, delays: list[float]) -> list[Child]:
+    """Kill a run after each delay and take it up again, until it ends by itself or the delays do."""
+    children = []
+    for delay in [*delays, None]:
+        child = nursery.start(config, resume="auto")
+        children.append(child)
+        if delay is not None:
+            time.sleep(delay)
+            child.signal(signal.SIGKILL)
+        if child.wait() == 0:
+            return children
+        assert child.code == -signal.SIGKILL, child.output
+        for path in complete_checkpoints(Path(str(config.run.dir)) / "checkpoints"):
+            verify(path)  # what bears a checkpoint's name is whole, whenever the kill came
+    return children
+
+
+def test_a_run_killed_at_random_instants_goes_on_to_the_same_bits(
+    nursery: Nursery, straight: tuple[Path, float], tmp_path: Path
+) -> None:
+    reference, seconds = straight
+    draw = random.Random(20)
+    folder = tmp_path / "run"
+    children = kill_until_done(nursery, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(6)])
+    assert children[-1].code == 0, children[-1].output
+    assert_same_run(reference, folder)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_lose_nothing(nursery: Nursery, straight: tuple[Path, float], tmp_path: Path) -> None:
+    reference, seconds = straight
+    draw = random.Random(21)
+    kills = 0
+    for attempt in range(200):
+        folder = tmp_path / f"run{attempt}"
+        delays = [draw.uniform(0, seconds * 0.9) for _ in range(10)]
+        children = kill_until_done(nursery, config_of(folder), delays)
+        kills += sum(c.code == -signal.SIGKILL for c in children)
+        assert_same_run(reference, folder)
+        if kills >= 100:
+            break
+    assert kills >= 100
+
+
+def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(
+    nursery: Nursery, straight: tuple[Path, float], tmp_path: Path
+) -> None:
+    """Kill as soon as a folder that is being written shows up."""
+    reference, _ = straight
+    folder = tmp_path / "run"
+    config = config_of(folder)
+    caught = 0
+    for _ in range(40):
+        child = nursery.start(config, resume="auto")
+        seen = set(complete_checkpoints(folder / "checkpoints"))
+        while not list((folder / "checkpoints").glob(".writing-*")):
+            if (folder / "metrics.json").exists():
+                break
+            time.sleep(0.0005)
+        child.signal(signal.SIGKILL)
+        if child.wait() == 0:
+            break
+        left = list((folder / "checkpoints").glob(".writing-*"))
+        caught += bool(left)
+        kept = complete_checkpoints(folder / "checkpoints")
+        assert not seen or kept
+        # Let it make progress past the save it was killed in, or this would never end.
+        if caught >= 3:
+            break
+    assert caught >= 3
+    assert nursery.run(config, resume="auto").code == 0
+    assert not list((folder / "checkpoints").glob(".writing-*"))
+    assert_same_run(reference, folder)
+
+
+def test_log_intervals_that_a_resume_cuts_in_two_are_logged_whole(nursery: Nursery, tmp_path: Path) -> None:
+    """Checkpoints at 3, 6, 9, …, log lines at 5, 10, …: the steps between a save and a log line are not forgotten."""
+    runs = {}
+    for name in ("straight", "stopped"):
+        config = config_of(tmp_path / name, checkpoint__every=3, log__every=5, train__steps=12)
+        if name == "stopped":
+            first = config_of(tmp_path / name, checkpoint__every=3, log__every=5, train__steps=12, log__progress="off")
+            child = nursery.start(first)
+            while not (tmp_path / name / "checkpoints" / "step-00000006").exists():
+                time.sleep(0.001)
+            child.signal(signal.SIGKILL)
+            child.wait()
+        child = nursery.run(config, resume="auto" if name == "stopped" else None)
+        assert child.code == 0, child.output
+        logged = [e for e in read_events(events_file(tmp_path / name)) if isinstance(e, StepLogged)]
+        runs[name] = [(e.step, e.first_step, e.losses, e.grad_norms) for e in logged]
+    assert [r[:2] for r in runs["straight"]] == [(5, 1), (10, 6), (12, 11)]
+    assert runs["stopped"] == runs["straight"]
+
+
+def test_what_was_measured_after_the_resumed_step_is_moved_aside_and_not_told_twice(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    config = config_of(folder, checkpoint__every=4, train__steps=6)
+    child = nursery.start(config)
+    while not (folder / "training.csv").exists() or len((folder / "training.csv").read_text().split("\n")) < 7:
+        time.sleep(0.001)
+    child.signal(signal.SIGKILL)
+    child.wait()
+    newest = complete_checkpoints(folder / "checkpoints")
+    resumed_at = 4 if newest else 0
+    assert nursery.run(config, resume="auto").code == 0
+    steps = [e.step for e in read_events(events_file(folder)) if isinstance(e, StepLogged)]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert list(losses(folder)) == steps
+    started = [e for e in read_events(events_file(folder)) if isinstance(e, RunStarted)]
+    aside = [e for e in read_events(folder / "superseded_rank0.jsonl") if isinstance(e, StepLogged)]
+    assert [e.step for e in aside][:1] == [resumed_at + 1]
+    assert started[-1].superseded >= len(aside)
+
+
+def test_synchronous_saves_are_the_same_run(nursery: Nursery, straight: tuple[Path, float], tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", checkpoint__async_save=False)
+    assert nursery.run(config).code == 0
+    assert_same_run(straight[0], tmp_path / "run")
