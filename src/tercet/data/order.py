@@ -27,9 +27,11 @@ def mix(value: np.ndarray) -> np.ndarray:
 def key(*parts: int) -> int:
     """One 64-bit key out of several integers (a seed, an epoch, a block number...)."""
     state = 0
-    for part in parts:
-        mixed = np.array([(state + (part & _MASK) + _GOLDEN) & _MASK], dtype=np.uint64)
-        state = int(mix(mixed)[0])
+    for part in parts:  # `mix`, on Python integers: ten times faster than numpy for one number
+        state = (state + part + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
     return state
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from tercet.config.data import DataConfig
 from tercet.data.errors import BadRecordError, DataError
 from tercet.data.records import Record
-from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, write_json, write_shard
+from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import record_source
 from tercet.data.text import BAD_RECORDS_KEPT, OpenRecords, encode_records, hash_of, objection
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
@@ -91,19 +91,20 @@ def prepare(
             "shard_tokens": shard_tokens,
         }
         _check_plan(out, plan)
+        if (out / MANIFEST).is_file():  # written last: everything is there
+            return read_manifest(out)
         if isinstance(tokenizer, LibraryTokenizer):
             tokenizer.save(out / "tokenizer.json")
         entries = _finished(out)
         begin = time.perf_counter()
-        if not entries or not entries[-1]["last"]:
-            place = entries[-1]["place"] if entries else None
-            chunks = _chunks(records.open(0, place), tokenizer, skip_bad=data.bad_records == "skip")
-            builder = _Builder(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
-            with _Workers(workers, data) as pool:
-                for chunk, arrays, hashes in pool.tokenise(chunks):
-                    if builder.add(chunk, arrays, hashes) and report:
-                        report(_progress(entries, time.perf_counter() - begin))
-            builder.finish()
+        place = entries[-1]["place"] if entries else None
+        chunks = _chunks(records.open(0, place), tokenizer, skip_bad=data.bad_records == "skip")
+        builder = _Builder(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
+        with _Workers(workers, data) as pool:
+            for chunk, arrays, hashes in pool.tokenise(chunks):
+                if builder.add(chunk, arrays, hashes) and report:
+                    report(_progress(entries, time.perf_counter() - begin))
+        builder.finish()
         counts = _progress(entries, time.perf_counter() - begin)
         if not counts.documents:
             raise DataError(f"source={data.source} holds no document: there is nothing to prepare")
@@ -113,7 +114,7 @@ def prepare(
             "tokens": counts.tokens,
             "skipped": counts.skipped,
             "left_out": counts.left_out,
-            "shards": [{k: v for k, v in entry.items() if k not in ("place", "last")} for entry in entries],
+            "shards": [{k: v for k, v in entry.items() if k != "place"} for entry in entries],
         }
         write_json(out / MANIFEST, manifest)
         if report:
@@ -152,14 +153,14 @@ class _Builder:
         self._place = chunk.place
         if self._size < self._shard_tokens:
             return False
-        self._write(last=False)
+        self._write()
         return True
 
     def finish(self) -> None:
         if self._tokens or self._skipped or self._left_out or not self._entries:
-            self._write(last=True)
+            self._write()
 
-    def _write(self, *, last: bool) -> None:
+    def _write(self) -> None:
         lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
         documents = np.empty(len(lengths), dtype=DOCUMENT)
         documents["end"] = np.cumsum(lengths)
@@ -175,7 +176,6 @@ class _Builder:
             "bad_records": self._bad,
             "left_out": self._left_out,
             "place": self._place,
-            "last": last,
         }
         name = f"shard-{len(self._entries):05d}"
         self._entries.append(write_shard(self._out, name, tokens, documents, loss, facts))

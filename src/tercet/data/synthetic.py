@@ -11,13 +11,14 @@ answer there are always more than `min_distance` tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
 from tercet.data.errors import DataError
-from tercet.data.order import in_validation, key, mix, permutation, random_below, random_u64
+from tercet.data.order import in_validation, key, mix, random_below, random_u64
 from tercet.data.stream import Cursor, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
@@ -90,8 +91,8 @@ def make_task(config: SyntheticConfig, length: int, vocab_size: int, eos_id: int
     return (_recall if config.task == "recall" else _copy)(config, length, smallest_dtype(vocab_size), eos_id)
 
 
-def _noise(stream: int, length: int) -> np.ndarray:
-    return _NOISE_OF_BYTE[random_u64(stream, length // 8 + 1).view(np.uint8)[:length]]
+def _noise(draw: np.ndarray, length: int) -> np.ndarray:
+    return _NOISE_OF_BYTE[draw.view(np.uint8)[:length]]
 
 
 def _random(length: int, vocab_size: int, eos_id: int) -> Task:
@@ -123,17 +124,21 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
             "or fewer pairs, or a smaller min_distance"
         )
 
+    parts = list(accumulate([0, length // 8 + 1, slots, 26 * 26, config.pairs, config.pairs * values]))
+
     def make(stream: int) -> Made:
-        where = permutation(slots, stream, 1)[: config.pairs]
-        names = permutation(26 * 26, stream, 2)[: config.pairs]
-        which = permutation(config.pairs, stream, 3)[: config.queries]
+        # One draw for everything: on arrays this small each numpy call costs more than its work.
+        draw = random_u64(stream, parts[-1])
+        noise, where, names, which, digits = (draw[a:b] for a, b in pairwise(parts))
+        where, names = np.argsort(where)[: config.pairs], np.argsort(names)[: config.pairs]
+        which = np.argsort(which)[: config.queries]
 
         facts = np.empty((config.pairs, fact), dtype=dtype)  # distinct keys, so that each has one answer
         facts[:, 0], facts[:, 1], facts[:, 2] = KEYS[names // 26], KEYS[names % 26], IS
-        facts[:, 3:-1] = VALUES[random_below(key(stream, 4), config.pairs * values, 10)].reshape(-1, values)
+        facts[:, 3:-1] = VALUES[(digits % np.uint64(10)).view(np.int64)].reshape(-1, values)
         facts[:, -1] = END
 
-        tokens = _noise(stream, length).astype(dtype)
+        tokens = _noise(noise, length).astype(dtype)
         tokens[: slots * fact].reshape(slots, fact)[where] = facts
         asked = tokens[asked_at:-1].reshape(config.queries, question)
         asked[:, 0], asked[:, 1:] = ASK, facts[which]
@@ -159,7 +164,7 @@ def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) ->
         )
 
     def make(stream: int) -> Made:
-        tokens = _noise(stream, length).astype(dtype)
+        tokens = _noise(random_u64(stream, length // 8 + 1), length).astype(dtype)
         string = KEYS[random_below(key(stream, 1), size, len(KEYS))]
         tokens[0], tokens[1 : size + 1], tokens[size + 1] = START, string, END
         tokens[asked_at], tokens[asked_at + 1 : asked_at + 1 + size], tokens[asked_at + 1 + size] = ASK, string, END

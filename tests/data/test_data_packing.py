@@ -1,0 +1,138 @@
+"""Documents in sequences: boundaries, targets, masks and padding, against an oracle written with lists."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.config.data import DataConfig
+from tercet.data.packing import IGNORE, Packing, pack
+from tercet.data.stream import Document
+
+EOS = 0
+
+
+class ListStream:
+    """Documents from lists; masks where the list has them."""
+
+    def __init__(self, documents: list[list[int]], masks: list[list[bool]] | None = None) -> None:
+        self.identity, self.bad_records = {}, []
+        self._documents, self._masks = documents, masks
+
+    def documents(self, cursor=None):
+        start = cursor["documents"] if cursor else 0
+        for i in range(start, len(self._documents)):
+            loss = None if self._masks is None else np.array(self._masks[i])
+            here = {"epoch": 0, "documents": i + 1, "skipped": 0, "left_out": 0}
+            yield Document(np.array(self._documents[i], dtype=np.uint16), loss, here)
+
+
+def packing(seq_len: int, sequences: int, *, whole: bool = False) -> Packing:
+    return Packing(seq_len, sequences, 0, sequences, whole, EOS)
+
+
+def oracle(documents: list[list[int]], seq_len: int, sequences: int, whole: bool):
+    """(token, target, first of its segment?) one by one; padding is (EOS, IGNORE, first of its segment?)."""
+    line: list[tuple[int, int, bool]] = []
+    for document in documents:
+        used = len(line) % seq_len
+        if whole and used and len(document) > seq_len - used:
+            line += [(EOS, IGNORE, i == 0) for i in range(seq_len - used)]
+        for i, token in enumerate(document):
+            target = document[i + 1] if i + 1 < len(document) else IGNORE
+            line.append((token, target, i == 0 or len(line) % seq_len == 0))
+    batch = seq_len * sequences
+    first = True
+    while len(line) % batch:
+        line.append((EOS, IGNORE, first or len(line) % seq_len == 0))
+        first = False
+    return [line[i : i + batch] for i in range(0, len(line), batch)]
+
+
+documents_strategy = st.lists(
+    st.lists(st.integers(1, 999), min_size=0, max_size=25).map(lambda tokens: [*tokens, EOS]), min_size=1, max_size=12
+)
+
+
+@given(documents_strategy, st.integers(2, 9), st.integers(1, 4), st.booleans())
+def test_packed_batches_equal_the_oracle(documents, seq_len, sequences, whole):
+    batches = list(pack(ListStream(documents), packing(seq_len, sequences, whole=whole)))
+    expected = oracle(documents, seq_len, sequences, whole)
+    assert len(batches) == len(expected)
+    for batch, line in zip(batches, expected, strict=True):
+        tokens, targets, firsts = zip(*line, strict=True)
+        assert batch.tokens.tolist() == list(tokens)
+        assert batch.targets.tolist() == list(targets)
+        assert batch.cu_seqlens.tolist() == [i for i, first in enumerate(firsts) if first] + [len(line)]
+    stats = batches[-1].stats
+    assert stats.documents == len(documents)
+    assert stats.tokens == sum(map(len, documents))
+    assert stats.tokens + stats.padding == len(batches) * seq_len * sequences
+
+
+def test_the_last_token_of_a_document_predicts_eos_and_eos_predicts_nothing():
+    (batch,) = pack(ListStream([[5, 6, EOS], [7, EOS]]), packing(5, 1))
+    assert batch.tokens.tolist() == [5, 6, EOS, 7, EOS]
+    assert batch.targets.tolist() == [6, EOS, IGNORE, EOS, IGNORE]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+
+
+def test_a_long_document_goes_on_in_the_next_sequence_with_every_target_but_none_twice():
+    document = [*range(1, 12), EOS]
+    batches = list(pack(ListStream([document]), packing(4, 2)))
+    tokens = np.concatenate([b.tokens for b in batches])[: len(document)]
+    targets = np.concatenate([b.targets for b in batches])[: len(document)]
+    assert tokens.tolist() == document
+    assert targets.tolist() == [*document[1:], IGNORE]
+    assert batches[0].cu_seqlens.tolist() == [0, 4, 8], "the end of a sequence is a boundary"
+
+
+def test_masked_tokens_are_read_but_are_no_targets():
+    mask = [False, False, True, False, True]
+    (batch,) = pack(ListStream([[5, 6, 7, 8, EOS]], [mask]), packing(5, 1))
+    assert batch.tokens.tolist() == [5, 6, 7, 8, EOS]
+    assert batch.targets.tolist() == [IGNORE, 7, IGNORE, EOS, IGNORE]
+
+
+def test_a_prompt_does_not_count_in_the_loss(tmp_path, read):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "2+2=", "text": "four"}\n')
+    data = DataConfig(
+        source="jsonl", path=str(path), prompt_field="question", seq_len=9, validation_fraction=0, exhaustion="stop"
+    )
+    (batch,) = read(data, sequences=1)
+    assert bytes(batch.tokens[0].tolist()) == b"2+2=four\0"
+    assert batch.targets[0].tolist() == [IGNORE] * 3 + list(b"four\0") + [IGNORE]
+
+
+def test_whole_packing_splits_no_document_that_fits(configs, read, documents_of):
+    data = configs["jsonl"].model_copy(update={"packing": "whole", "seq_len": 256, "exhaustion": "stop"})
+    batches = read(data)
+    for batch in batches:
+        bounds = batch.cu_seqlens.tolist()
+        for begin, end in pairwise(bounds):
+            segment = batch.tokens.flatten()[begin:end]
+            goes_on = segment[-1] != EOS
+            assert not goes_on or begin % 256 == 0, "only a document that had a whole sequence goes on"
+    assert batches[-1].stats.padding > 0
+    continued = configs["jsonl"].model_copy(update={"seq_len": 256, "exhaustion": "stop"})
+    assert documents_of(batches) == documents_of(read(continued))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_packing_goes_on_from_every_batch(whole):
+    rng = np.random.default_rng(0)
+    documents = [[*rng.integers(1, 99, rng.integers(0, 30)).tolist(), EOS] for _ in range(40)]
+    stream = ListStream(documents)
+    straight = list(pack(stream, packing(7, 2, whole=whole)))
+    for k, batch in enumerate(straight):
+        rest = list(pack(stream, packing(7, 2, whole=whole), batch.state))
+        assert len(rest) == len(straight) - k - 1
+        for a, b in zip(rest, straight[k + 1 :], strict=True):
+            assert np.array_equal(a.tokens, b.tokens)
+            assert np.array_equal(a.targets, b.targets)
+            assert a.stats == b.stats

@@ -1,0 +1,130 @@
+"""Batches made ahead of time are neither lost nor repeated, whatever happens to their reader."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tercet.config.data import DataConfig
+from tercet.data.ahead import Ahead
+from tercet.data.errors import BadRecordError
+from tercet.data.loader import Batch, build_loader
+
+
+def digest(batch: Batch) -> str:
+    return hashlib.sha256(batch.tokens.numpy().tobytes() + batch.targets.numpy().tobytes()).hexdigest()
+
+
+def read_until_killed(data: DataConfig, state: dict | None, log: Path) -> None:
+    with open(log, "a") as out:
+        for batch in build_loader(data, seed=7, batch_sequences=4, state=state):
+            out.write(json.dumps([digest(batch), batch.state]) + "\n")
+            out.flush()
+
+
+def test_a_reader_killed_at_any_moment_goes_on_without_losing_or_repeating_a_batch(configs, read, tmp_path):
+    data = configs["mixture"].model_copy(update={"prefetch": 16})
+    log, state = tmp_path / "log", None
+    log.touch()
+    kept: list[str] = []
+    for kill in range(5):
+        reader = os.fork()  # not a new interpreter: importing torch five times would be most of the test
+        if reader == 0:
+            read_until_killed(data, state, log)
+            os._exit(1)
+        wanted = log.stat().st_size + 7000 * (kill + 1)
+        deadline = time.monotonic() + 60
+        while log.stat().st_size < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.kill(reader, signal.SIGKILL)
+        os.waitpid(reader, 0)
+        kept = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        log.write_text("".join(kept))
+        state = json.loads(kept[-1])[1]
+    seen = [json.loads(line)[0] for line in kept]
+    straight = read(data.model_copy(update={"prefetch": 0}), len(seen))
+    assert len(seen) > 30
+    assert seen == [digest(batch) for batch in straight]
+
+
+@pytest.mark.parametrize("prefetch", [1, 3, 64])
+def test_batches_do_not_depend_on_how_many_are_made_ahead(prefetch, configs, read, same):
+    plain = read(configs["jsonl"].model_copy(update={"prefetch": 0}), 12)
+    ahead = read(configs["jsonl"].model_copy(update={"prefetch": prefetch}), 12)
+    assert all(same(a, b) for a, b in zip(plain, ahead, strict=True))
+
+
+def test_an_error_is_raised_at_its_batch_and_again_when_asked_again(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "aaaaaaaaa"}\n' * 5 + "broken\n")
+    data = DataConfig(source="jsonl", path=str(path), seq_len=10, validation_fraction=0, shuffle=False, shuffle_block=5)
+    with build_loader(data, seed=0, batch_sequences=5) as loader:
+        assert next(loader).tokens.shape == (5, 10)
+        for _ in range(2):
+            with pytest.raises(BadRecordError, match=r"record 6 of .*a.jsonl: is not JSON"):
+                next(loader)
+
+
+def _data_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tercet-data"]
+
+
+def test_closing_or_forgetting_a_loader_ends_its_threads(configs):
+    before = len(_data_threads())
+    for forget in (False, True):
+        loader = build_loader(configs["mixture"], seed=1, batch_sequences=4)
+        next(loader)
+        assert len(_data_threads()) > before
+        if forget:
+            del loader
+        else:
+            loader.close()
+        deadline = time.monotonic() + 10
+        while len(_data_threads()) > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(_data_threads()) == before
+
+
+def test_time_spent_waiting_is_measured(configs):
+    def slow():
+        for i in range(3):
+            time.sleep(0.05)
+            yield i
+
+    ahead = Ahead(slow(), depth=2)
+    assert list(ahead) == [0, 1, 2]
+    assert 0.1 < ahead.wait_seconds < 5
+
+    with build_loader(configs["jsonl"], seed=1, batch_sequences=4) as loader:
+        next(loader)
+        first = loader.wait_seconds
+        assert first > 0
+        time.sleep(0.3)  # prefetched by now
+        next(loader)
+        assert loader.wait_seconds - first < 0.1
+
+
+def test_a_batch_is_what_the_trainer_was_promised(configs, read):
+    import torch
+
+    batch = read(configs["jsonl"], 1, rank=1, world_size=2)[0]
+    assert batch.tokens.shape == batch.targets.shape == (2, 64)
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens[0] == 0
+    assert batch.cu_seqlens[-1] == 128
+    assert (batch.cu_seqlens.diff() > 0).all()
+    assert batch.tokens.is_contiguous()
+    assert json.loads(json.dumps(batch.state)) == batch.state
+    open_to_all = configs["jsonl"].model_copy(update={"cross_document_attention": True})
+    crossing = read(open_to_all, 1, rank=1, world_size=2)[0]
+    assert crossing.cu_seqlens is None
+    assert np.array_equal(crossing.targets, batch.targets)

@@ -1,0 +1,123 @@
+"""A record that cannot be read is named, or skipped and counted; never replaced by anything."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from tercet.config.data import DataConfig
+from tercet.data.errors import BadRecordError, DataError
+
+GOOD = [json.dumps({"text": f"good {i}"}) for i in range(6)]
+
+
+def jsonl_with(bad: bytes) -> bytes:
+    lines = [line.encode() for line in GOOD]
+    return b"\n".join(lines[:3] + [bad] + lines[3:]) + b"\n"
+
+
+def config(source: str, path, **kwargs) -> DataConfig:
+    return DataConfig(
+        source=source, path=str(path), seq_len=16, validation_fraction=0, exhaustion="stop", shuffle=False, **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b'{"text": "half', "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b'["text"]', "is list and not an object"),
+        (b'{"content": "x"}', r"has no field 'text' \(it has content\)"),
+        (b'{"text": null}', "its text is NoneType and not a string"),
+        (b'{"text": 5}', "its text is int and not a string"),
+        (b'{"text": "\\ud800"}', "its text is not Unicode"),
+        (b'{"text": "a\\u0000b"}', "has a zero byte at 1, which means end of document to the byte tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_bad_line_is_named_or_skipped_and_counted(bad, reason, suffix, tmp_path, read, documents_of):
+    path = tmp_path / f"a.{suffix}"
+    compress = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.ZstdCompressor().compress}
+    path.write_bytes(compress[suffix](jsonl_with(bad)))
+    with pytest.raises(BadRecordError, match=rf"record 4 of .*a\.{suffix}: {reason}.*--data.bad-records skip"):
+        read(config("jsonl", path))
+    batches = read(config("jsonl", path, bad_records="skip"))
+    assert documents_of(batches) == [f"good {i}".encode() for i in range(6)]
+    assert batches[-1].stats.skipped == 1
+
+
+def test_skipped_records_can_be_read_about(tmp_path):
+    from tercet.data.loader import build_loader
+
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl_with(b"nonsense"))
+    with build_loader(config("jsonl", path, bad_records="skip"), seed=0, batch_sequences=1) as loader:
+        assert next(loader).stats.skipped == 1
+        assert "record 4 of" in loader.bad_records[0]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
+def test_a_compressed_file_that_breaks_off_is_an_error_not_an_end(suffix, tmp_path, read, documents_of):
+    lines = "".join(json.dumps({"text": f"{i} " + str(hash(str(i)))}) + "\n" for i in range(5000)).encode()
+    packed = gzip.compress(lines) if suffix.endswith("gz") else zstandard.ZstdCompressor().compress(lines)
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(BadRecordError, match=rf"record \d+ of .*a\.{suffix}: the file breaks off here"):
+        read(config("jsonl", path))
+    (tmp_path / "b.jsonl").write_text(GOOD[0] + "\n")
+    batches = read(config("jsonl", tmp_path, bad_records="skip"))
+    assert documents_of(batches)[-1] == b"good 0"
+    assert batches[-1].stats.skipped == 1
+
+
+def test_bad_parquet_rows_and_files_are_named(tmp_path, read, documents_of):
+    pq.write_table(pa.table({"text": ["one", None, "three"]}), tmp_path / "a.parquet")
+    with pytest.raises(BadRecordError, match=r"record 2 of .*a.parquet: its text is NoneType"):
+        read(config("parquet", tmp_path))
+    batches = read(config("parquet", tmp_path, bad_records="skip"))
+    assert documents_of(batches) == [b"one", b"three"]
+    with pytest.raises(BadRecordError, match=r"a.parquet: has no column 'body' \(it has text\)"):
+        read(config("parquet", tmp_path, text_field="body"))
+    (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(BadRecordError, match=r"b.parquet: is not a readable parquet file"):
+        read(config("parquet", tmp_path / "b.parquet"))
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path, read):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(BadRecordError, match=r"a.txt: is not UTF-8 \(.* at byte 3\)"):
+        read(config("text", tmp_path))
+
+
+def test_text_files_are_cut_at_the_separator(tmp_path, read, documents_of):
+    (tmp_path / "a.txt").write_text("one\n---\ntwo\n---\nthree")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"four"))
+    assert documents_of(read(config("text", tmp_path, separator="\n---\n"))) == [b"one", b"two", b"three", b"four"]
+    whole = documents_of(read(config("text", tmp_path)))
+    assert whole == [b"one\n---\ntwo\n---\nthree", b"four"]
+
+
+def test_paths_may_be_files_folders_and_globs(tmp_path, read, documents_of):
+    for name in ("x/a.jsonl", "x/deep/b.jsonl", "y/c.jsonl", "y/notes.md", "x/.hidden.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+
+    def names(*paths) -> set[bytes]:
+        data = config("jsonl", "x").model_copy(update={"path": tuple(str(tmp_path / p) for p in paths)})
+        return set(documents_of(read(data)))
+
+    assert names("x") == {b"x/a.jsonl", b"x/deep/b.jsonl"}
+    assert names("x", "y/c.jsonl") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"y/c.jsonl"}
+    assert names("**/*.jsonl") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"y/c.jsonl"}
+    with pytest.raises(DataError, match="matches no file"):
+        names("z*.jsonl")
+    with pytest.raises(DataError, match="holds no parquet file"):
+        read(config("parquet", tmp_path / "x"))
+    with pytest.raises(DataError, match=r"names .*a.jsonl twice"):
+        names("x/a.jsonl", "x/*.jsonl")

@@ -1,0 +1,119 @@
+"""One global order of documents, from which any run goes on exactly, at any world size."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tercet.data.errors import DataError
+from tercet.data.loader import build_loader
+
+KINDS = ["text", "jsonl", "gz", "zst", "parquet", "fineweb", "shards", "recall", "mixture"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resuming_after_any_batch_goes_on_exactly(kind, configs, read, same):
+    straight = read(configs[kind], 72, sequences=8)
+    if kind != "recall":
+        assert straight[-4].stats.epoch >= 1, "a change of epoch is among the places"
+    for k in range(0, 69, 5 if kind == "fineweb" else 2):
+        state = json.loads(json.dumps(straight[k].state))
+        resumed = read(configs[kind], 3, sequences=8, state=state)
+        assert len(resumed) == 3
+        assert all(same(a, b) for a, b in zip(straight[k + 1 :], resumed, strict=False)), f"after batch {k}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_read_what_one_rank_reads(kind, world, configs, read):
+    alone = read(configs[kind], 8)
+    ranks = [read(configs[kind], 8, rank=r, world_size=world) for r in range(world)]
+    for step, batch in enumerate(alone):
+        shares = [rank[step] for rank in ranks]
+        assert np.array_equal(np.concatenate([s.tokens for s in shares]), batch.tokens)
+        assert np.array_equal(np.concatenate([s.targets for s in shares]), batch.targets)
+        assert all(s.state == batch.state and s.stats == batch.stats for s in shares)
+        size = shares[0].tokens.numel()
+        bounds = sorted({b + r * size for r, s in enumerate(shares) for b in s.cu_seqlens.tolist()})
+        assert bounds == batch.cu_seqlens.tolist()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "shards", "mixture"])
+def test_a_run_goes_on_at_another_world_size(kind, configs, read):
+    straight = read(configs[kind], 9)
+    on_two = [read(configs[kind], 3, rank=r, world_size=2) for r in range(2)]
+    on_four = [read(configs[kind], 3, rank=r, world_size=4, state=on_two[1][-1].state) for r in range(4)]
+    on_one = read(configs[kind], 3, state=on_four[2][-1].state)
+    whole = [np.concatenate([rank[i].tokens for rank in ranks]) for ranks in (on_two, on_four) for i in range(3)]
+    whole += [batch.tokens.numpy() for batch in on_one]
+    assert all(np.array_equal(a, b.tokens) for a, b in zip(whole, straight, strict=True))
+
+
+def test_a_run_goes_on_at_another_length_and_batch_size_without_losing_a_token(configs, read):
+    data = configs["jsonl"]
+    straight = np.concatenate([b.tokens.flatten() for b in read(data, 30)])
+    first = read(data, 5)
+    longer = data.model_copy(update={"seq_len": 160})
+    then = read(longer, 4, sequences=3, state=first[-1].state)
+    joined = np.concatenate([b.tokens.flatten() for b in first + then])
+    assert np.array_equal(joined, straight[: len(joined)])
+    assert then[-1].stats.tokens == len(joined)
+
+
+def test_each_epoch_reads_every_document_once_in_a_new_order(configs, read, documents_of, texts):
+    for kind in ("text", "jsonl", "zst", "parquet", "fineweb", "shards"):
+        data = configs[kind].model_copy(update={"validation_fraction": 0.0})
+        documents = [d.decode() for d in documents_of(read(data, 300))]
+        epochs = [documents[i : i + len(texts)] for i in range(0, len(documents) - len(texts), len(texts))]
+        assert len(epochs) > 2
+        assert all(sorted(epoch) == sorted(texts) for epoch in epochs), kind
+        assert epochs[0] != epochs[1] != epochs[2], kind
+
+
+def test_the_seed_gives_the_order_and_without_shuffle_there_is_none(configs, read, documents_of, texts):
+    data = configs["jsonl"].model_copy(update={"validation_fraction": 0.0, "exhaustion": "stop"})
+    orders = [documents_of(read(data, seed=seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    plain = data.model_copy(update={"shuffle": False})
+    in_files = [text for part in range(3) for text in texts[part::3]]
+    assert [d.decode() for d in documents_of(read(plain))] == in_files
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 8}, "seed was 7 and is 8"),
+        ({"validation_fraction": 0.2}, "validation_fraction was 0.1 and is 0.2"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"shuffle_block": 9}, "shuffle_block was 8 and is 9"),
+    ],
+)
+def test_a_cursor_of_other_data_is_refused_by_name(change, named, configs, read):
+    state = read(configs["jsonl"], 2)[-1].state
+    seed = change.get("seed", 7)
+    data = configs["jsonl"].model_copy(update={k: v for k, v in change.items() if k != "seed"})
+    with pytest.raises(DataError, match=named):
+        read(data, 1, seed=seed, state=state)
+
+
+def test_a_cursor_is_refused_when_the_files_changed(tmp_path, configs, read):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "one two three"}\n' * 40)
+    data = configs["jsonl"].model_copy(update={"path": (str(folder),), "validation_fraction": 0.0})
+    state = read(data, 1)[-1].state
+    moved = folder.rename(tmp_path / "elsewhere")
+    data = data.model_copy(update={"path": (str(moved),)})
+    assert read(data, 1, state=state), "a moved folder holds the same files"
+    (moved / "b.jsonl").write_text('{"text": "four"}\n')
+    with pytest.raises(DataError, match=r"data changed since the checkpoint: files was"):
+        read(data, 1, state=state)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(configs):
+    with pytest.raises(DataError, match="batch_sequences=6 is not a multiple of world_size=4: take 8"):
+        build_loader(configs["jsonl"], seed=1, batch_sequences=6, world_size=4)
+    with pytest.raises(DataError, match="rank=4 is not one of 0 … 3"):
+        build_loader(configs["jsonl"], seed=1, batch_sequences=8, world_size=4, rank=4)

@@ -1,0 +1,190 @@
+"""Prepared shards hold exactly the documents of their source, whatever happened while they were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tercet.config.data import DataConfig
+from tercet.data.errors import BadRecordError, DataError
+from tercet.data.prepare import prepare
+from tercet.data.shards import verify
+
+
+@pytest.fixture
+def source(corpus) -> DataConfig:
+    return DataConfig(source="jsonl", path=str(corpus["jsonl"]))
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name.startswith(("shard-", "manifest"))}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch) -> None:
+    monkeypatch.setattr("tercet.data.prepare.CHUNK_BYTES", 600)
+
+
+def test_the_shards_do_not_depend_on_the_number_of_workers(source, tmp_path, small_chunks):
+    for workers in (1, 2):
+        prepare(source, tmp_path / str(workers), workers=workers, shard_tokens=2000)
+    one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
+    assert one == two
+    assert len([name for name in one if name.endswith("tokens.npy")]) > 5
+
+
+def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(source, tmp_path, small_chunks, monkeypatch):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    prepare(source, straight, workers=1, shard_tokens=1500)
+
+    import tercet.data.prepare as module
+
+    def slowly(*args):
+        time.sleep(0.003)
+        return write(*args)
+
+    write = module.write_shard
+    kills = 0
+    for delay in (0.01, 0.03, 0.02, 0.05, 0.015):
+        child = os.fork()
+        if child == 0:
+            module.write_shard = slowly
+            prepare(source, broken, workers=1, shard_tokens=1500)
+            os._exit(0)
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        kills += os.waitpid(child, 0)[1] != 0
+        if (broken / "prepare.json").exists() and not (broken / "manifest.json").exists():
+            (broken / "shard-00099.tokens.npy.partial").write_bytes(b"left by a killed process")
+    assert kills > 0
+    prepare(source, broken, workers=1, shard_tokens=1500)
+    assert contents(broken) == contents(straight)
+    verify(broken)
+
+
+def test_going_on_does_not_read_finished_shards_again(source, tmp_path, small_chunks, monkeypatch):
+    import tercet.data.prepare as module
+
+    encoded: list[int] = []
+    real = module.encode_records
+
+    def counting(tokenizer, records):
+        encoded.append(len(records))
+        return real(tokenizer, records)
+
+    def stop_after_three(now):
+        if now.shards == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "encode_records", counting)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "out", workers=1, shard_tokens=1500, report=stop_after_three)
+    before = sum(encoded)
+    encoded.clear()
+    manifest = prepare(source, tmp_path / "out", workers=1, shard_tokens=1500)
+    assert sum(encoded) == manifest["documents"] - before
+    encoded.clear()
+    prepare(source, tmp_path / "out", workers=1, shard_tokens=1500)
+    assert encoded == [], "a finished folder is left as it is"
+
+
+def test_shards_of_another_tokenizer_are_refused(shards, read, small_bpe):
+    with pytest.raises(DataError, match=r"was tokenised with byte, not with tokenizer=.*: use --data.tokenizer byte"):
+        read(DataConfig(source="shards", path=str(shards), tokenizer=str(small_bpe), seq_len=16), 1)
+
+
+def test_shards_keep_their_tokenizer_and_give_the_text_back(source, tmp_path, texts, small_bpe, read):
+    out = tmp_path / "bpe"
+    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)
+    from tercet.data.tokenizers import load_tokenizer
+
+    data = DataConfig(
+        source="shards", path=str(out), tokenizer=str(out), seq_len=32, validation_fraction=0, exhaustion="stop"
+    )
+    tokenizer = load_tokenizer(str(out))
+    tokens = np.concatenate([b.tokens.flatten() for b in read(data)])
+    ends = np.flatnonzero(tokens == tokenizer.eos_id)
+    found = [tokenizer.decode(part.tolist()) for part in np.split(tokens, ends + 1)]
+    assert sorted(t for t in found if t) == sorted(texts)
+
+
+def test_prompts_stay_out_of_the_loss_in_shards(tmp_path, read):
+    (tmp_path / "a.jsonl").write_text('{"q": "2+2=", "text": "four"}\n{"q": "1+1=", "text": "two"}\n')
+    text = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), prompt_field="q")
+    prepare(text, tmp_path / "out", workers=1)
+    settings = {"seq_len": 17, "validation_fraction": 0, "exhaustion": "stop", "shuffle": False}
+    data = DataConfig(source="shards", path=str(tmp_path / "out"), **settings)
+    (batch,) = read(data, sequences=1)
+    (expected,) = read(text.model_copy(update=settings), sequences=1)
+    assert np.array_equal(batch.targets, expected.targets)
+    assert (batch.targets == -100).sum() == 3 + 1 + 3 + 1
+
+
+def test_a_damaged_or_missing_shard_is_named(source, tmp_path, small_chunks, read):
+    out = tmp_path / "out"
+    prepare(source, out, workers=1, shard_tokens=3000)
+    data = DataConfig(source="shards", path=str(out), seq_len=16)
+    path = out / "shard-00001.tokens.npy"
+    good = path.read_bytes()
+    path.write_bytes(good[:-7] + bytes([good[-7] ^ 1]) + good[-6:])
+    with pytest.raises(DataError, match=r"shard-00001.tokens.npy has sha256"):
+        verify(out)
+    path.write_bytes(good[:-1])
+    with pytest.raises(DataError, match=rf"shard-00001.tokens.npy is {len(good) - 1} bytes long"):
+        read(data, 1)
+    path.unlink()
+    with pytest.raises(DataError, match=r"shard-00001.tokens.npy is missing"):
+        read(data, 1)
+
+
+def test_a_folder_that_is_not_ready_is_refused(source, tmp_path, read):
+    out = tmp_path / "out"
+
+    def stop(now):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, out, workers=1, shard_tokens=100, report=stop)
+    (out / "manifest.json").unlink(missing_ok=True)
+    with pytest.raises(DataError, match="its preparation was interrupted; run it again"):
+        read(DataConfig(source="shards", path=str(out)), 1)
+    with pytest.raises(DataError, match=r"is not a folder made by `tercet data prepare`"):
+        read(DataConfig(source="shards", path=str(tmp_path)), 1)
+
+
+def test_a_folder_begun_with_other_settings_is_not_continued(source, tmp_path):
+    prepare(source, tmp_path / "out", workers=1)
+    with pytest.raises(DataError, match=r"was begun with shard_tokens=67108864, now shard_tokens=5"):
+        prepare(source, tmp_path / "out", workers=1, shard_tokens=5)
+
+
+def test_two_preparations_of_one_folder_do_not_meet(source, tmp_path):
+    def second(now):
+        with pytest.raises(DataError, match="is being written by another process"):
+            prepare(source, tmp_path / "out", workers=1)
+
+    prepare(source, tmp_path / "out", workers=1, report=second)
+
+
+def test_a_bad_record_stops_the_preparation_or_is_counted_in_the_manifest(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbroken\n')
+    data = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"))
+    with pytest.raises(BadRecordError, match="record 2 of"):
+        prepare(data, tmp_path / "one", workers=1)
+    manifest = prepare(data.model_copy(update={"bad_records": "skip"}), tmp_path / "two", workers=1)
+    assert (manifest["documents"], manifest["skipped"]) == (1, 1)
+    assert "record 2 of" in manifest["shards"][0]["bad_records"][0]
+    assert json.loads((tmp_path / "two" / "manifest.json").read_text()) == manifest
+
+
+def test_what_cannot_be_prepared_says_so(tmp_path):
+    with pytest.raises(DataError, match="source=synthetic cannot be prepared: it must be one of python-source"):
+        prepare(DataConfig(source="synthetic"), tmp_path / "out")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="cannot be made"):
+        prepare(DataConfig(), tmp_path / "file" / "out")

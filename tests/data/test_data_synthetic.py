@@ -1,0 +1,119 @@
+"""Made-up tasks are what they claim: answers lie in the document, far away, and only they count."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.config.data import DataConfig, SyntheticConfig
+from tercet.data.errors import DataError
+from tercet.data.packing import IGNORE
+from tercet.data.synthetic import make_task
+
+
+@given(
+    st.integers(0, 2**64 - 1), st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 600),
+    st.integers(0, 300),
+)  # fmt: skip
+def test_every_answer_stands_once_and_further_away_than_min_distance(number, pairs, queries, values, distance, more):
+    queries = min(queries, pairs)
+    config = SyntheticConfig(task="recall", pairs=pairs, queries=queries, value_tokens=values, min_distance=distance)
+    length = pairs * (values + 4) + distance + queries * (values + 5) + 1 + more
+    tokens, loss = make_task(config, length, 256, 0)(number)
+    assert len(tokens) == len(loss) == length
+    assert tokens[-1] == 0
+    assert (tokens[:-1] != 0).all()
+    text = bytes(tokens.tolist())
+    facts = {m.group(1): m for m in re.finditer(rb"(?<!\?)([a-z]{2})=([0-9]+);", text)}
+    asked = list(re.finditer(rb"\?([a-z]{2})=([0-9]+);", text))
+    assert len(facts) == pairs
+    assert len(asked) == queries == len({m.group(1) for m in asked})
+    answers = np.zeros(length, dtype=bool)
+    for question in asked:
+        fact = facts[question.group(1)]
+        assert fact.group(2) == question.group(2)
+        assert len(fact.group(2)) == values
+        # Not even the last token of the fact is within min_distance of the first answer.
+        assert question.start(2) - (fact.end() - 1) > distance
+        answers[question.start(2) : question.end(2)] = True
+    assert np.array_equal(loss, answers)
+
+
+def test_a_window_over_the_question_never_holds_the_answer():
+    window, layers = 16, 3
+    config = SyntheticConfig(task="recall", pairs=5, queries=3, min_distance=layers * (window - 1) + 1)
+    make = make_task(config, 160, 256, 0)
+    for number in range(50):
+        tokens, loss = make(number)
+        first = int(np.flatnonzero(loss)[0])
+        # What a stack of window layers can see when it predicts the first answer.
+        seen = tokens[max(0, first - 1 - layers * (window - 1)) : first]
+        key = bytes(seen[-3:-1].tolist())
+        assert bytes(seen.tolist()).count(key) == 1, "the key stands in the question alone"
+
+
+def test_the_copy_is_the_original_and_far_away():
+    config = SyntheticConfig(task="copy", copy_tokens=20, min_distance=100)
+    make = make_task(config, 200, 256, 0)
+    for number in range(20):
+        tokens, loss = make(number)
+        text = bytes(tokens.tolist())
+        begin, ask = text.index(b"^") + 1, text.index(b"?") + 1
+        assert text[begin : begin + 20] == text[ask : ask + 20]
+        assert np.array_equal(np.flatnonzero(loss), np.arange(ask, ask + 20))
+        assert ask - (begin + 19) > 100
+
+
+def test_a_document_too_short_for_its_task_says_how_long_it_must_be():
+    config = SyntheticConfig(task="recall", min_distance=500)
+    with pytest.raises(DataError, match=r"room for 0 of 8 pairs before min_distance=500: .*>= (\d+)") as error:
+        make_task(config, 300, 256, 0)
+    need = int(re.search(r">= (\d+)", str(error.value)).group(1))
+    make_task(config, need, 256, 0)
+    with pytest.raises(DataError):
+        make_task(config, need - 1, 256, 0)
+    copy = SyntheticConfig(task="copy", min_distance=500)
+    with pytest.raises(DataError, match="min_distance=500") as error:
+        make_task(copy, 300, 256, 0)
+    need = int(re.search(r">= (\d+)", str(error.value)).group(1))
+    make_task(copy, need, 256, 0)
+    with pytest.raises(DataError):
+        make_task(copy, need - 1, 256, 0)
+    with pytest.raises(DataError, match="vocab_size=64 is below 128"):
+        make_task(config, 2000, 64, 0)
+    with pytest.raises(DataError, match="EOS is 65"):
+        make_task(config, 2000, 256, 65)
+
+
+def test_a_document_fills_a_sequence_and_only_answers_are_targets(read):
+    data = DataConfig(
+        source="synthetic", seq_len=256, synthetic={"task": "recall", "min_distance": 128, "pairs": 6, "queries": 3}
+    )
+    for batch in read(data, 3):
+        assert batch.cu_seqlens.tolist() == [0, 256, 512, 768, 1024]
+        assert ((batch.targets != IGNORE).sum(1) == 3 * 2).all()
+        counted = batch.targets[batch.targets != IGNORE]
+        assert ((counted >= ord("0")) & (counted <= ord("9"))).all()
+
+
+def test_random_tokens_are_uniform_without_eos(read):
+    data = DataConfig(source="synthetic", seq_len=512)
+    tokens = np.concatenate([b.tokens.flatten() for b in read(data, 30, sequences=8)])
+    counts = np.bincount(tokens, minlength=256)
+    assert counts[0] == 240, "EOS ends each document and stands nowhere else"
+    expected = (len(tokens) - 240) / 255
+    assert (np.abs(counts[1:] - expected) < 6 * expected**0.5).all()
+
+
+def test_synthetic_validation_has_other_documents_and_other_seeds_other_ones(read):
+    data = DataConfig(source="synthetic", seq_len=64, validation_fraction=0.25)
+    train = {tuple(row) for b in read(data, 20) for row in b.tokens.tolist()}
+    validation = {tuple(row) for b in read(data, 20, split="validation") for row in b.tokens.tolist()}
+    other = {tuple(row) for b in read(data, 20, seed=8) for row in b.tokens.tolist()}
+    assert len(train) == len(validation) == len(other) == 80
+    assert not train & validation
+    assert not train & other

@@ -1,0 +1,109 @@
+"""Tokenizers give back the text they got, and take nothing in it for an end of document."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tercet.config.data import DataConfig
+from tercet.data.bpe import train_bpe
+from tercet.data.errors import DataError
+from tercet.data.tokenizers import load_tokenizer
+
+TEXT = "def f(x):\n\treturn x ** 2  # naïve – 日本語 🎉 <|endoftext|>\r\n"
+
+
+def test_bytes_are_their_own_tokens_and_start_at_ln_256():
+    byte = load_tokenizer("byte")
+    assert byte.encode(TEXT) == list(TEXT.encode())
+    assert byte.decode(byte.encode(TEXT)) == TEXT
+    assert math.log(byte.vocab_size) == math.log(256)
+    assert byte.eos_id == 0
+    with pytest.raises(DataError, match="zero byte at 1"):
+        byte.encode("a\0b")
+
+
+def test_a_trained_tokenizer_round_trips_everything(small_bpe):
+    bpe = load_tokenizer(str(small_bpe))
+    assert bpe.vocab_size == 300
+    assert bpe.decode(bpe.encode(TEXT)) == TEXT
+    assert bpe.eos_id not in bpe.encode(TEXT), "an EOS spelled out in a document is text"
+    assert load_tokenizer(str(small_bpe.parent)).fingerprint == bpe.fingerprint, "a folder will do"
+    (tokens,) = bpe.encode_documents([TEXT.encode()])
+    assert tokens.tolist() == [*bpe.encode(TEXT), bpe.eos_id]
+    assert tokens.dtype == np.uint16
+
+
+def test_training_leaves_validation_documents_out_and_is_repeatable(tmp_path, corpus):
+    data = DataConfig(source="text", path=str(corpus["text"]))
+    prints = {train_bpe(data, tmp_path / f"{i}.json", vocab_size=290).fingerprint for i in range(2)}
+    assert len(prints) == 1
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"zq{i}zq"}) + "\n" for i in range(300)))
+    from tercet.data.bpe import _texts
+
+    fraction = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.3)
+    seen = set(_texts(fraction, 1 << 20, 0))
+    assert 150 < len(seen) < 260
+    everything = set(_texts(fraction.model_copy(update={"validation_fraction": 0.0}), 1 << 20, 0))
+    assert seen < everything
+    assert len(everything) == 300
+
+
+def test_truncation_and_padding_of_a_tokenizer_json_are_not_obeyed(small_bpe, tmp_path):
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(small_bpe))
+    library.enable_truncation(5)
+    library.enable_padding(length=50)
+    library.save(str(tmp_path / "tokenizer.json"))
+    cut = load_tokenizer(str(tmp_path))
+    whole = load_tokenizer(str(small_bpe))
+    assert len(whole.encode(TEXT)) > 5
+    assert cut.encode(TEXT) == whole.encode(TEXT)
+    assert cut.fingerprint == whole.fingerprint
+
+
+def test_the_end_of_document_token_is_found_named_or_asked_for(small_bpe, tmp_path):
+    text = small_bpe.read_text().replace("<|endoftext|>", "<done>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(DataError, match=r"name it with --data.eos-token; its special tokens: <done>"):
+        load_tokenizer(str(tmp_path))
+    assert load_tokenizer(str(tmp_path), "<done>").eos_id == 0
+    with pytest.raises(DataError, match=r"eos_token='<x>' is not in the vocabulary"):
+        load_tokenizer(str(tmp_path), "<x>")
+    with pytest.raises(DataError, match="its EOS is byte 0"):
+        load_tokenizer("byte", "</s>")
+
+
+def test_a_tokenizer_that_cannot_be_had_is_a_clear_error(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"there is no .*nowhere/tokenizer.json"):
+        load_tokenizer("./nowhere/tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not a readable tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+    import tokenizers
+
+    class Offline:
+        @staticmethod
+        def from_pretrained(name):
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Offline)
+    with pytest.raises(DataError, match=r"gpt2 is no file here and could not be fetched .*not known.*train-tokenizer"):
+        load_tokenizer("gpt2")
+
+
+def test_a_vocabulary_that_text_cannot_fill_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("aaaa")
+    data = DataConfig(source="text", path=str(tmp_path / "a.txt"), validation_fraction=0)
+    with pytest.raises(DataError, match="vocab_size=256 is below 257"):
+        train_bpe(data, tmp_path / "out.json", vocab_size=256)
+    with pytest.raises(DataError, match=r"vocab_size=5000 is more than this text has pairs for: it gives \d+"):
+        train_bpe(data, tmp_path / "out.json", vocab_size=5000)
+    assert not (tmp_path / "out.json").exists()
+    with pytest.raises(DataError, match="source=synthetic has no text"):
+        train_bpe(DataConfig(source="synthetic"), tmp_path / "out.json", vocab_size=300)
