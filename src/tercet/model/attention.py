@@ -181,8 +181,10 @@ class NativeSparseAttention(nn.Module):
         check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=cu_seqlens.device.type == "cpu")
         return Packing(cu_seqlens, x.shape[1], x.shape[1] // self.config.compress_stride, self.config)
 
+    @torch.no_grad()  # a cache is for inference: kept tokens must not keep their graphs
     def _with_cache(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
         step = cache.begin(self.cache_key(), x, lengths)
+        x = step.without_padding(x)
         q, raw, keys, values = self._project(x, step.positions)
         gates = self.gate(x)
         blocks = cache.append(step, raw, keys, values)
@@ -271,10 +273,7 @@ class DenseAttention(nn.Module):
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
-            step = cache.begin(self.cache_key(), x, lengths)
-            q, k, v = self._project(x, step.positions)
-            cache.append(step, k, v)
-            return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
+            return self._with_cache(x, cache, lengths)
         if lengths is not None:
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
         packing = None
@@ -285,6 +284,13 @@ class DenseAttention(nn.Module):
             packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
         q, k, v = self._project(x, None if packing is None else packing.position)
         return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
+
+    @torch.no_grad()
+    def _with_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
+        step = cache.begin(self.cache_key(), x, lengths)
+        q, k, v = self._project(step.without_padding(x), step.positions)
+        cache.append(step, k, v)
+        return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
 
     def _project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape

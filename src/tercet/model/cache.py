@@ -29,6 +29,7 @@ class Step:
     positions: Tensor  # int64 [B, C]
     longest: int  # the longest row after this step
     fresh: bool  # nothing was held before
+    padded: bool  # some row has fewer than C real tokens
     emitted: int = 0  # compressed tokens that the fastest-growing row gains
     window_k: Tensor | None = None  # [B, w-1 + C, G, Dk]: the ring in order, then the new tokens
     window_v: Tensor | None = None
@@ -37,6 +38,10 @@ class Step:
     def real(self) -> Tensor:
         """[B, C]: which tokens are not padding."""
         return torch.arange(self.positions.shape[1], device=self.counts.device) < self.counts[:, None]
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """x with zeros for padding, which may hold anything: 0 · NaN is NaN behind every mask."""
+        return torch.where(self.real[..., None], x, 0) if self.padded else x
 
 
 class _Cache:
@@ -73,8 +78,8 @@ class _Cache:
         if x.device != self.device:
             raise ValueError(f"x is on {x.device} and the cache on {self.device}: move all to one device")
         counts = [width] * batch if lengths is None else lengths.tolist()
-        if len(counts) != batch or any(not 0 <= count <= width for count in counts):
-            raise ValueError(f"lengths={counts} must be {batch} numbers from 0 to {width}, x's tokens")
+        if len(counts) != batch or any(not 0 <= count <= width for count in counts) or not any(counts):
+            raise ValueError(f"lengths={counts} must be {batch} numbers from 0 to {width}, x's tokens, not all 0")
         after = [a + b for a, b in zip(self._host_lengths, counts, strict=True)]
         if self.max_len is not None and max(after) > self.max_len:
             raise ValueError(
@@ -85,9 +90,11 @@ class _Cache:
         step = Step(
             start=start,
             counts=torch.tensor(counts, device=self.device),
-            positions=start[:, None] + torch.arange(width, device=self.device),
+            # padding may reach past the longest row: it must not point outside the stores
+            positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
             longest=max(after),
             fresh=not any(self._host_lengths),
+            padded=min(counts) < width,
         )
         self._plan(step, self._host_lengths, after)
         self._host_lengths = after
@@ -159,7 +166,7 @@ class NSACache(_Cache):
         # a row that completes fewer reads within its bounds, and what comes of it is written to the last slot
         token = (first[..., None] + torch.arange(l, device=self.device)).clamp(0, k.shape[1] - 1)
         row = torch.arange(self.batch, device=self.device)[:, None, None]
-        return index, k[row, token], v[row, token]
+        return index, k[row, token].to(raw_k.dtype), v[row, token].to(raw_k.dtype)
 
     def append_compressed(self, step: Step, k: Tensor, v: Tensor) -> None:
         """Keep the compressed tokens that this step completed. k, v: [B, E, G, D]"""
