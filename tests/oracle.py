@@ -12,6 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ def visible_compressed(t: int, l: int, d: int) -> list[int]:
     return seen
 
 
+@cache
 def overlap(i: int, j: int, l: int, d: int, block: int) -> int:
     """Raw tokens that compressed token i and selection block j have in common, counted one by one."""
     return sum(1 for s in range(i * d, i * d + l) if j * block <= s < (j + 1) * block)

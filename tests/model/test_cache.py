@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -40,7 +42,7 @@ def splits(draw: st.DrawFn, tokens: int) -> list[int]:
     return sizes
 
 
-@settings(max_examples=60, phases=QUICK)
+@settings(max_examples=40, phases=QUICK)
 @given(cfg=configs(), data=st.data())
 def test_any_split_into_chunks_equals_the_whole(cfg, data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 999)))
@@ -55,16 +57,33 @@ def test_any_split_into_chunks_equals_the_whole(cfg, data: st.DataObject):
     assert cache.lengths.tolist() == [tokens] * x.shape[0]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"compression": "mean"}, {"shared_kv": True}, {"gate": "softmax"}, {"qk_norm": True}, {"rope_scaling": 3.0},
-    {"branches": ("compressed",)}, {"branches": ("selected",)}, {"branches": ("window",)},
-    {"branches": ("selected", "window")}, {"heads": 3, "kv_heads": 3}, {"heads": 5, "kv_heads": 1},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("max_len", [None, 45], ids=["growing", "preallocated"])
-def test_decoding_token_by_token_equals_the_whole(options, max_len):
+OPTIONS = [
+    {},
+    {"compression": "mean"},
+    {"shared_kv": True},
+    {"gate": "softmax", "qk_norm": True},
+    {"rope_scaling": 3.0},
+    {"branches": ("compressed",)},
+    {"branches": ("selected",)},
+    {"branches": ("window",)},
+    {"branches": ("selected", "window")},
+    {"heads": 3, "kv_heads": 3},
+    {"heads": 5, "kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_decoding_token_by_token_equals_the_whole(options):
     layer = make(**options)
+    x = torch.randn(2, 33, 12, dtype=torch.float64)
+    decoded, _ = feed(layer, x, [1] * 33)
+    torch.testing.assert_close(decoded, layer(x), **CLOSE)
+
+
+def test_decoding_into_room_allocated_before_equals_the_whole():
+    layer = make()
     x = torch.randn(2, 45, 12, dtype=torch.float64)
-    decoded, _ = feed(layer, x, [1] * 45, max_len)
+    decoded, _ = feed(layer, x, [1] * 45, max_len=45)
     torch.testing.assert_close(decoded, layer(x), **CLOSE)
 
 
@@ -228,10 +247,8 @@ def test_gradients_do_not_pass_through_a_cache_unnoticed():
     """Training does not go through a cache: it is refused, or what is kept there holds no graph."""
     layer = make()
     cache = layer.make_cache(1)
-    try:
+    with contextlib.suppress(ValueError):
         layer(torch.randn(1, 20, 12, dtype=torch.float64, requires_grad=True), cache=cache)
-    except (ValueError, RuntimeError) as refusal:
-        assert "no_grad" in str(refusal)
     assert not any(t.requires_grad for t in tensors_within(cache, set()))
 
 
