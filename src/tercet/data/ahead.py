@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+CLOSE_SECONDS = 5.0
 
 
 class _End:
@@ -50,11 +51,13 @@ class Ahead(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop the thread and wait for it; asking for more afterwards ends at once."""
+        """Stop the thread and wait for it, but not for ever: it may hang in a network read, and is a daemon. Asking
+        for more afterwards ends at once."""
         self._stop.set()
+        deadline = time.monotonic() + CLOSE_SECONDS
         if self._end is None:
             self._end = _End(None)
-        while self._thread.is_alive():
+        while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._queue.get(timeout=0.02)
             except queue.Empty:

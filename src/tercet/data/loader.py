@@ -26,7 +26,7 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 class Batch:
     """One rank's share. tokens, targets: [b, T]; cu_seqlens: [documents + 1] over the b * T tokens, flattened."""
 
-    tokens: torch.Tensor  # int64, pinned where there is a GPU
+    tokens: torch.Tensor  # int64, pinned where this process uses a GPU
     targets: torch.Tensor  # int64, -100 where there is nothing to predict
     cu_seqlens: torch.Tensor | None  # int32; None with cross_document_attention
     state: dict[str, Any]  # the cursor after this batch: JSON-able, the same on every rank
@@ -89,7 +89,8 @@ def build_loader(
 ) -> Loader:
     """Batches of `batch_sequences` sequences over all ranks, of which this rank gets its contiguous share.
 
-    `state` goes on after the batch it came with, at any world size, batch size or sequence length.
+    `state` goes on after the batch it came with, at any world size, batch size or sequence length. Batches lie in
+    pinned memory if this process has initialised CUDA by now (a run on the CPU of a GPU machine has not).
     """
     if batch_sequences < 1 or batch_sequences % world_size:
         above = -(-max(batch_sequences, 1) // world_size) * world_size
@@ -108,12 +109,16 @@ def build_loader(
         whole=data.packing == "whole",
         padding_token=tokenizer.eos_id,
     )
-    batches = _to_torch(pack(stream, packing, state), data)
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    batches = _to_torch(pack(stream, packing, state), data, device)
     return Loader(stream, batches, data.prefetch)
 
 
-def _to_torch(packs: Batches, data: DataConfig) -> Generator[Batch, None, None]:
-    pin = torch.cuda.is_available()
+def _to_torch(packs: Batches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:
+    pin = device is not None
+    if device is not None:
+        # This runs in the prefetch thread, whose device would be GPU 0: every rank would take memory there.
+        torch.cuda.set_device(device)
     try:
         for packed in packs:
             tensors = [torch.from_numpy(array) for array in packed[:3]]

@@ -66,13 +66,14 @@ def text_reader(separator: str) -> Reader:
 
 
 def read_python(path: Path, start: int) -> Iterator[Read]:
-    """A Python file, decoded as Python itself would; one that Python could not decode counts as empty."""
+    """A Python file, decoded as Python itself would; one that Python could not read counts as empty."""
     if start:
         return
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        yield 1, Record(data.decode(encoding).encode())
+        text = data.decode(encoding).encode()
+        yield 1, Record(b"" if b"\0" in text else text)
     except (SyntaxError, UnicodeError):
         # The standard library holds a few such files to test Python's own error messages.
         yield 1, Record(b"")
