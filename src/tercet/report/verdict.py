@@ -1,0 +1,123 @@
+"""GO, NO-GO or NOT TESTED, for each gate and for the run. Computed from the run's own events, and from nothing else.
+
+A run is GO only when every gate is: what was not tested is not a pass. Thresholds of the run's own config play no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from tercet.report import attention_gates, gates
+from tercet.report.gates import GO, NO_GO, NOT_TESTED, Case, Gate, Thresholds
+from tercet.report.integrity import contradictions
+from tercet.report.read import Run
+from tercet.telemetry.events import HealthFired
+from tercet.telemetry.health import examine
+
+EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The gates of one run, in the order in which they are read."""
+
+    verdict: str
+    sentence: str
+    gates: tuple[Gate, ...]
+    thresholds: Thresholds
+    findings: tuple[HealthFired, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    def count(self, verdict: str) -> int:
+        return sum(g.verdict == verdict for g in self.gates)
+
+    def as_dict(self, run: Run) -> dict[str, Any]:
+        """verdict.json."""
+        return {
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "sentence": self.sentence,
+            "run": {
+                "folder": str(run.folder),
+                "name": run.name,
+                "step": run.step,
+                "steps": run.started[-1].steps if run.started else None,
+                "state": run.state,
+                "outcome": run.ended.outcome if run.ended else None,
+                "world_size": run.world_size,
+                "device": run.started[-1].device if run.started else None,
+            },
+            "gates": [{**dataclasses.asdict(g), "evidence": dict(g.evidence)} for g in self.gates],
+            "thresholds": dataclasses.asdict(self.thresholds),
+        }
+
+
+def judge(run: Run, twin: Run | None = None, limits: Thresholds | None = None) -> Verdict:
+    """Every gate, and what follows from them together."""
+    limits = limits or Thresholds()
+    findings = examine(run.events.get(0, []))
+    for rank in sorted(set(run.events) - {0}):
+        # Losses and gradients are the same on every rank; data, layers and routes are each rank's own.
+        own = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
+        findings += [f for f in examine(run.events[rank]) if f.rule not in own]
+    record = _record(run)
+    judged = [
+        gates.stability(run, findings, limits),
+        gates.memory(run, limits),
+        gates.throughput(run, twin, findings, limits),
+        attention_gates.routing(run, limits),
+        attention_gates.selection(run, findings, limits),
+        attention_gates.fallbacks(run, limits),
+        gates.checkpoints(run, findings, limits),
+        gates.data(run, findings, limits),
+        attention_gates.numerics(run, findings, limits),
+    ]
+    if record.verdict != GO:
+        judged = [_capped(gate) for gate in judged]
+    everything = (record, *judged)
+    return Verdict(_overall(everything), _sentence(everything), everything, limits, tuple(findings))
+
+
+def _record(run: Run) -> Gate:
+    """Whether there is anything to judge by."""
+    case = Case("record", "complete, contiguous and in agreement with itself, on every rank")
+    case.show(
+        "events", f"{sum(len(s) for s in run.events.values()):,} from {len(run.events)} of {run.world_size} ranks"
+    )
+    case.show("state", run.state)
+    found = contradictions(run)
+    for sentence in found[:4]:
+        case.against(sentence, "judge a run whose folder is whole")
+    if len(found) > 4:
+        case.against(f"and {len(found) - 4} more", "")
+    return case.close(f"steps 1 to {run.step:,} without a gap, on {run.world_size} rank{'s' * (run.world_size > 1)}")
+
+
+def _capped(gate: Gate) -> Gate:
+    """No GO can come out of a record that is not whole; a NO-GO can."""
+    if gate.verdict != GO:
+        return gate
+    sentence = f"the record is not whole, so this shows nothing: {gate.sentence}"
+    return dataclasses.replace(gate, verdict=NOT_TESTED, sentence=sentence, mend="judge a run whose folder is whole")
+
+
+def _overall(judged: tuple[Gate, ...]) -> str:
+    verdicts = {g.verdict for g in judged}
+    if NO_GO in verdicts:
+        return NO_GO
+    return NOT_TESTED if NOT_TESTED in verdicts else GO
+
+
+def _sentence(judged: tuple[Gate, ...]) -> str:
+    by = {v: [g.name for g in judged if g.verdict == v] for v in (GO, NO_GO, NOT_TESTED)}
+    if by[NO_GO]:
+        tail = f" Not tested: {', '.join(by[NOT_TESTED])}." if by[NOT_TESTED] else ""
+        return f"Do not go on: {', '.join(by[NO_GO])}.{tail}"
+    if by[NOT_TESTED]:
+        return f"Nothing speaks against it, but not everything was tested: {', '.join(by[NOT_TESTED])}."
+    return f"All {len(judged)} gates passed."

@@ -1,0 +1,122 @@
+"""Memory as people ask for it: mem_boot.json, mem_step{N}.json, opt_state_mb.txt and dtypes_report.txt."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GIB = 2**30
+
+
+def resident_gib() -> float:
+    """Memory of this process that is in RAM now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # not Linux
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def host_total_gib() -> float | None:
+    """RAM of the machine, or of the container if that has less."""
+    found = []
+    try:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        found += [int(limit) / GIB] if limit.isdigit() else []
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """GiB allocated, reserved and at peak; no synchronisation. On a CPU the process's resident memory."""
+    if device.type == "cuda":
+        return {
+            "allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        }
+    resident = resident_gib()
+    return {"allocated_gib": resident, "reserved_gib": resident, "peak_gib": resident}
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes that live on this rank: the local shard of a sharded tensor, a shared storage once."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        seen[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(seen.values())
+
+
+def snapshot(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """Everything that mem_*.json holds."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    record: dict[str, Any] = {
+        "step": step,
+        **device_memory(device),
+        "host_gib": resident_gib(),
+        "host_total_gib": host_total_gib(),
+        "parameters_mib": bytes_of(model.parameters()) / 2**20,
+        "gradients_mib": bytes_of(gradients) / 2**20,
+        "optimizer_mib": optimizer_bytes(optimizer) / 2**20,
+        "buffers_mib": bytes_of(model.buffers()) / 2**20,
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        record |= {"device_free_gib": free / GIB, "device_total_gib": total / GIB}
+        stats = torch.cuda.memory_stats(device)
+        record["allocation_retries"] = stats.get("num_alloc_retries", 0)
+    return record
+
+
+def write_snapshot(folder: Path, rank: int, name: str, record: dict[str, Any]) -> None:
+    """mem_{name}.json of rank 0, mem_{name}_rank{r}.json of the others."""
+    suffix = f"_rank{rank}" if rank else ""
+    text = json.dumps({"rank": rank, **record}, indent=1) + "\n"
+    (folder / f"mem_{name}{suffix}.json").write_text(text, encoding="utf-8")
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Moments and step counters."""
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return bytes_of(optimizer_tensors(optimizer))
+
+
+def dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, compute: str) -> list[str]:
+    """Lines of dtypes_report.txt: what is kept, and computed, in which type."""
+
+    def counted(tensors: Iterable[Tensor]) -> str:
+        sizes: Counter[str] = Counter()
+        for tensor in tensors:
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        return ", ".join(f"{name} {n}" for name, n in sorted(sizes.items())) or "none"
+
+    # The step counter of AdamW is one number per tensor, in fp32 always: not what anybody asks about.
+    moments = [t for t in optimizer_tensors(optimizer) if t.numel() > 1]
+    return [
+        "kind: dtype elements",
+        f"parameters: {counted(model.parameters())}",
+        f"gradients: {counted(p.grad for p in model.parameters() if p.grad is not None)}",
+        f"optimizer: {counted(moments)}",
+        f"buffers: {counted(model.buffers())}",
+        f"compute: {compute}",
+    ]
+
+
+def write_after_first_step(folder: Path, optimizer: torch.optim.Optimizer, lines: list[str]) -> None:
+    """opt_state_mb.txt and dtypes_report.txt: the optimizer has its state only after the first update."""
+    (folder / "opt_state_mb.txt").write_text(f"{optimizer_bytes(optimizer) / 2**20:.3f}\n", encoding="utf-8")
+    (folder / "dtypes_report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

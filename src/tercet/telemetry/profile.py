@@ -1,0 +1,92 @@
+"""A close look at a few steps: a trace for Perfetto, a table of kernels, NVTX ranges and a memory snapshot.
+
+It begins and ends by the number of the step, writes its files itself, and closes whatever happens: a range is left on
+every way out, since unbalanced ones are what makes profilers hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tercet.config.profile import ProfileConfig
+
+
+class Profiler:
+    """`before_step` and `after_step` around every step; `range` around its parts; `close` at the end of the run."""
+
+    def __init__(self, folder: Path, rank: int, config: ProfileConfig, device: torch.device) -> None:
+        self._folder, self._rank, self._config, self._device = folder / "profile", rank, config, device
+        self._range = config.range()
+        self._profile: Any = None
+        self._first = self._last = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether steps are being traced now."""
+        return self._profile is not None
+
+    def before_step(self, step: int) -> None:
+        if self._range is None or self.active or not self._range[0] <= step <= self._range[1]:
+            return
+        cuda = self._device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if cuda:
+            torch.cuda.synchronize(self._device)  # earlier steps would end up in the trace
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            if self._config.memory:
+                torch.cuda.memory._record_memory_history(max_entries=200_000)
+        self._profile = torch.profiler.profile(
+            activities=activities, with_stack=self._config.stacks, profile_memory=self._config.memory
+        )
+        self._first = self._last = step
+        self._profile.start()
+
+    def after_step(self, step: int) -> list[str]:
+        """The files that were written, if this was the last step to trace."""
+        if not self.active or self._range is None:
+            return []
+        self._last = step
+        return self.close() if step >= self._range[1] else []
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """A named part of a step, in the trace and for Nsight; nothing at all while no step is traced."""
+        if not self.active:
+            yield
+            return
+        nvtx = self._device.type == "cuda"
+        with torch.profiler.record_function(name):
+            if nvtx:
+                torch.cuda.nvtx.range_push(name)
+            try:
+                yield
+            finally:
+                if nvtx:
+                    torch.cuda.nvtx.range_pop()
+
+    def close(self) -> list[str]:
+        """Stop tracing and write; a run that ends early still gets what there is."""
+        if not self.active:
+            return []
+        profile, self._profile, self._range = self._profile, None, None
+        cuda = self._device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self._device)
+        profile.stop()
+        self._folder.mkdir(exist_ok=True)
+        name = f"rank{self._rank}_steps{self._first}-{self._last}"
+        written = [self._folder / f"trace_{name}.json.gz", self._folder / f"kernels_{name}.txt"]
+        profile.export_chrome_trace(str(written[0]))
+        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=order, row_limit=self._config.rows, max_name_column_width=90)
+        written[1].write_text(table + "\n", encoding="utf-8")
+        if cuda and self._config.memory:
+            written.append(self._folder / f"memory_{name}.pickle")
+            torch.cuda.memory._dump_snapshot(str(written[-1]))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return [str(path) for path in written]

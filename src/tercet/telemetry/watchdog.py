@@ -1,0 +1,225 @@
+"""Tells slow from stuck: a thread that watches progress, and writes down everything when there is none.
+
+Progress is the heartbeat's: each `beat.at` is some. A stall is called after the longest of a floor and a multiple of
+this run's own time between log lines, so that slow steps are never taken for stuck ones. The dump has this process's
+Python stacks, its CPU time (busy or waiting?), CUDA memory, and the last events and heartbeats of every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tercet.config.health import HealthConfig
+from tercet.telemetry.events import Event, EventLog, Stalled, StepLogged
+from tercet.telemetry.heartbeat import Heartbeat
+
+# Told apart from a failure by whoever restarts the run: sysexits.h calls it "try again".
+STALLED_EXIT = 75
+LAST_EVENTS = 5
+
+
+class Watchdog:
+    """`with Watchdog(...) as dog:` around training; give `dog.observe` to the event log as a reader."""
+
+    def __init__(self, folder: Path, rank: int, config: HealthConfig, beat: Heartbeat, log: EventLog) -> None:
+        self._folder, self._rank, self._config = folder, rank, config
+        self._beat, self._log = beat, log
+        self._intervals: deque[float] = deque(maxlen=20)
+        self._stop = False
+        self._stalled_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def observe(self, event: Event) -> None:
+        """Learns how long this run usually takes from one log line to the next."""
+        if isinstance(event, StepLogged):
+            self._intervals.append(event.step_seconds * len(event.losses))
+
+    def limit(self) -> float:
+        """Seconds without progress after which the run is called stuck."""
+        c = self._config
+        if not self._intervals:
+            return c.stall_start_seconds
+        return max(c.stall_seconds, c.stall_factor * statistics.median(self._intervals))
+
+    # ------------------------------------------------------------ life
+
+    def __enter__(self) -> Self:
+        # The signal's C handler writes to this socket at once, even while the main thread hangs in a C call and
+        # would not run a Python handler for hours.
+        self._ear, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._in_main = threading.current_thread() is threading.main_thread()
+        if self._in_main:
+            self._before = signal.signal(signal.SIGUSR1, lambda *_: None)
+            self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        # For a thread that holds the interpreter lock and never lets go: faulthandler's own timer needs no lock.
+        self._last_words = (self._folder / f"stack_rank{self._rank}_locked.txt").open("w")
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop = True
+        with contextlib.suppress(OSError):
+            self._mouth.send(b"\0")
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._in_main:
+            signal.set_wakeup_fd(self._wakeup_before)
+            signal.signal(signal.SIGUSR1, self._before)
+        self._last_words.close()
+        with contextlib.suppress(OSError):
+            path = Path(self._last_words.name)
+            if path.stat().st_size == 0:
+                path.unlink()
+        self._ear.close()
+        self._mouth.close()
+
+    def _run(self) -> None:
+        cpu = _cpu_seconds()
+        while not self._stop:
+            limit = self.limit()
+            # Well within the floor, so that a stall is found soon after its limit; never a busy loop.
+            wait = min(5.0, max(0.02, min(limit, self._config.stall_seconds) / 10))
+            self._ear.settimeout(wait)
+            try:
+                heard = self._ear.recv(64)
+            except TimeoutError:
+                heard = b""
+            if self._stop:
+                return
+            faulthandler.dump_traceback_later(max(1.0, wait + limit), exit=False, file=self._last_words)
+            if bytes([signal.SIGUSR1]) in heard:
+                self._tell(f"SIGUSR1: stacks and memory are in {self.dump('SIGUSR1', cpu)}")
+            if self._beat.idle_seconds < limit:
+                self._moving()
+                cpu = _cpu_seconds() if self._beat.idle_seconds < wait else cpu
+            elif self._stalled_since is None and self._config.stall != "off" and not self._beat.ended:
+                self._stall(limit, cpu)
+
+    def _stall(self, limit: float, cpu: float) -> None:
+        self._stalled_since = self._beat.moved
+        idle, doing, step = self._beat.idle_seconds, self._beat.doing, self._beat.step
+        path = self.dump(f"no progress for {idle:.1f} s (limit {limit:.1f} s) in step {step} while {doing}", cpu)
+        with contextlib.suppress(OSError):
+            self._log.emit(
+                Stalled(step=max(0, step - 1), doing=doing, for_seconds=idle, limit_seconds=limit, dump=str(path.name))
+            )
+            self._log.sync()
+        self._tell(f"stalled: no progress for {idle:.0f} s in step {step} while {doing}; see {path}")
+        if self._config.stall == "end":
+            self._tell(f"health.stall=end: leaving with exit code {STALLED_EXIT}")
+            os._exit(STALLED_EXIT)
+
+    def _moving(self) -> None:
+        if self._stalled_since is None:
+            return
+        seconds = self._beat.moved - self._stalled_since
+        self._stalled_since = None
+        with contextlib.suppress(OSError):
+            self._log.emit(
+                Stalled(
+                    step=max(0, self._beat.step - 1),
+                    doing=self._beat.doing,
+                    for_seconds=seconds,
+                    limit_seconds=self.limit(),
+                    dump="",
+                    over=True,
+                )
+            )
+        self._tell(f"moving again after {seconds:.0f} s")
+
+    # ------------------------------------------------------------ dumps
+
+    def dump(self, why: str, cpu_before: float = 0.0) -> Path:
+        """Write stacks, CPU time, CUDA memory and every rank's last events; returns the file."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path, extra = self._folder / f"stack_rank{self._rank}_{stamp}.txt", 1
+        while path.exists():
+            extra += 1
+            path = self._folder / f"stack_rank{self._rank}_{stamp}-{extra}.txt"
+        parts = [
+            f"{why}\nrank {self._rank}, pid {os.getpid()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
+            self._busy(cpu_before),
+            "== Python stacks\n" + stacks(),
+            "== CUDA memory\n" + cuda_memory(),
+            "== every rank\n" + ranks(self._folder),
+        ]
+        with contextlib.suppress(OSError):
+            path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        return path
+
+    def _busy(self, before: float) -> str:
+        idle = max(1e-9, self._beat.idle_seconds)
+        share = (_cpu_seconds() - before) / idle
+        meaning = "it computes: slow, or in an endless loop" if share > 0.5 else "it waits for something"
+        return f"CPU use since the last progress, {idle:.1f} s ago: {100 * share:.0f}% of one core: {meaning}"
+
+    def _tell(self, text: str) -> None:
+        # Not through the screen: its lock may be what the main thread hangs in.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), f"rank {self._rank}: {text}\n".encode())
+
+
+def stacks() -> str:
+    """Every thread of this process, by name, innermost call last."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    text = io.StringIO()
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0], "") != "MainThread"):
+        text.write(f"thread {names.get(ident, ident)}\n")
+        text.write("".join(traceback.format_stack(frame)))
+    return text.getvalue()
+
+
+def cuda_memory() -> str:
+    """The allocator's own table; asks the driver nothing, so a hung GPU cannot hang this."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return "no CUDA device in use"
+    return str(torch.cuda.memory_summary(abbreviated=True))
+
+
+def ranks(folder: Path) -> str:
+    """The last heartbeat and the last events of each rank: the one that is behind is the one to look at."""
+    now, lines = time.time(), []
+    for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
+        last = tail(path, 1)
+        try:
+            beat = json.loads(last[-1])
+            age = now - beat["time"]
+            lines.append(
+                f"rank {beat['rank']}: step {beat['step']}, {beat['doing']} for {beat['for_seconds'] + age:.0f} s, "
+                f"last heartbeat {age:.0f} s ago" + (" (frozen or gone)" if age > 60 else "")
+            )
+        except (IndexError, ValueError, KeyError, TypeError):
+            lines.append(f"{path.name}: no readable line")
+    for path in sorted(folder.glob("events_rank*.jsonl")):
+        lines += [f"-- {path.name}", *(line[:600] for line in tail(path, LAST_EVENTS))]
+    return "\n".join(lines)
+
+
+def tail(path: Path, count: int, size: int = 65536) -> list[str]:
+    """The last whole lines of a file that may be long."""
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - size))
+        return stream.read().decode("utf-8", "replace").splitlines()[-count:]
+    return []
+
+
+def _cpu_seconds() -> float:
+    spent = os.times()
+    return spent.user + spent.system
