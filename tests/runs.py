@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -69,6 +70,8 @@ class Nursery:
     """
 
     def __init__(self) -> None:
+        self._outputs = tempfile.TemporaryDirectory()
+        self._children = 0
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -76,8 +79,10 @@ class Nursery:
 
     def start(self, config: RunConfig, resume: str | None = None) -> Child:
         """Begin a run in a child."""
-        order = {"config": config.model_dump(mode="json"), "resume": resume, "output": f"{config.run.dir}.out"}
-        return Child(self, int(self._ask(order)["pid"]), Path(order["output"]))
+        self._children += 1
+        output = Path(self._outputs.name) / f"{self._children}.txt"
+        order = {"config": config.model_dump(mode="json"), "resume": resume, "output": str(output)}
+        return Child(self, int(self._ask(order)["pid"]), output)
 
     def run(self, config: RunConfig, resume: str | None = None) -> Child:
         """A run, to its end."""
@@ -105,6 +110,7 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=10)
+        self._outputs.cleanup()
 
 
 class Child:

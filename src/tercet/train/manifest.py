@@ -164,4 +164,4 @@ def sweep(checkpoints: Path) -> None:
         for path in checkpoints.iterdir():
             if path.name.startswith((WRITING, REMOVING)):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(path)
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()

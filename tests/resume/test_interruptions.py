@@ -1,0 +1,214 @@
+"""Signals, full disks, damaged files, changed settings: a clear sentence each time, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runs import Nursery, losses, small
+from tercet.telemetry.events import CheckpointFailed, RunEnded, events_file, read_events
+from tercet.train.manifest import complete_checkpoints, step_of
+
+LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
+
+
+def ended(folder: Path) -> RunEnded:
+    last = list(read_events(events_file(folder)))[-1]
+    assert isinstance(last, RunEnded)
+    return last
+
+
+def saved_steps(folder: Path) -> list[int | None]:
+    return [step_of(p) for p in complete_checkpoints(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_very_step_and_leaves_with_a_sentence(
+    nursery: Nursery, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    child = nursery.start(small(run__dir=str(folder), **LONG))
+    child.until("step      3/")
+    child.signal(number)
+    assert child.wait() == 128 + number
+    last = ended(folder)
+    assert (last.outcome, last.reason) == ("interrupted", number.name)
+    assert saved_steps(folder) == [last.step]
+    assert f"saved after step {last.step} and left" in child.output
+    assert f"--resume auto --run.dir {folder}" in child.output
+    assert max(losses(folder)) == last.step
+
+
+def test_a_second_ctrl_c_leaves_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # A step of many micro-batches: the first Ctrl-C would have to wait for its end.
+    config = small(run__dir=str(folder), **LONG | {"train__tokens_per_step": 128 * 5000})
+    child = nursery.start(config)
+    child.until("model ")
+    time.sleep(0.3)
+    child.signal(signal.SIGINT)
+    child.until("Ctrl-C again leaves at once")
+    begun = time.monotonic()
+    child.signal(signal.SIGINT)
+    assert child.wait() == 130
+    assert time.monotonic() - begun < 2
+    assert "complete checkpoints are untouched" in child.output
+    assert saved_steps(folder) == []
+
+
+def test_an_interrupted_run_goes_on_where_it_left(nursery: Nursery, tmp_path: Path) -> None:
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    config = small(run__dir=str(folder), train__steps=40, checkpoint__every=0)
+    child = nursery.start(config)
+    child.until("step  5/")
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 143
+    assert nursery.run(config, resume="auto").code == 0
+    assert nursery.run(small(run__dir=str(straight), train__steps=40, checkpoint__every=0)).code == 0
+    assert losses(folder) == losses(straight)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 3 MB on it, where the machine allows one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint(
+    nursery: Nursery, small_disk: Path
+) -> None:
+    folder = small_disk / "run"
+    config = small(run__dir=str(folder), train__steps=400, checkpoint__every=2, checkpoint__keep=0)
+    child = nursery.run(config)
+    assert child.code == 1
+    assert "No space left on device" in child.output
+    assert "Traceback" not in child.output
+    kept = saved_steps(folder)
+    assert kept
+    assert f"the newest complete checkpoint is {complete_checkpoints(folder / 'checkpoints')[-1]}" in child.output
+    # With room again, it goes on from there.
+    for path in complete_checkpoints(folder / "checkpoints")[:-2]:
+        shutil.rmtree(path)
+    again = small(run__dir=str(folder), train__steps=int(kept[-1] or 0) + 4, checkpoint__every=2, checkpoint__keep=1)
+    child = nursery.run(again, resume="auto")
+    assert child.code == 0, child.output
+    assert list(losses(folder)) == list(range(1, int(kept[-1] or 0) + 5))
+
+
+def test_failed_saves_are_survived_when_asked_for_and_counted(nursery: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    # A file where the folder of this step would be written.
+    (folder / "checkpoints" / ".writing-step-00000002").write_text("")
+    config = small(run__dir=str(folder), checkpoint__every=2, checkpoint__failures_allowed=1)
+    child = nursery.run(config)
+    assert child.code == 0, child.output
+    failed = [e for e in read_events(events_file(folder)) if isinstance(e, CheckpointFailed)]
+    assert len(failed) == 1
+    assert saved_steps(folder) == [4, 6]
+    assert child.output.count("warning: checkpoint of step 2 could not be written") == 1
+
+
+def test_a_failed_save_stops_the_run_when_nothing_else_was_asked_for(nursery: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / ".writing-step-00000004").write_text("")
+    child = nursery.run(small(run__dir=str(folder), checkpoint__every=2))
+    assert child.code == 1
+    assert "checkpoint of step 4 could not be written" in child.output
+    assert "step-00000002" in child.output
+    assert saved_steps(folder) == [2]
+    assert ended(folder).outcome == "failed"
+
+
+def test_an_unwritable_folder_is_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    child = nursery.run(small(run__dir=str(tmp_path / "file" / "run")), resume=None)
+    assert child.code == 1
+    assert child.output.strip().count("\n") == 0
+    assert "cannot be written (Not a directory): pick another --run.dir" in child.output
+
+
+def test_a_folder_without_rights_is_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    child = nursery.run(small(run__dir=str(tmp_path / "closed" / "run")))
+    assert child.code == 1
+    assert "cannot be written (Permission denied)" in child.output
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_over(nursery: Nursery, tmp_path: Path) -> None:
+    config = small(run__dir=str(tmp_path / "run"))
+    assert nursery.run(config).code == 0
+    before = losses(tmp_path / "run")
+    child = nursery.run(config)
+    assert child.code == 1
+    assert "already holds a run: go on with --resume auto, or pick another --run.dir" in child.output
+    assert losses(tmp_path / "run") == before
+    child = nursery.run(config, resume="auto")
+    assert child.code == 0
+    assert losses(tmp_path / "run") == before
+
+
+def test_two_processes_do_not_share_a_folder(nursery: Nursery, tmp_path: Path) -> None:
+    config = small(run__dir=str(tmp_path / "run"), **LONG)
+    first = nursery.start(config)
+    first.until("first step")
+    second = nursery.run(small(run__dir=str(tmp_path / "run")), resume="auto")
+    assert second.code == 1
+    assert "is in use by another process" in second.output
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 143
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_the_same(nursery: Nursery, tmp_path: Path) -> None:
+    config = small(run__dir=str(tmp_path / "run"))
+    assert nursery.run(config).code == 0
+    before = losses(tmp_path / "run")
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    victim = next(newest.glob("*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[-5] ^= 64
+    victim.write_bytes(content)
+    child = nursery.run(config, resume="auto")
+    assert child.code == 0, child.output
+    assert f"passing over a damaged checkpoint: {newest}" in child.output
+    assert "resuming from" in child.output
+    assert losses(tmp_path / "run") == before
+    assert (tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}").is_dir()
+    # Named outright, a damaged checkpoint is an error.
+    child = nursery.run(config, resume=str(tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}"))
+    assert child.code == 1
+    assert "does not match its SHA-256" in child.output
+
+
+def test_a_config_that_changed_since_is_refused_with_the_difference(nursery: Nursery, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    assert nursery.run(small(run__dir=folder)).code == 0
+    child = nursery.run(small(run__dir=folder, train__lr=0.5, train__steps=8), resume="auto")
+    assert child.code == 1
+    assert "train.lr was 0.0003, now 0.5" in child.output
+    assert "train.steps" not in child.output
+    child = nursery.run(small(run__dir=folder, model__ffn_dim=40), resume="auto")
+    assert child.code == 1
+    assert "another model: model.ffn_dim was 32, now 40" in child.output
+    changed = small(run__dir=folder, train__lr=0.5, train__steps=8, checkpoint__allow_config_change=True)
+    child = nursery.run(changed, resume="auto")
+    assert child.code == 0, child.output
+    assert "changed since: train.lr was 0.0003, now 0.5" in child.output
+    assert "changed since: train.steps was 6, now 8" in child.output
+    assert len(losses(tmp_path / "run")) == 8

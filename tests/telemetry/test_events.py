@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from tercet.errors import TercetError
+from tercet.telemetry import events
+from tercet.telemetry.events import EventLog, Noted, StepLogged, Validated, decode, encode, read_events
+from tercet.telemetry.progress import Screen, duration, quantity
+from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks
+from tercet.telemetry.summary import summarise
+
+
+def logged(step: int, loss: float = 0.1 + 0.2, rank: int = 0) -> StepLogged:
+    return StepLogged(
+        step=step,
+        rank=rank,
+        loss=loss,
+        lr=1e-3,
+        grad_norm=1.5,
+        tokens=128 * step,
+        tokens_per_s=1000.0,
+        step_seconds=0.128,
+        data_seconds=0.0,
+        mfu=None,
+        memory_gib=0.5,
+        skipped=0,
+        epoch=0,
+        first_step=step,
+        losses=[loss],
+        grad_norms=[1.5],
+    )
+
+
+def test_an_event_comes_back_as_it_was_with_every_digit() -> None:
+    for loss in (0.1 + 0.2, math.pi, 5e-324, float("inf"), float("-inf")):
+        event = logged(3, loss)
+        assert decode(encode(event)) == event
+    back = decode(encode(logged(3, float("nan"))))
+    assert isinstance(back, StepLogged)
+    assert math.isnan(back.loss)
+    assert math.isnan(back.losses[0])
+
+
+def test_every_line_is_json_that_any_reader_takes() -> None:
+    assert "NaN" not in encode(logged(1, float("nan")))
+    assert encode(Noted(step=1, text="two\nlines\u2028")).count("\n") == 1
+
+
+def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events_rank0.jsonl"
+    path.write_text(encode(logged(1)) + encode(logged(2))[:-9])
+    assert [e.step for e in read_events(path)] == [1]
+    path.write_text(encode(logged(1)) + "rubbish\n" + encode(logged(2)))
+    with pytest.raises(TercetError, match=r"events_rank0\.jsonl:2: not an event"):
+        list(read_events(path))
+
+
+def test_rewinding_keeps_what_happened_and_moves_what_will_be_measured_again(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for event in (logged(1), logged(2), Validated(step=2, loss=1.0, tokens=5, seconds=0.1), logged(3)):
+        log.emit(event)
+    log.emit(Noted(step=3, text="a sentence"))
+    log.close()
+    with log.path.open("a") as stream:
+        stream.write('{"kind": "step", "st')
+    assert events.rewind(tmp_path, 0, 1) == 3
+    assert [(e.kind, e.step) for e in read_events(log.path)] == [("step", 1), ("note", 3)]
+    assert [e.step for e in read_events(tmp_path / "superseded_rank0.jsonl")] == [2, 2, 3]
+    assert events.rewind(tmp_path, 0, 1) == 0
+
+
+def test_a_csv_is_written_anew_from_the_events_and_then_follows_them(tmp_path: Path) -> None:
+    (tmp_path / "training.csv").write_text("an old story\n")
+    training, validation = csv_sinks(tmp_path, [logged(1), Validated(step=1, loss=1.0, tokens=5, seconds=0.1)])
+    for sink in (training, validation):
+        sink(logged(2, float("nan")))
+        sink(Validated(step=2, loss=0.5, tokens=5, seconds=0.1))
+    lines = (tmp_path / "training.csv").read_text().splitlines()
+    assert lines[0] == ",".join(TRAINING_COLUMNS)
+    assert lines[0].startswith("step,loss,lr,tokens_per_s,grad_norm,")
+    assert [line.split(",")[:2] for line in lines[1:]] == [["1", "0.30000000000000004"], ["2", "nan"]]
+    assert [line.split(",")[:2] for line in (tmp_path / "val.csv").read_text().splitlines()[1:]] == [
+        ["1", "1.0"],
+        ["2", "0.5"],
+    ]
+
+
+def test_ranks_write_their_own_files(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        log = EventLog(tmp_path, rank)
+        log.emit(logged(1))
+        log.close()
+        assert [e.rank for e in read_events(tmp_path / f"events_rank{rank}.jsonl")] == [rank]
+
+
+def test_the_summary_of_a_crashed_run_does_not_call_it_completed() -> None:
+    figures = summarise([logged(1, 3.0), logged(2, 2.0)])
+    assert (figures["outcome"], figures["step"], figures["loss"], figures["first_loss"]) == ("unknown", 2, 2.0, 3.0)
+    assert summarise([])["step"] == 0
+
+
+def test_a_screen_that_is_no_terminal_gets_plain_lines() -> None:
+    out = io.StringIO()
+    screen = Screen(stream=out)
+    screen.begin(0, 10)
+    screen(logged(1))
+    screen(Validated(step=1, loss=1.25, tokens=5, seconds=0.1))
+    screen.end()
+    assert out.getvalue().splitlines() == [
+        "step  1/10  loss 0.3000  lr 1.00e-03  grad 1.500  1k tok/s  mem 0.50 GiB  eta 1s",
+        "validation after step 1: loss 1.2500 over 5 tokens",
+    ]
+
+
+def test_what_a_model_writes_cannot_command_the_terminal() -> None:
+    out = io.StringIO()
+    Screen(stream=out)(events.Sampled(step=1, prompt="[bold]", text="\x1b[2Jx\x00"))
+    assert "[bold]\ufffd[2Jx\ufffd" in out.getvalue()
+
+
+def test_figures_for_people() -> None:
+    assert [duration(s) for s in (5, 65, 3725, 200000)] == ["5s", "1m05s", "1h02m", "2d07h"]
+    assert [quantity(v) for v in (5, 4096, 1.5e6, 2e9)] == ["5", "4.1k", "1.5M", "2G"]

@@ -1,0 +1,233 @@
+"""Whole runs, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runs import losses, rows, small
+from tercet.config.load import load
+from tercet.errors import TercetError
+from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, events_file, read_events
+from tercet.train.dump import replay
+from tercet.train.loop import train
+from tercet.train.manifest import complete_checkpoints, read_json
+
+
+def newest(folder: Path) -> Path:
+    return complete_checkpoints(folder / "checkpoints")[-1]
+
+
+def tensors(folder: Path, part: str = "") -> dict[str, torch.Tensor]:
+    files = sorted(newest(folder).glob("*.safetensors"))
+    return {k: v for f in files for k, v in load_file(f).items() if k.startswith(part)}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run with everything switched on."""
+    folder = tmp_path_factory.mktemp("done") / "run"
+    torch.set_num_threads(1)
+    config = small(
+        run__dir=str(folder),
+        train__val_tokens=256,
+        train__val_every=3,
+        train__sample_tokens=4,
+        train__sample_every=3,
+        log__tensorboard=True,
+    )
+    assert train(config, origins={}) == 0
+    return folder
+
+
+def test_a_run_leaves_the_files_that_people_know(done: Path) -> None:
+    names = {p.name for p in done.iterdir()}
+    assert names >= {
+        "events_rank0.jsonl",
+        "training.csv",
+        "val.csv",
+        "config.toml",
+        "origins.json",
+        "env.json",
+        "metrics.json",
+        "heartbeat_rank0.jsonl",
+        "tb",
+        "checkpoints",
+    }
+    assert list((done / "tb").iterdir())
+    assert {"step", "loss", "lr", "tokens_per_s", "grad_norm"} <= rows(done / "training.csv")[0].keys()
+    assert json.loads((done / "env.json").read_text())["packages"]["torch"]
+    beats = [json.loads(line) for line in (done / "heartbeat_rank0.jsonl").read_text().splitlines()]
+    assert (beats[-1]["doing"], beats[-1]["step"]) == ("ended", 6)
+
+
+def test_validation_samples_and_the_end_are_events(done: Path) -> None:
+    told = list(read_events(events_file(done)))
+    assert [e.step for e in told if isinstance(e, Validated)] == [3, 6]
+    assert [e.step for e in told if isinstance(e, Sampled)] == [3, 6]
+    assert isinstance(told[-1], RunEnded)
+    assert told[-1].outcome == "completed"
+    metrics = json.loads((done / "metrics.json").read_text())
+    assert metrics["outcome"] == "completed"
+    assert metrics["step"] == metrics["steps"] == 6
+    assert repr(metrics["val_loss"]) == rows(done / "val.csv")[-1]["loss"]
+
+
+def test_validation_and_samples_do_not_change_what_is_learnt(done: Path, tmp_path: Path) -> None:
+    assert train(small(run__dir=str(tmp_path / "run")), origins={}) == 0
+    assert losses(tmp_path / "run") == losses(done)
+
+
+def test_the_saved_config_repeats_the_run(done: Path, tmp_path: Path) -> None:
+    again = load(file=done / "config.toml", flags={"run.dir": str(tmp_path / "run")}).config
+    assert train(again, origins={}) == 0
+    assert losses(tmp_path / "run") == losses(done)
+
+
+def test_the_schedule_is_the_same_in_steps_at_accumulation_one_and_four(tmp_path: Path) -> None:
+    told = {}
+    for micro_batch in (8, 2):
+        folder = tmp_path / str(micro_batch)
+        config = small(run__dir=str(folder), train__micro_batch=micro_batch, train__tokens_per_step=512)
+        assert config.accumulation == 8 // micro_batch
+        assert train(config, origins={}) == 0
+        told[micro_batch] = rows(folder / "training.csv")
+    assert [r["step"] for r in told[8]] == [r["step"] for r in told[2]] == ["1", "2", "3", "4", "5", "6"]
+    assert [r["lr"] for r in told[8]] == [r["lr"] for r in told[2]]
+    assert [r["tokens"] for r in told[8]] == [r["tokens"] for r in told[2]]
+    for column in ("loss", "grad_norm"):
+        big, accumulated = ([float(r[column]) for r in told[m]] for m in (8, 2))
+        assert accumulated == pytest.approx(big, rel=1e-4)
+
+
+def test_random_tokens_cannot_be_learnt(tmp_path: Path) -> None:
+    """Labels that are not shifted, or a path from token t+1 to the prediction at t, would learn them at once."""
+    config = small(
+        run__dir=str(tmp_path / "run"),
+        train__steps=60,
+        train__lr=0.02,
+        train__warmup_steps=5,
+        train__micro_batch=8,
+        train__tokens_per_step=512,
+        checkpoint__every=0,
+        model__init_std=0.1,
+    )
+    assert train(config, origins={}) == 0
+    last = [float(v) for v in list(losses(tmp_path / "run").values())[-10:]]
+    assert min(last) > math.log(256) - 0.06
+
+
+def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reproduces_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = small(
+        run__dir=str(folder),
+        train__steps=30,
+        train__lr=1e25,
+        train__warmup_steps=0,
+        train__clip=0.0,
+        train__max_skipped_in_row=2,
+        log__every=10,
+    )
+    with pytest.raises(
+        TercetError, match=r"were not finite, past the limits .*`python -m tercet\.train\.dump"
+    ) as error:
+        train(config, origins={})
+    told = list(read_events(events_file(folder)))
+    skipped = next(e for e in told if isinstance(e, StepsSkipped))
+    first = skipped.steps[0]
+    assert first >= 2
+    assert isinstance(told[-1], RunEnded)
+    assert told[-1].outcome == "halted"
+    path = Path(str(error.value).split("tercet.train.dump ")[1].split("`")[0])
+    assert path == folder / "nonfinite" / f"step-{first + 2:08d}"
+    again = replay(path, "cpu")
+    assert again["step"] == first + 2
+    assert not math.isfinite(again["loss"]) or not math.isfinite(again["grad_norm"])
+    assert again["nonfinite_weights"] == []
+    assert again["nonfinite_gradients"] or not math.isfinite(again["grad_norm"])
+
+
+def test_a_run_can_start_from_the_weights_of_another(done: Path, tmp_path: Path) -> None:
+    frozen = {"train__steps": 1, "train__lr": 1e-30, "train__warmup_steps": 0, "train__weight_decay": 0.0}
+    expected = tensors(done, "model.")
+    weights = tmp_path / "weights.safetensors"
+    save_file({k.removeprefix("model."): v.clone() for k, v in expected.items()}, weights)
+    for source in (newest(done), done, weights):
+        folder = tmp_path / f"from-{source.name}"
+        config = small(run__dir=str(folder), train__init_from=str(source), **frozen)
+        assert train(config, origins={}) == 0
+        got = tensors(folder, "model.")
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[k], expected[k]) for k in expected)
+        assert read_json(newest(folder) / "run.json")["step"] == 1
+        assert list(losses(folder)) == [1]
+
+
+def test_a_stage_of_longer_sequences_takes_over_weights_and_moments(done: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "longer"
+    config = small(
+        run__dir=str(folder),
+        data__seq_len=256,
+        train__tokens_per_step=512,
+        model__rope_scaling=4.0,
+        train__init_from=str(done),
+        train__init_state="optimizer",
+        train__steps=2,
+    )
+    assert train(config, origins={}) == 0
+    updates = {k: float(v) for k, v in tensors(folder, "optimizer.").items() if k.endswith(".step")}
+    assert set(updates.values()) == {8.0}  # six before, two now
+    state = read_json(newest(folder) / "run.json")
+    assert (state["step"], state["tokens"]) == (2, 1024)
+    assert (state["parent"]["step"], state["parent"]["path"]) == (6, str(newest(done)))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("nowhere", "neither a checkpoint folder"), ("nowhere.safetensors", "cannot be read")],
+)
+def test_a_start_that_is_not_there_is_one_line(tmp_path: Path, source: str, said: str) -> None:
+    config = small(run__dir=str(tmp_path / "run"), train__init_from=str(tmp_path / source))
+    with pytest.raises(TercetError, match=said):
+        train(config, origins={})
+
+
+def test_deterministic_mode_trains_to_the_same_numbers(done: Path, tmp_path: Path) -> None:
+    try:
+        assert train(small(run__dir=str(tmp_path / "run"), run__deterministic=True), origins={}) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert losses(tmp_path / "run") == losses(done)
+
+
+def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(8):
+        (texts / f"{i}.txt").write_text(f"document {i} " * 20)
+    config = small(
+        run__dir=str(tmp_path / "run"),
+        data__source="text",
+        data__path=(str(texts),),
+        data__exhaustion="stop",
+        data__validation_fraction=0.0,
+        train__steps=1000,
+        log__every=7,
+    )
+    assert train(config, origins={}) == 0
+    told = list(read_events(events_file(tmp_path / "run")))[-1]
+    assert isinstance(told, RunEnded)
+    assert (told.outcome, told.reason) == ("completed", "the data ended")
+    assert 0 < told.step < 1000
+    assert max(losses(tmp_path / "run")) == told.step
+    assert newest(tmp_path / "run").name == f"step-{told.step:08d}"
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TercetError, match=r"model\.vocab_size=100 is smaller than the tokenizer's 256"):
+        train(small(run__dir=str(tmp_path / "run"), model__vocab_size=100), origins={})
