@@ -112,6 +112,16 @@ def test_the_default_config_hands_over_in_the_middle_of_every_block():
     torch.testing.assert_close(out, layer(x), **CLOSE)
 
 
+def test_a_long_chunk_worked_on_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tercet.model.cached._CHUNK_NUMBERS", 2000)
+    for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
+        layer = make(kind=kind)
+        x = torch.randn(2, 45, 12, dtype=torch.float64)
+        out, cache = feed(layer, x, [9, 36])
+        torch.testing.assert_close(out, layer(x), **CLOSE)
+        assert cache.reads.shape == (2, 36, 2)
+
+
 @settings(max_examples=30, phases=QUICK)
 @given(data=st.data())
 def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
@@ -137,6 +147,22 @@ def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
         whole = torch.cat(fed[r])[None]
         torch.testing.assert_close(torch.cat(got[r])[None], layer(whole), **CLOSE)
     assert cache.lengths.tolist() == [sum(map(len, parts)) for parts in fed]
+
+
+def test_padding_that_is_not_a_number_stays_where_it_is():
+    layer = make()
+    x = torch.randn(2, 19, 12, dtype=torch.float64)
+    x[1, 7:] = float("nan")
+    one = torch.ones(2, 3, 12, dtype=torch.float64)
+    one[:, 1:] = float("nan")
+    cache = layer.make_cache(2)
+    with torch.no_grad():
+        y = layer(x, cache=cache, lengths=torch.tensor([19, 7]))
+        after = layer(one, cache=cache, lengths=torch.tensor([1, 1]))
+    alone = layer(torch.cat([x[1:, :7], one[:1, :1]], 1))
+    torch.testing.assert_close(y[1:, :7], alone[:, :7], **CLOSE)
+    torch.testing.assert_close(after[1:, :1], alone[:, 7:], **CLOSE)
+    assert torch.isfinite(after[:, 0]).all()
 
 
 def test_a_row_may_stand_still_while_others_go_on():
