@@ -112,6 +112,17 @@ def test_time_spent_waiting_is_measured(configs):
         assert loader.wait_seconds - first < 0.1
 
 
+@pytest.mark.gpu
+def test_batches_are_pinned_where_the_process_uses_a_gpu(configs, read):
+    import torch
+
+    torch.cuda.init()
+    batch = read(configs["jsonl"], 1)[0]
+    assert batch.tokens.is_pinned()
+    assert batch.targets.is_pinned()
+    assert batch.cu_seqlens.is_pinned()
+
+
 def test_a_batch_is_what_the_trainer_was_promised(configs, read):
     import torch
 

@@ -45,7 +45,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(bad, reason, suffix, tmp_pat
     path = tmp_path / f"a.{suffix}"
     compress = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.ZstdCompressor().compress}
     path.write_bytes(compress[suffix](jsonl_with(bad)))
-    with pytest.raises(BadRecordError, match=rf"record 4 of .*a\.{suffix}: {reason}.*--data.bad-records skip"):
+    with pytest.raises(BadRecordError, match=rf"record 4 of .*a\.{suffix}: {reason}.*--data.bad_records skip"):
         read(config("jsonl", path))
     batches = read(config("jsonl", path, bad_records="skip"))
     assert documents_of(batches) == [f"good {i}".encode() for i in range(6)]

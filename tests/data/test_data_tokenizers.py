@@ -69,7 +69,7 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_not_obeyed(small_bpe, tm
 def test_the_end_of_document_token_is_found_named_or_asked_for(small_bpe, tmp_path):
     text = small_bpe.read_text().replace("<|endoftext|>", "<done>")
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(DataError, match=r"name it with --data.eos-token; its special tokens: <done>"):
+    with pytest.raises(DataError, match=r"name it with --data.eos_token; its special tokens: <done>"):
         load_tokenizer(str(tmp_path))
     assert load_tokenizer(str(tmp_path), "<done>").eos_id == 0
     with pytest.raises(DataError, match=r"eos_token='<x>' is not in the vocabulary"):

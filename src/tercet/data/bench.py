@@ -23,6 +23,7 @@ class Throughput:
     tokens: int  # of all ranks together: what the stream was advanced by
     seconds: float  # without the first batch
     tokens_per_second: float
+    tokens_per_core_second: float  # of processor time, all threads: on a busy machine the steadier number
     documents: int
     epoch: int
     machine: str
@@ -40,14 +41,14 @@ def measure(
     begin = time.perf_counter()
     with build_loader(data, seed=seed, batch_sequences=batch_sequences, world_size=world_size) as loader:
         batch = next(loader)
-        started = time.perf_counter()
+        started, started_busy = time.perf_counter(), time.process_time()
         first = batch.stats.tokens
         while time.perf_counter() - started < seconds:
             following = next(loader, None)
             if following is None:
                 break
             batch = following
-        elapsed = time.perf_counter() - started
+        elapsed, busy = time.perf_counter() - started, time.process_time() - started_busy
     tokens = batch.stats.tokens - first
     return Throughput(
         source=data.source if data.source != "synthetic" else f"synthetic/{data.synthetic.task}",
@@ -59,6 +60,7 @@ def measure(
         tokens=tokens,
         seconds=round(elapsed, 3),
         tokens_per_second=round(tokens / elapsed, 1),
+        tokens_per_core_second=round(tokens / busy, 1),
         documents=batch.stats.documents,
         epoch=batch.stats.epoch,
         machine=platform.machine(),

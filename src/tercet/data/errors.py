@@ -16,5 +16,5 @@ class BadRecordError(DataError):
         self.file, self.record, self.reason = file, record, reason
         where = f"record {record} of {file}" if record != "" else file
         super().__init__(
-            f"{where}: {reason}: mend it, or leave such records out (counted) with --data.bad-records skip"
+            f"{where}: {reason}: mend it, or leave such records out (counted) with --data.bad_records skip"
         )

@@ -174,7 +174,7 @@ def _find_eos(library: Library, name: str, eos_token: str) -> int:
             return found
     raise DataError(
         f"tokenizer {name} has none of the usual end-of-document tokens ({', '.join(EOS_NAMES)}): "
-        f"name it with --data.eos-token; its special tokens: {_specials(library)}"
+        f"name it with --data.eos_token; its special tokens: {_specials(library)}"
     )
 
 
