@@ -99,7 +99,8 @@ def bench(
     result = measure(data, seconds=seconds, batch_sequences=batch_sequences, world_size=world_size, seed=seed)
     print(
         f"{result.source}, {result.tokenizer}: {result.tokens_per_second:,.0f} tokens/s, "
-        f"{result.tokens_per_core_second:,.0f} per second of one core (first batch after {result.first_batch_seconds} s)"
+        f"{result.tokens_per_core_second:,.0f} per second of one core "
+        f"(first batch after {result.first_batch_seconds} s)"
     )
     print(json.dumps(result.as_dict()))
     return 0
