@@ -1,5 +1,5 @@
-"""Compiles what a call would launch, for a GPU that is not there: the host code runs on CPU tensors, and every launch is
-compiled for the target instead of run. Signatures, alignment and settings are thus exactly those that ship."""
+"""Compiles what a call would launch, for a GPU that is not there: the host code runs on CPU tensors, and every
+launch is compiled for the target instead of run. Signatures, alignment and settings are exactly those that ship."""
 
 from __future__ import annotations
 

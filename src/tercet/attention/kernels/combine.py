@@ -45,7 +45,7 @@ def _combine(
 
 @triton.jit
 def _row_sums(
-    O0, O1, O2, DOUT, SUMS, DGATES, rows, do_t, do_h,
+    O0, O1, O2, DOUT, GATES, SUMS, PLANES, DGATES, rows, do_t, do_h, gate_t, gate_h, gate_c,
     HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -63,6 +63,10 @@ def _row_sums(
     tl.store(SUMS + rows + row, s1, mask=inside)
     tl.store(SUMS + 2 * rows + row, s2, mask=inside)
     if GATED:
+        gates = GATES + row // H * gate_t + row % H * gate_h
+        for c in tl.static_range(3):
+            gate = tl.load(gates + c * gate_c, mask=inside, other=0.0).to(tl.float32)
+            tl.store(PLANES + c * rows + row, gate, mask=inside)
         tl.store(DGATES + row * 3, s0.to(DGATES.dtype.element_ty), mask=inside)
         tl.store(DGATES + row * 3 + 1, s1.to(DGATES.dtype.element_ty), mask=inside)
         tl.store(DGATES + row * 3 + 2, s2.to(DGATES.dtype.element_ty), mask=inside)
@@ -85,14 +89,22 @@ def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
     return out
 
 
-def row_sums(outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """([3, B, T, H] fp32 of dout·o_c, dgates or None); branches left out get zeros."""
+def row_sums(
+    outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dout·o_c: fp32 [3, B, T, H], gates: fp32 [3, B, T, H], dgates); the sums of branches left out are 0.
+
+    Backward kernels read gates along with the row sums, so they get them in the same form."""
     B, T, H, D = dout.shape
     rows = B * T * H
     sums = torch.empty(3, B, T, H, dtype=torch.float32, device=dout.device)
-    dgates = None if gates is None else torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    planes = dgates = None
+    strides = (0, 0, 0)
+    if gates is not None:
+        planes, strides = torch.empty_like(sums), gates.stride()[1:]
+        dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     _row_sums[(triton.cdiv(rows, _ROWS),)](
-        *outputs, dout, sums, dgates, rows, dout.stride(1), dout.stride(2), *(o is not None for o in outputs),
-        gates is not None, H, D, triton.next_power_of_2(D), _ROWS, num_warps=4,
+        *outputs, dout, gates, sums, planes, dgates, rows, dout.stride(1), dout.stride(2), *strides,
+        *(o is not None for o in outputs), gates is not None, H, D, triton.next_power_of_2(D), _ROWS, num_warps=4,
     )  # fmt: skip
-    return sums, dgates
+    return sums, planes, dgates

@@ -69,7 +69,7 @@ def _forward(
 @triton.jit(do_not_specialize=[*_PER_BATCH, "token_length", "span"])
 def _key_gradients(
     Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, token_length, span,
-    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, gate_t, gate_h, scale, softmax_scale,
+    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
@@ -97,15 +97,15 @@ def _key_gradients(
         middle = tl.minimum(tl.maximum(all_seen, begin), end)
         for t in tl.range(begin, middle, QT):
             position, q, do, lse, row_sum, gate = load_queries(
-                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h, gate_t, gate_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h,
                 HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
             seen = last[:, None] <= position[None, :]
-            dk, dv = key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, True)
+            dk, dv = key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, True, GATED)
         for t in tl.range(middle, end, QT):
             position, q, do, lse, row_sum, gate = load_queries(
-                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h, gate_t, gate_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h,
                 HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
-            dk, dv = key_gradient(q, do, k, v, None, lse, gate, row_sum, dk, dv, scale, False)
+            dk, dv = key_gradient(q, do, k, v, None, lse, gate, row_sum, dk, dv, scale, False, GATED)
     place = (part * tl.num_programs(0) + tile).to(tl.int64) * N + tl.arange(0, N)
     always = tl.full([N], True, tl.int1)
     store_rows(DKP_ + g * DK, place, G * DK, always, dk * softmax_scale, DK, DKP)
@@ -119,7 +119,7 @@ def _sum_parts(
     PACKED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    doc, c0, count, first = locate(CCU, docs, tile, length, per_sequence, N, PACKED)
+    _, c0, count, first = locate(CCU, docs, tile, length, per_sequence, N, PACKED)
     i = tl.program_id(1) * R + tl.arange(0, R)
     inside = first + i < count
     dk = tl.zeros([R, GKP], tl.float32)
@@ -158,7 +158,7 @@ def key_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk, dv of compressed attention under do = gate · dout. Partial sums per query range, then added in order."""
     H, DK = q.shape[2:]
-    Tc, G, DV = v.shape[1:]
+    G, DV = v.shape[2:]
     launch = launch or settings("compressed_key_gradients", q, v)
     rows, queries = query_tile(H // G, launch.rows)
     N = launch.keys
@@ -175,7 +175,7 @@ def key_gradients(
     _key_gradients[(tiles, parts, G)](
         q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu, *bounds, documents.length, span,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
-        *((0, 0) if gate is None else gate.stride()[1:]), DK**-0.5 * LOG2E, DK**-0.5,
+        DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
         DV, padded(DV), queries, rows, N, documents.packed, qd is not None, gate is not None,
         num_warps=launch.warps, num_stages=launch.stages,

@@ -1,8 +1,8 @@
 """The kernels as PyTorch operators: forward and backward each an op, with shapes for tracing, and one autograd.
 
 `nsa_compressed` -> `nsa_select` -> `tercet::keep_selection` -> `nsa_attend`. The first two run without autograd;
-`nsa_attend` takes everything that the result depends on and owns the whole gradient, so that backward folds the gates in,
-adds dq once and materialises no gradient of a branch's output. Checkpointing policies can name each op.
+`nsa_attend` takes everything that the result depends on and owns the whole gradient, so that backward folds the
+gates in, adds dq once and materialises no gradient of a branch's output. Checkpointing policies can name each op.
 
 Missing branches are None going in and empty tensors coming out.
 """
@@ -24,7 +24,6 @@ from tercet.attention.kernels.selected import selected_backward, selected_forwar
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
 from tercet.attention.spec import NSAConfig
-
 
 _SAVED = 7  # at most so many tensors go from selected_forward to selected_backward
 
@@ -84,9 +83,7 @@ def _(
 
 
 @torch.library.custom_op("tercet::nsa_select", mutates_args=())
-def nsa_select(
-    q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
-) -> Tensor:
+def nsa_select(q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]) -> Tensor:
     q, kc = _flat(q, kc)
     return select(q, kc, lse, NSAConfig(*config), _documents(q, kc, cu, ccu))
 
@@ -182,8 +179,8 @@ def nsa_backward(
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
     sizes = NSAConfig(*config)
     documents = _documents(q, kc, cu, ccu)
-    sums, dgates = row_sums([o_c, o_s, o_w], dout, gates)
-    g_c, g_s, g_w = (None, None, None) if gates is None else gates.unbind(-1)
+    sums, planes, dgates = row_sums([o_c, o_s, o_w], dout, gates)
+    g_c, g_s, g_w = (None, None, None) if planes is None else planes.unbind(0)
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
     if kc is not None or kw is not None:
         dq = query_gradients(
@@ -210,9 +207,7 @@ def nsa_backward(
 def _(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config
 ):
-    return tuple(
-        _none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates)
-    )
+    return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates))
 
 
 def _save_attend(ctx, inputs, output):
@@ -255,9 +250,7 @@ def _compressed_gradient(ctx, dout, _lse):
     if dout is None:
         return (None,) * 6
     none = (None,) * 5
-    dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
-        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], ctx.config
-    )
+    dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], ctx.config)
     return dq, dkc, dvc, None, None, None
 
 
@@ -324,13 +317,11 @@ def selected_attention(
     )[0]
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
-) -> Tensor:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
     none = (None,) * 4
-    return torch.ops.tercet.nsa_attend(
-        q, None, None, None, None, k, v, *none, cu_seqlens, None, list(astuple(config))
-    )[0]
+    return torch.ops.tercet.nsa_attend(q, None, None, None, None, k, v, *none, cu_seqlens, None, list(astuple(config)))[
+        0
+    ]
 
 
 def _bounds(cu_seqlens: Tensor | None, config: NSAConfig) -> Tensor | None:

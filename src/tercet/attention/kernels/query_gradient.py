@@ -1,6 +1,6 @@
 """dQ of the compressed and the window branch in one kernel: q, dout and the sum stay in registers for both.
 
-q, dout: [B, T, H, Dk | Dv]   row sums (dout·o of a branch) and lse: fp32 [B, T, H]   gates: [B, T, H] views or None
+q, dout: [B, T, H, Dk | Dv]   row sums (dout·o of a branch), lse, gates: fp32 [B, T, H]
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tercet.attention.spec import NSAConfig
 
 
 @triton.jit
-def _row_values(LSE, SUM, GATE, token, head, inside, stride_t, stride_h, H: tl.constexpr, M: tl.constexpr,
+def _row_values(LSE, SUM, GATE, token, head, inside, H: tl.constexpr, M: tl.constexpr,
                 GATED: tl.constexpr):  # fmt: skip
     row = token.to(tl.int64) * H + head
     lse = tl.load(LSE + row, mask=inside, other=float("inf"))
     row_sum = tl.load(SUM + row, mask=inside, other=0.0)
     if GATED:
-        gate = tl.load(GATE + token.to(tl.int64) * stride_t + head * stride_h, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(GATE + row, mask=inside, other=0.0)
     else:
         gate = tl.full([M], 1.0, tl.float32)
     return lse, gate, gate * row_sum
@@ -35,7 +35,7 @@ def _row_values(LSE, SUM, GATE, token, head, inside, stride_t, stride_h, H: tl.c
 def _query_gradient(
     Q, DO, DQ, KC, VC, KCD, VCD, LSEC, SUMC, GATEC, KW, VW, KWD, VWD, LSEW, SUMW, GATEW,
     CU, CCU, docs, length, per_sequence, compressed_length,
-    q_t, q_h, do_t, do_h, kc_t, kc_h, vc_t, vc_h, kw_t, kw_h, vw_t, vw_h, gate_t, gate_h, scale, softmax_scale,
+    q_t, q_h, do_t, do_h, kc_t, kc_h, vc_t, vc_h, kw_t, kw_h, vw_t, vw_h, scale, softmax_scale,
     L: tl.constexpr, S: tl.constexpr, W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, TMAC: tl.constexpr, TMAW: tl.constexpr,
@@ -54,9 +54,7 @@ def _query_gradient(
                 c0 = tl.load(CCU + doc)
             else:
                 c0 = doc * compressed_length
-            lse, gate, total = _row_values(
-                LSEC, SUMC, GATEC, token, head, inside, gate_t, gate_h, G * HEADS, M, GATED
-            )
+            lse, gate, total = _row_values(LSEC, SUMC, GATEC, token, head, inside, G * HEADS, M, GATED)
             KC += g.to(tl.int64) * kc_h
             VC += g.to(tl.int64) * vc_h
             seen = visible(position, L, S)
@@ -72,9 +70,7 @@ def _query_gradient(
                 mask = (i + tl.arange(0, N))[None, :] < seen[:, None]
                 acc = query_gradient(q, do, k, v, mask, lse, gate, total, acc, scale, True)
         if WINDOW:
-            lse, gate, total = _row_values(
-                LSEW, SUMW, GATEW, token, head, inside, gate_t, gate_h, G * HEADS, M, GATED
-            )
+            lse, gate, total = _row_values(LSEW, SUMW, GATEW, token, head, inside, G * HEADS, M, GATED)
             KW += g.to(tl.int64) * kw_h
             VW += g.to(tl.int64) * vw_h
             begin, whole, edge, end = window_tiles(first, size, W, QT, N)
@@ -119,7 +115,7 @@ def query_gradients(
         q, dout, dq, kc, vc, kcd, vcd, lse_c, sum_c, gate_c, kw, vw, kwd, vwd, lse_w, sum_w, gate_w,
         cu, documents.ccu, *bounds, documents.compressed_length,
         q.stride(1), q.stride(2), dout.stride(1), dout.stride(2),
-        *_strides(kc), *_strides(vc), *_strides(kw), *_strides(vw), *_strides(gate), DK**-0.5 * LOG2E, DK**-0.5,
+        *_strides(kc), *_strides(vc), *_strides(kw), *_strides(vw), DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, config.window, G, H // G,
         DK, padded(DK), DV, padded(DV), queries, rows, launch.keys, documents.packed,
         kcd is not None, kwd is not None, compressed is not None, window is not None, gate is not None,

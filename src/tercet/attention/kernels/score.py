@@ -142,7 +142,7 @@ def _choose(
 ):  # fmt: skip
     row = tl.program_id(0)
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    _, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
     position = first + row % QT
     if position < size:
         current = position // BLOCK
@@ -175,7 +175,7 @@ def _shortlist(
     row = tl.program_id(0)
     g = tl.program_id(1)
     chunk = tl.program_id(2)
-    doc, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    _, _, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
     position = first + row % QT
     WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
     end = position // BLOCK - LOCAL + 1
@@ -203,7 +203,7 @@ def _choose_shortlisted(
 ):  # fmt: skip
     row = tl.program_id(0)
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    _, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
     position = first + row % QT
     if position < size:
         current = position // BLOCK

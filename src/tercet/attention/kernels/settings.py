@@ -49,7 +49,9 @@ _HOPPER: dict[tuple[str, int], Launch] = {
 
 # Ampere and the rest: no copy engine, less shared memory. Conservative; never measured by us.
 _GENERIC: dict[tuple[str, int], Launch] = {
-    key: Launch(rows=64, keys=32 if key[1] == 256 else 64, warps=8 if key[1] == 256 else 4, stages=2 if key[1] < 256 else 1)
+    key: Launch(
+        rows=64, keys=32 if key[1] == 256 else 64, warps=8 if key[1] == 256 else 4, stages=2 if key[1] < 256 else 1
+    )
     for key in _HOPPER
 }
 
@@ -83,4 +85,3 @@ def query_tile(heads: int, rows: int) -> tuple[int, int]:
     """(M, QT): rows of a tile and the queries in it, for any number of heads per group."""
     rows = max(rows, triton.next_power_of_2(heads), 16)
     return rows, rows // heads
-

@@ -99,13 +99,15 @@ def query_gradient(q, do, k, v, seen, lse, gate, gated_sum, acc, scale, MASK: tl
 
 
 @triton.jit
-def key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, MASK: tl.constexpr):
+def key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, MASK: tl.constexpr, GATED: tl.constexpr):
     """dk, dv of a key tile from one query tile, keys down the rows: Sᵀ feeds both products without a transpose."""
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
-    p = tl.exp2(s * scale - lse[None, :]) * gate[None, :]
+    dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # before the exponentials, which then run beside it
+    p = tl.exp2(s * scale - lse[None, :])
+    if GATED:
+        p *= gate[None, :]
     if MASK:
         p = tl.where(seen, p, 0.0)
-    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
     ds = p * (dp - row_sum[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -114,25 +116,44 @@ def key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, MASK: tl.
 
 @triton.jit
 def load_queries(
-    Q, DO, LSE, SUM, GATE, QD, DOD, start, size, first, g, q_t, q_h, do_t, do_h, gate_t, gate_h,
+    Q, DO, LSE, SUM, GATE, QD, DOD, start, size, first, g, q_t, q_h, do_t, do_h,
     HEADS: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     QT: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """All that a backward pass reads of a query tile; idle rows get lse = +inf, hence p = 0."""
-    position, token, head, inside = query_rows(start, size, first, g, HEADS, QT, M)
+    """All that a backward pass reads of a query tile; idle rows get lse = +inf, hence p = 0.
+
+    Offsets within the tile do not change along a loop over tiles, and are 32-bit: the compiler hoists them."""
+    r = tl.arange(0, M)
+    query = r // HEADS
+    head = r % HEADS
+    inside = (r < QT * HEADS) & (query < size - first)
+    token = (start + first).to(tl.int64)
     if TMA:
         # rows past the document are another's, and finite: their p is 0
         q = QD.load([start + first, g * HEADS, 0]).reshape(M, DK)
         do = DOD.load([start + first, g * HEADS, 0]).reshape(M, DV)
     else:
-        q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
-        do = load_rows(DO + head.to(tl.int64)[:, None] * do_h, token, do_t, inside, DV, DVP)
-    row = token.to(tl.int64) * H + head
-    lse = tl.load(LSE + row, mask=inside, other=float("inf"))
-    row_sum = tl.load(SUM + row, mask=inside, other=0.0)
+        at = token * q_t + (g * HEADS).to(tl.int64) * q_h
+        q = _load_tile(Q + at, query * q_t + head * q_h, inside, DK, DKP)
+        at = token * do_t + (g * HEADS).to(tl.int64) * do_h
+        do = _load_tile(DO + at, query * do_t + head * do_h, inside, DV, DVP)
+    at = token * H + g * HEADS
+    row = query * H + head
+    lse = tl.load(LSE + at + row, mask=inside, other=float("inf"))
+    row_sum = tl.load(SUM + at + row, mask=inside, other=0.0)
     if GATED:
-        offset = token.to(tl.int64) * gate_t + head * gate_h
-        gate = tl.load(GATE + offset, mask=inside, other=0.0).to(tl.float32)
+        # fp32 like the others: a two-byte load would not be pipelined
+        gate = tl.load(GATE + at + row, mask=inside, other=0.0)
     else:
         gate = tl.full([M], 1.0, tl.float32)
-    return position, q, do, lse, row_sum, gate
+    return first + query, q, do, lse, row_sum, gate
+
+
+@triton.jit
+def _load_tile(X, offset, inside, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    if D == DP:
+        mask = inside[:, None]
+    else:
+        mask = inside[:, None] & (d < D)[None, :]
+    return tl.load(X + (offset[:, None] + d[None, :]), mask=mask, other=0.0)

@@ -46,7 +46,7 @@ def _forward(
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, QT, PACKED)
+    _, start, size, first = locate(CU, docs, tile, length, per_sequence, QT, PACKED)
     if first < size:
         position, token, head, inside = query_rows(start, size, first, g, HEADS, QT, M)
         q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
@@ -75,28 +75,28 @@ def _forward(
 
 @triton.jit
 def _query_step(
-    Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h, gate_t, gate_h, scale,
+    Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h, scale,
     W: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     position, q, do, lse, row_sum, gate = load_queries(
-        Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h, gate_t, gate_h,
+        Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h,
         HEADS, H, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
     back = position[None, :] - key[:, None]
-    return key_gradient(q, do, k, v, (back >= 0) & (back < W), lse, gate, row_sum, dk, dv, scale, MASK)
+    return key_gradient(q, do, k, v, (back >= 0) & (back < W), lse, gate, row_sum, dk, dv, scale, MASK, GATED)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _key_gradients(
     Q, DO, K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, docs, length, per_sequence,
-    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, gate_t, gate_h, scale, softmax_scale,
+    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
     W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
+    _, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
     if first < size:
         k = load_keys(K + g.to(tl.int64) * k_h, None, start + first, size - first, g, k_t, DK, DKP, N, False, False)
         v = load_keys(V + g.to(tl.int64) * v_h, None, start + first, size - first, g, v_t, DV, DVP, N, False, False)
@@ -110,15 +110,15 @@ def _key_gradients(
         for t in tl.range(begin, whole, QT):
             dk, dv = _query_step(
                 Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h,
-                gate_t, gate_h, scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
+                scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
         for t in tl.range(whole, edge, QT):
             dk, dv = _query_step(
                 Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h,
-                gate_t, gate_h, scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, False)  # fmt: skip
+                scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, False)  # fmt: skip
         for t in tl.range(edge, end, QT):
             dk, dv = _query_step(
                 Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h,
-                gate_t, gate_h, scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
+                scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
         store_rows(DKEY + g * DK, start + key, G * DK, key < size, dk * softmax_scale, DK, DKP)
         store_rows(DVALUE + g * DV, start + key, G * DV, key < size, dv, DV, DVP)
 
@@ -157,7 +157,7 @@ def key_gradients(
     _key_gradients[(documents.token_tiles(launch.keys), G)](
         q, dout, k, v, lse, row_sum, gate, dk, dv, qd, dod, *documents.tokens(launch.keys),
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
-        *((0, 0) if gate is None else gate.stride()[1:]), DK**-0.5 * LOG2E, DK**-0.5,
+        DK**-0.5 * LOG2E, DK**-0.5,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
         documents.packed, qd is not None, gate is not None, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

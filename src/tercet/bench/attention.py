@@ -1,0 +1,369 @@
+"""Native Sparse Attention beside dense attention, in one process, on this machine's GPU.
+
+    python -m tercet.bench.attention --shapes P8k,P64k,C8x2k --inputs random,smooth
+
+Correctness comes first: at each shape's heads the kernels are compared with the reference in fp32 (output and all
+gradients, with the kernels' own selection), and at full length sampled rows and their selection with fp64. A shape
+that fails gets no speed-up, and the exit code is 1. The last line is one JSON object.
+
+Inputs. "random": q, k, v independent normal numbers, so that neighbouring queries select almost unrelated
+blocks. "smooth": q follows a first-order autoregression along the sequence (each vector correlates with the one
+before by `--correlation`), as hidden states of text do; neighbours then keep about nine blocks of ten, and the share
+is printed. k and v stay random. Nothing else differs: the selection itself is computed in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tercet.attention.functional import nsa_attention
+from tercet.attention.spec import NSAConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B sequences of T tokens, H query heads, G KV heads, head size D."""
+
+    B: int
+    T: int
+    H: int
+    G: int
+    D: int
+
+
+def _shapes() -> dict[str, Shape]:
+    k = 1024
+    shapes = {f"P{n}k": Shape(1, n * k, 64, 4, 128) for n in (8, 16, 32, 64)}
+    shapes |= {f"C{16 // n}x{n}k": Shape(16 // n, n * k, 12, 2, 64) for n in (2, 4, 8, 16)}
+    shapes |= {f"C1x{n}k": Shape(1, n * k, 12, 2, 64) for n in (32, 64, 128, 256, 512, 1024)}
+    shapes |= {f"M{16 // n}x{n}k": Shape(16 // n, n * k, 16, 1, 64) for n in (4, 16)}
+    return shapes
+
+
+SHAPES = _shapes()
+
+
+@dataclass
+class Inputs:
+    q: Tensor  # [B, T, H, D]
+    kc: Tensor
+    vc: Tensor
+    ks: Tensor
+    vs: Tensor
+    kw: Tensor
+    vw: Tensor
+    gates: Tensor  # [B, T, H, 3]
+
+    def all(self) -> list[Tensor]:
+        return [self.q, self.kc, self.vc, self.ks, self.vs, self.kw, self.vw, self.gates]
+
+
+def make_inputs(
+    shape: Shape,
+    config: NSAConfig,
+    kind: str,
+    correlation: float,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Inputs:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(tokens: int, heads: int) -> Tensor:
+        return torch.randn(shape.B, tokens, heads, shape.D, device="cuda", dtype=dtype, generator=generator)
+
+    compressed = config.num_compressed(shape.T)
+    q = normal(shape.T, shape.H)
+    if kind == "smooth":
+        q = smooth(q, correlation)
+    keys = [normal(n, shape.G) for n in (compressed, compressed, shape.T, shape.T, shape.T, shape.T)]
+    gates = torch.rand(shape.B, shape.T, shape.H, 3, device="cuda", dtype=dtype, generator=generator)
+    kc, vc, ks, vs, kw, vw = keys
+    return Inputs(q, kc, vc, ks, vs, kw, vw, gates)
+
+
+def smooth(noise: Tensor, correlation: float) -> Tensor:
+    """x_t = ρ x_{t-1} + √(1-ρ²) noise_t along dim 1, by doubling: after k rounds x_t holds its last 2^k terms."""
+    out = torch.empty_like(noise)
+    for b in range(noise.shape[0]):
+        for h in range(noise.shape[2]):
+            x = noise[b, :, h].float()
+            x[1:] *= (1 - correlation**2) ** 0.5
+            step, weight = 1, correlation
+            while step < x.shape[0] and weight > 1e-8:
+                x[step:] += weight * x[:-step].clone()
+                step, weight = 2 * step, weight * weight
+            out[b, :, h] = x.to(noise.dtype)
+    return out
+
+
+# ------------------------------------------------------------ correctness
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    error = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return error if error == error else float("inf")
+
+
+def check_gradients(shape: Shape, config: NSAConfig, kind: str, correlation: float) -> dict[str, float]:
+    """Worst relative errors of output and gradients against the fp32 reference, at most 4096 tokens long."""
+    small = Shape(1, min(shape.T, 4096), shape.H, shape.G, shape.D)
+    x = make_inputs(small, config, kind, correlation, seed=7).all()
+    leaves = [t.detach().requires_grad_() for t in x]
+    out, aux = nsa_attention(*leaves, config=config, backend="triton", return_aux=True)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+    exact = [t.detach().float().requires_grad_() for t in x]
+    wanted = nsa_attention(*exact, config=config, backend="reference", block_indices=aux.block_indices)
+    wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
+    names = ("dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates")
+    errors = {"out": relative_error(out, wanted)}
+    return errors | {n: relative_error(g, w) for n, g, w in zip(names, grads, wanted_grads, strict=True)}
+
+
+def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int]) -> tuple[float, float]:
+    """(worst error of the output's rows in fp64, share of selected slots that fp64 agrees with), at full length."""
+    B, _, H, D = x.q.shape
+    G = x.ks.shape[2]
+    h = H // G
+    l, d, block = config.compress_block, config.compress_stride, config.select_block
+    worst, same, slots = 0.0, 0, 0
+    for t in rows:
+        b = t % B
+        q = x.q[b, t].double().view(G, h, D) * D**-0.5
+        wanted = torch.zeros(G, h, D, dtype=torch.float64, device=q.device)
+        gates = x.gates[b, t].double().view(G, h, 3)
+        seen = config.num_visible(t)
+        blocks = t // block + 1
+        p = torch.einsum("ghd,sgd->ghs", q, x.kc[b, :seen].double()).softmax(-1)
+        wanted += gates[..., :1] * torch.einsum("ghs,sgd->ghd", p, x.vc[b, :seen].double())
+        i = torch.arange(seen, device=q.device)[:, None] * d
+        j = torch.arange(blocks, device=q.device)[None] * block
+        overlap = (torch.minimum(i + l, j + block) - torch.maximum(i, j)).clamp(min=0).double() / l
+        importance = (p @ overlap).sum(1) if seen else torch.zeros(G, blocks, device=q.device, dtype=torch.float64)
+        importance[:, : config.select_initial] = 1e30
+        importance[:, max(0, blocks - config.select_local) :] = 1e30
+        best = importance.sort(dim=-1, descending=True, stable=True).indices[:, : config.select_count]
+        for g in range(G):
+            chosen = [c for c in indices[b, t, g].tolist() if c >= 0]
+            same += len(set(chosen) & set(best[g].tolist()))
+            slots += best.shape[1]
+            tokens = torch.cat([torch.arange(c * block, min((c + 1) * block, t + 1)) for c in chosen]).to(q.device)
+            s = (q[g] @ x.ks[b, tokens, g].double().T).softmax(-1)
+            wanted[g] += gates[g, :, 1:2] * (s @ x.vs[b, tokens, g].double())
+        window = slice(max(0, t - config.window + 1), t + 1)
+        p = torch.einsum("ghd,sgd->ghs", q, x.kw[b, window].double()).softmax(-1)
+        wanted += gates[..., 2:] * torch.einsum("ghs,sgd->ghd", p, x.vw[b, window].double())
+        worst = max(worst, relative_error(out[b, t].view(G, h, D), wanted))
+    return worst, same / slots
+
+
+def agreement(indices: Tensor) -> float:
+    """Share of a query's blocks that its predecessor selected too, over the second half of the sequence."""
+    T = indices.shape[1]
+    now, before = indices[:, T // 2 + 1 :], indices[:, T // 2 : -1]
+    kept = (now.unsqueeze(-1) == before.unsqueeze(-2)).any(-1) & (now >= 0)
+    return (kept.sum() / (now >= 0).sum()).item()
+
+
+# ------------------------------------------------------------ time
+
+
+def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:
+    """Median over back-to-back calls, by CUDA events: what a training loop sees, host included where it is slower."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    count = max(5, min(200, int(budget * 1000 / max(start.elapsed_time(end), 1e-3))))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, graph: bool) -> dict[str, float]:
+    def both() -> Any:
+        return torch.autograd.grad(forward(), leaves, dout)
+
+    def forward_only() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    found = {"forward_ms": milliseconds(forward_only)}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    found["both_ms"] = milliseconds(both)
+    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if graph:
+        found["graph_both_ms"] = milliseconds(graphed(both))
+    return found
+
+
+def profile(call: Callable[[], Any], repeats: int = 3) -> list[tuple[float, int, str]]:
+    """(milliseconds, launches, kernel) of one call, the longest first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    call()
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CUDA]) as events:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    found = [
+        (e.self_device_time_total / 1000 / repeats, e.count // repeats, e.key)
+        for e in events.key_averages()
+        if e.self_device_time_total
+    ]
+    return sorted(found, reverse=True)
+
+
+def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool) -> dict[str, float] | None:
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.ks, x.vs)]
+
+    def forward() -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in leaves)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    try:
+        return measure(forward, leaves, dout, graph)
+    except RuntimeError as error:
+        print(f"  {backend.name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def bench(name: str, kind: str, config: NSAConfig, args: argparse.Namespace) -> dict[str, Any]:
+    shape = SHAPES[name]
+    graph = args.graph and shape.D <= 64
+    row: dict[str, Any] = {"shape": name, "inputs": kind}
+    errors = check_gradients(shape, config, kind, args.correlation)
+    x = make_inputs(shape, config, kind, args.correlation)
+    leaves = [t.detach().requires_grad_() for t in x.all()]
+    with torch.no_grad():
+        out, aux = nsa_attention(*x.all(), config=config, backend="triton", return_aux=True)
+    assert aux.block_indices is not None
+    rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, args.rows).long().tolist()]
+    row_error, same = check_rows(x, config, out, aux.block_indices, rows)
+    row |= {"worst_error": max(errors.values()), "row_error": row_error, "slots_equal": same}
+    row["agreement"] = agreement(aux.block_indices)
+    row["correct"] = max(errors.values()) <= 1e-2 and row_error <= 1.5e-2 and same >= 0.9995
+    if not row["correct"]:
+        row["errors"] = errors
+        return row
+    dout = torch.randn_like(out)
+    del out, aux
+
+    def forward() -> Tensor:
+        return nsa_attention(*leaves, config=config, backend="triton")
+
+    row |= {f"nsa_{key}": value for key, value in measure(forward, leaves, dout, graph).items()}
+    if args.profile:
+
+        def both() -> Any:
+            return torch.autograd.grad(forward(), leaves, dout)
+
+        for ms, launches, kernel in profile(both):
+            print(f"  {ms:9.4f} ms {launches:4d} × {kernel[:90]}")
+    for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        if label in args.dense.split(",") and args.dense_limit >= shape.T:
+            row |= {f"{label}_{key}": value for key, value in (dense(x, backend, dout, graph) or {}).items()}
+    fastest = min((row[f"{n}_both_ms"] for n in ("cudnn", "flash") if f"{n}_both_ms" in row), default=None)
+    if fastest is not None:
+        row["speedup"] = fastest / row["nsa_both_ms"]
+    if "cudnn_graph_both_ms" in row:
+        row["graph_speedup"] = row["cudnn_graph_both_ms"] / row["nsa_graph_both_ms"]
+    return row
+
+
+_COLUMNS = (
+    ("shape", "shape"), ("inputs", "inputs"), ("agreement", "agree"), ("nsa_forward_ms", "nsa fwd"),
+    ("nsa_both_ms", "nsa f+b"), ("cudnn_forward_ms", "cudnn fwd"), ("cudnn_both_ms", "cudnn f+b"),
+    ("flash_both_ms", "flash f+b"), ("speedup", "× dense"), ("nsa_graph_both_ms", "nsa graph"),
+    ("cudnn_graph_both_ms", "cudnn graph"), ("graph_speedup", "× graph"), ("nsa_peak_gib", "nsa GiB"),
+    ("cudnn_peak_gib", "cudnn GiB"), ("worst_error", "error"), ("slots_equal", "slots"),
+)  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [" | ".join(label.rjust(max(7, len(label))) for _, label in _COLUMNS)]
+    for row in rows:
+        cells = []
+        for key, label in _COLUMNS:
+            value = row.get(key, "–" if row["correct"] else "WRONG")
+            if isinstance(value, float):
+                digits = {"slots_equal": 5, "worst_error": 4}.get(key, 3)
+                value = f"{value:.{digits}f}"
+            cells.append(str(value).rjust(max(7, len(label))))
+        lines.append(" | ".join(cells))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tercet bench attention", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--shapes", default="P8k,P64k,C8x2k,C4x4k,C1x16k", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--inputs", default="random,smooth", help="of random, smooth")
+    parser.add_argument("--correlation", type=float, default=0.996, help="of successive queries in smooth inputs")
+    parser.add_argument("--dense", default="cudnn,flash", help="of cudnn, flash; empty for none")
+    parser.add_argument("--dense-limit", type=int, default=65536, help="no dense attention beyond this length")
+    parser.add_argument("--rows", type=int, default=24, help="rows checked in fp64 at full length")
+    parser.add_argument("--profile", action="store_true", help="print the time of every kernel, forward and backward")
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs at head 64")
+    args = parser.parse_args(argv)
+    names, kinds = args.shapes.split(","), args.inputs.split(",")
+    for value, known in ((names, SHAPES), (kinds, ("random", "smooth"))):
+        if unknown := [v for v in value if v not in known]:
+            parser.error(f"{unknown[0]!r} is unknown: pick from {', '.join(known)}")
+    if not torch.cuda.is_available():
+        print("tercet bench attention needs a CUDA device: none is visible", file=sys.stderr)
+        return 2
+    config = NSAConfig()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, bf16, {config}")
+    results = []
+    for name in names:
+        for kind in kinds:
+            results.append(bench(name, kind, config, args))
+            torch.cuda.empty_cache()
+            print(table(results[-1:]).splitlines()[-1], flush=True)
+    print(table(results))
+    correct = all(r["correct"] for r in results)
+    print(json.dumps({"bench": "attention", "device": device, "correct": correct, "results": results}))
+    return 0 if correct else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
