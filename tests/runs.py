@@ -15,7 +15,7 @@ from typing import Any, Self
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 
-# Selection really selects at this size: 8 blocks of 8 tokens, 3 of them chosen, a window of 8.
+# Selection really selects at this size: 8 blocks of 8 tokens, 4 of them read (one of free choice), a window of 8.
 SMALL: dict[str, Any] = {
     "model.dim": 16,
     "model.layers": 2,
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "model.nsa.compress_block": 4,
     "model.nsa.compress_stride": 2,
     "model.nsa.select_block": 8,
-    "model.nsa.select_count": 3,
+    "model.nsa.select_count": 4,
     "model.nsa.window": 8,
     "data.source": "synthetic",
     "data.seq_len": 64,

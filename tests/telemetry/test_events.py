@@ -63,7 +63,7 @@ def test_rewinding_keeps_what_happened_and_moves_what_will_be_measured_again(tmp
     log = EventLog(tmp_path)
     for event in (logged(1), logged(2), Validated(step=2, loss=1.0, tokens=5, seconds=0.1), logged(3)):
         log.emit(event)
-    log.emit(Noted(step=3, text="a sentence"))
+    log.emit(Noted(step=3, text="a sentence\u2028 with \x85 odd line ends"))
     log.close()
     with log.path.open("a") as stream:
         stream.write('{"kind": "step", "st')

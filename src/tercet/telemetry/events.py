@@ -329,14 +329,13 @@ def rewind(folder: Path, rank: int, step: int) -> int:
         return 0
     kept: list[str] = []
     moved: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
+    # Not splitlines: a sample's text may hold other characters that it takes for line ends.
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what follows the last end was cut by a crash
         record = json.loads(line)
         cls = KINDS.get(record["kind"])
         # Kinds from a newer version go by their step alone.
         stale = record["step"] > step and (cls is None or cls.measured)
-        (moved if stale else kept).append(line)
+        (moved if stale else kept).append(line + "\n")
     if moved:
         with (folder / f"superseded_rank{rank}.jsonl").open("a", encoding="utf-8") as stream:
             stream.writelines(moved)
