@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from tercet.attention.layout import Packing, Span
 from tercet.attention.spec import NSAConfig, check_group_size
 
 
@@ -55,6 +56,31 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None)
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"{k_name} has head size {k.shape[3]} and q has {q.shape[3]}: they must be equal")
     check_group_size(q.shape[2], k.shape[2])
+
+
+def check_span(q: Tensor, k: Tensor, branch: str, span: Span, config: NSAConfig, packing: Packing | None) -> None:
+    """The keys at hand reach as far as the queries do, and as far back as their windows."""
+    first, end = span.first_query, span.first_query + q.shape[1]
+    if span.first_query < 0 or span.first_key < 0:
+        raise ValueError(f"{span} counts from the sequence's first token: it must not be negative")
+    if packing is not None and end > packing.length:
+        raise ValueError(f"q holds tokens {first} to {end} of a sequence of {packing.length}: it must end within it")
+    if branch == "compressed":
+        if packing is None and k.shape[1] < config.num_compressed(end):
+            raise ValueError(
+                f"k_compressed has {k.shape[1]} tokens: queries up to token {end} see {config.num_compressed(end)}"
+            )
+        return
+    if span.first_key + k.shape[1] < end:
+        raise ValueError(
+            f"k_{branch} holds tokens {span.first_key} to {span.first_key + k.shape[1]}: queries up to token {end} "
+            "need keys up to there"
+        )
+    if branch == "window" and packing is None and span.first_key > max(0, first - config.window + 1):
+        raise ValueError(
+            f"k_window begins at token {span.first_key}: the window of query {first} begins at "
+            f"{max(0, first - config.window + 1)}"
+        )
 
 
 def check_same_groups(keys: dict[str, Tensor], values: dict[str, Tensor]) -> None:

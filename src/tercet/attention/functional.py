@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tercet.attention import checks, reference
 from tercet.attention.dispatch import Route, choose
-from tercet.attention.layout import Packing
+from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.selection import keep_selection
 from tercet.attention.spec import BRANCHES, NSAConfig, check_branches
 
@@ -184,17 +184,25 @@ def compressed_attention(
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
     return_scores: bool = False,
+    packing: Packing | None = None,
+    span: Span = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """The compressed branch and what it says of the blocks: (out [B, T, H, Dv], block_indices [B, T, G, n]), or with
-    return_scores (out, scores [B, T, G, blocks]), the importance of Eq. 10, which takes memory of T²/l'."""
-    packing = _stage(q, k_compressed, v_compressed, "compressed", config, cu_seqlens)
+    return_scores (out, scores [B, T, G, blocks]), the importance of Eq. 10, which takes memory of T²/l'.
+
+    With a span, q is a stretch of the sequence, while k_compressed and v_compressed are those of all of it.
+    """
+    packing = _stage(q, k_compressed, v_compressed, "compressed", config, cu_seqlens, packing, span)
     with torch.autocast(q.device.type, enabled=False):
         out, indices, scores = reference.compressed_attention(
-            q, k_compressed, v_compressed, config, packing, want_indices=not return_scores, want_scores=return_scores
-        )
-    second = scores if return_scores else indices
-    assert second is not None
-    return out, second
+            q, k_compressed, v_compressed, config, packing,
+            want_indices=not return_scores, want_scores=return_scores, span=span,
+        )  # fmt: skip
+    if return_scores:
+        assert scores is not None
+        return out, scores
+    assert indices is not None
+    return out, keep_selection(indices)
 
 
 def select_blocks(scores: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -214,20 +222,43 @@ def select_blocks(scores: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | Non
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    packing: Packing | None = None,
+    span: Span = WHOLE,
 ) -> Tensor:
-    """The selected branch (Eq. 12) over given blocks [B, T, G, n]."""
-    packing = _stage(q, k, v, "selected", config, cu_seqlens)
+    """The selected branch (Eq. 12) over given blocks [B, T, G, n].
+
+    With a span, q is a stretch of the sequence, and k and v another that has every selected token.
+    """
+    packing = _stage(q, k, v, "selected", config, cu_seqlens, packing, span)
     checks.check_block_indices(block_indices, q, k.shape[2], config)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.selected_attention(q, k, v, block_indices, config, packing)
+        return reference.selected_attention(q, k, v, block_indices, config, packing, span)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The window branch: the last w tokens, the current one included."""
-    packing = _stage(q, k, v, "window", config, cu_seqlens)
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    packing: Packing | None = None,
+    span: Span = WHOLE,
+) -> Tensor:
+    """The window branch: the last w tokens, the current one included.
+
+    With a span, q is a stretch of the sequence, and k and v another that has every token of its windows.
+    """
+    packing = _stage(q, k, v, "window", config, cu_seqlens, packing, span)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.window_attention(q, k, v, config, packing)
+        return reference.window_attention(q, k, v, config, packing, span)
 
 
 def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor) -> Tensor:
@@ -238,16 +269,29 @@ def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor)
 
 
 def _stage(
-    q: Tensor, k: Tensor, v: Tensor, branch: str, config: NSAConfig, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: str,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None,
+    packing: Packing | None,
+    span: Span,
 ) -> Packing | None:
     checks.check_config(config)
     checks.check_tensors({"q": q, f"k_{branch}": k, f"v_{branch}": v})
+    packed = cu_seqlens is not None or packing is not None
     tokens: int | None = q.shape[1]
     if branch == "compressed":
-        tokens = None if cu_seqlens is not None else config.num_compressed(q.shape[1])
+        tokens = None if packed else config.num_compressed(q.shape[1])
+    if span is not WHOLE:
+        tokens = None
+        checks.check_span(q, k, branch, span, config, packing)
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens was given with a span: give the Packing of the whole sequence instead")
     checks.check_keys(q, k, v, branch, tokens)
-    if cu_seqlens is None:
-        return None
+    if packing is not None or cu_seqlens is None:
+        return packing
     return _pack(cu_seqlens, q, k if branch == "compressed" else None, config, validate=False)
 
 

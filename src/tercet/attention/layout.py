@@ -15,6 +15,20 @@ from tercet.attention.spec import NSAConfig
 
 
 @dataclass(frozen=True)
+class Span:
+    """Which part of the whole sequence stands in q, and where the keys at hand begin: token indices of the sequence.
+
+    A rank that holds a part of a long sequence asks for its own queries only, against the keys that it has fetched.
+    """
+
+    first_query: int = 0
+    first_key: int = 0
+
+
+WHOLE = Span()
+
+
+@dataclass(frozen=True)
 class Packing:
     """Positions within documents, made once from `cu_seqlens` and shared by all layers of a forward pass."""
 

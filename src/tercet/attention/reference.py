@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tercet.attention.layout import Packing
+from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.attention.tiled import Tile, attend, compute_dtype, segments
 
@@ -117,9 +117,11 @@ def compressed_attention(
     *,
     want_indices: bool = True,
     want_scores: bool = False,
+    span: Span = WHOLE,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The compressed branch (Eq. 7, 8), and from its own probabilities the blocks to read in full (Eq. 9 to 11).
 
+    k and v are those of the whole sequence (or, without a packing, of at least all that the queries see).
     Returns out [B, T, H, Dv], block_indices [B, T, G, n] and scores [B, T, G, NB] (only where wanted: NB grows with T).
     """
     batch, length = q.shape[:2]
@@ -128,7 +130,7 @@ def compressed_attention(
         # padding may hold anything, and 0 · NaN is NaN: a mask on the scores alone would let it through
         real = (packing.compressed_document < packing.num_documents)[:, None, None]
         k, v = torch.where(real, k, 0), torch.where(real, v, 0)
-    num_blocks = config.num_blocks(length)
+    num_blocks = config.num_blocks(span.first_query + length)
     indices = scores = None
     observe = None
     if want_indices:
@@ -147,20 +149,31 @@ def compressed_attention(
             if indices is not None:
                 indices[:, tile.queries] = select(importance, tile.t, config).transpose(1, 2)
 
-    out = attend(q, k, v, lambda: _compressed_tiles(q, k.shape[1], config, packing), observe)
+    out = attend(q, k, v, lambda: _compressed_tiles(q, k.shape[1], config, packing, span), observe)
     return out, indices, scores
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, packing: Packing | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    config: NSAConfig,
+    packing: Packing | None = None,
+    span: Span = WHOLE,
 ) -> Tensor:
-    """The selected branch (Eq. 12): the tokens of I_t up to t, the current incomplete block included."""
-    return attend(q, k, v, lambda: _selected_tiles(q, block_indices, config, packing))
+    """The selected branch (Eq. 12): the tokens of I_t up to t, the current incomplete block included.
+
+    With a span, keys before `span.first_key` are missing: no query may select a block that has one.
+    """
+    return attend(q, k, v, lambda: _selected_tiles(q, block_indices, config, packing, span))
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, packing: Packing | None = None) -> Tensor:
-    """The window branch: tokens max(0, t-w+1) … t."""
-    return attend(q, k, v, lambda: _window_tiles(q, config, packing))
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, packing: Packing | None = None, span: Span = WHOLE
+) -> Tensor:
+    """The window branch: tokens max(0, t-w+1) … t. With a span, k and v hold at least these."""
+    return attend(q, k, v, lambda: _window_tiles(q, config, packing, span))
 
 
 def combine(gates: Tensor, branches: dict[str, Tensor]) -> Tensor:
@@ -176,40 +189,47 @@ def combine(gates: Tensor, branches: dict[str, Tensor]) -> Tensor:
 # ------------------------------------------------------------ each branch's tiles
 
 
-def _compressed_tiles(q: Tensor, compressed_length: int, config: NSAConfig, packing: Packing | None) -> Iterator[Tile]:
-    batch, length, heads, _ = q.shape
-    for segment in segments(length, compressed_length, packing):
+def _compressed_tiles(
+    q: Tensor, compressed_length: int, config: NSAConfig, packing: Packing | None, span: Span
+) -> Iterator[Tile]:
+    batch, count, heads, _ = q.shape
+    length = span.first_query + count
+    for segment in segments(length, compressed_length, packing, span, count):
         for first, end in segment.query_tiles(batch * heads, stride=config.compress_stride):
-            queries, t = slice(first, end), segment.position(first, end, q.device)
+            queries, t = segment.queries(first, end), segment.position(first, end, q.device)
             if segment.packing is None:
-                count = config.num_compressed(end - segment.first)
-                keys = slice(segment.compressed_first, segment.compressed_first + count)
-                mask = visible_compressed(t, torch.arange(count, device=q.device), config)
+                seen = config.num_compressed(end - segment.first)
+                keys = slice(segment.compressed_first, segment.compressed_first + seen)
+                mask = visible_compressed(t, torch.arange(seen, device=q.device), config)
                 yield Tile(queries, keys, t, mask, first_key=0, last_position=end - 1 - segment.first)
             else:
                 packed = segment.packing
-                document = packed.document[queries, None]
+                document = packed.document[first:end, None]
                 mask = visible_compressed(t, packed.compressed_index, config)
                 mask = mask & (document == packed.compressed_document)
                 first_key = packed.compressed_cu_seqlens[document].long()
                 yield Tile(queries, slice(0, compressed_length), t, mask, first_key, last_position=length - 1)
 
 
-def _selected_tiles(q: Tensor, block_indices: Tensor, config: NSAConfig, packing: Packing | None) -> Iterator[Tile]:
-    batch, length, heads, _ = q.shape
-    for segment in segments(length, 0, packing):
+def _selected_tiles(
+    q: Tensor, block_indices: Tensor, config: NSAConfig, packing: Packing | None, span: Span
+) -> Iterator[Tile]:
+    batch, count, heads, _ = q.shape
+    for segment in segments(span.first_query + count, 0, packing, span, count):
+        start = max(segment.first, span.first_key)
         for first, end in segment.query_tiles(batch * heads):
-            queries, keys = slice(first, end), slice(segment.first, end)
-            t, s = segment.position(first, end, q.device), segment.position(segment.first, end, q.device)
+            queries, keys = segment.queries(first, end), segment.keys(start, end)
+            t, s = segment.position(first, end, q.device), segment.position(start, end, q.device)
             num_blocks = config.num_blocks(end - segment.first)
             mask = in_selected(t, s, block_indices[:, queries], num_blocks, config)
-            yield Tile(queries, keys, t, segment.keep_apart(mask, queries, keys))
+            yield Tile(queries, keys, t, segment.keep_apart(mask, (first, end), (start, end)))
 
 
-def _window_tiles(q: Tensor, config: NSAConfig, packing: Packing | None) -> Iterator[Tile]:
-    batch, length, heads, _ = q.shape
-    for segment in segments(length, 0, packing):
+def _window_tiles(q: Tensor, config: NSAConfig, packing: Packing | None, span: Span) -> Iterator[Tile]:
+    batch, count, heads, _ = q.shape
+    for segment in segments(span.first_query + count, 0, packing, span, count):
         for first, end in segment.query_tiles(batch * heads, most=config.window):
-            queries, keys = slice(first, end), slice(max(segment.first, first - config.window + 1), end)
-            t, s = segment.position(first, end, q.device), segment.position(keys.start, end, q.device)
-            yield Tile(queries, keys, t, segment.keep_apart(in_window(t, s, config), queries, keys))
+            start = max(segment.first, first - config.window + 1, span.first_key)
+            queries, keys = segment.queries(first, end), segment.keys(start, end)
+            t, s = segment.position(first, end, q.device), segment.position(start, end, q.device)
+            yield Tile(queries, keys, t, segment.keep_apart(in_window(t, s, config), (first, end), (start, end)))

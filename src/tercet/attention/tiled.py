@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.layout import Packing
+from tercet.attention.layout import WHOLE, Packing, Span
 
 # Numbers in one tile of scores: 8 MiB of fp32 stays within a CPU's outer caches.
 TILE_NUMBERS = 1 << 21
@@ -40,14 +40,26 @@ class Segment:
     """A stretch of tokens worked on alone: a whole batch, or one document of a packed sequence.
 
     With `packing`, the stretch holds all documents at once and masks keep them apart: the way on a device, where
-    reading the documents' bounds would synchronise.
+    reading the documents' bounds would synchronise. All bounds count in the whole sequence, of which q holds the
+    tokens from `span.first_query` and the keys those from `span.first_key`.
     """
 
     first: int
     end: int
     compressed_first: int
     compressed_end: int
+    first_query: int
+    end_query: int
+    span: Span = WHOLE
     packing: Packing | None = None
+
+    def queries(self, first: int, end: int) -> slice:
+        """Tokens of the sequence as rows of q."""
+        return slice(first - self.span.first_query, end - self.span.first_query)
+
+    def keys(self, first: int, end: int) -> slice:
+        """Tokens of the sequence as rows of the keys at hand."""
+        return slice(first - self.span.first_key, end - self.span.first_key)
 
     def position(self, first: int, end: int, device: torch.device) -> Tensor:
         """Positions of tokens within their documents."""
@@ -55,12 +67,12 @@ class Segment:
             return self.packing.position[first:end]
         return torch.arange(first - self.first, end - self.first, device=device)
 
-    def keep_apart(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
+    def keep_apart(self, mask: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
         """A mask [..., C, S] of tokens, cut at document bounds."""
         if self.packing is None:
             return mask
         document = self.packing.document
-        return mask & (document[queries, None] == document[keys])
+        return mask & (document[slice(*queries), None] == document[slice(*keys)])
 
     def query_tiles(self, rows: int, stride: int = 1, most: int | None = None) -> Iterator[tuple[int, int]]:
         """Bounds of query tiles, of a size that keeps their scores within about TILE_NUMBERS.
@@ -68,24 +80,30 @@ class Segment:
         Each query has `rows` rows, and sees a key per `stride` tokens: those of its own tile, and `most` before it.
         """
         room = TILE_NUMBERS * stride // rows
-        first = self.first
-        while first < self.end:
+        first = self.first_query
+        while first < self.end_query:
             before = self.end - self.first if self.packing is not None else first - self.first
             if most is not None:
                 before = min(before, most)
             # the largest size with size · (before + size) <= room
             size = (math.isqrt(before * before + 4 * room) - before) // 2
-            end = min(first + max(size // 16 * 16, 16), self.end)
+            end = min(first + max(size // 16 * 16, 16), self.end_query)
             yield first, end
             first = end
 
 
-def segments(length: int, compressed_length: int, packing: Packing | None) -> list[Segment]:
-    if packing is None:
-        return [Segment(0, length, 0, compressed_length)]
-    if packing.bounds is None:
-        return [Segment(0, length, 0, compressed_length, packing)]
-    return [Segment(*bounds) for bounds in packing.bounds if bounds[1] > bounds[0]]
+def segments(
+    length: int, compressed_length: int, packing: Packing | None, span: Span = WHOLE, queries: int | None = None
+) -> list[Segment]:
+    """Of a sequence of `length` tokens; with `queries`, of which q holds only that many."""
+    first, end = span.first_query, length if queries is None else span.first_query + queries
+    if packing is None or packing.bounds is None:
+        return [Segment(0, length, 0, compressed_length, first, end, span, packing)]
+    found = []
+    for a, b, compressed_a, compressed_b in packing.bounds:
+        if max(a, first) < min(b, end):
+            found.append(Segment(a, b, compressed_a, compressed_b, max(a, first), min(b, end), span))
+    return found
 
 
 # The tiles of one branch, walked once in the forward and once in the backward pass.

@@ -123,7 +123,7 @@ class NativeSparseAttention(nn.Module):
         if lengths is not None:
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
         packing = self._packing(cu_seqlens, x)
-        q, raw, keys, values = self._project(x, None if packing is None else packing.position)
+        q, raw, keys, values = self.project(x, None if packing is None else packing.position)
         k_compressed, v_compressed = self._compress(raw, values["compressed"], packing)
         gates = self.gate(x)
         out, aux = nsa_attention(
@@ -136,7 +136,7 @@ class NativeSparseAttention(nn.Module):
 
     # ------------------------------------------------------------ parts
 
-    def _project(
+    def project(
         self, x: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """q and the selected and window keys rotated at their tokens' positions; the compressed branch's keys raw."""
@@ -185,7 +185,7 @@ class NativeSparseAttention(nn.Module):
     def _with_cache(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
         step = cache.begin(self.cache_key(), x, lengths)
         x = step.without_padding(x)
-        q, raw, keys, values = self._project(x, step.positions)
+        q, raw, keys, values = self.project(x, step.positions)
         gates = self.gate(x)
         blocks = cache.append(step, raw, keys, values)
         if step.fresh:
@@ -282,17 +282,17 @@ class DenseAttention(nn.Module):
         elif cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=cu_seqlens.device.type == "cpu")
             packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
-        q, k, v = self._project(x, None if packing is None else packing.position)
+        q, k, v = self.project(x, None if packing is None else packing.position)
         return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
 
     @torch.no_grad()
     def _with_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         step = cache.begin(self.cache_key(), x, lengths)
-        q, k, v = self._project(step.without_padding(x), step.positions)
+        q, k, v = self.project(step.without_padding(x), step.positions)
         cache.append(step, k, v)
         return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
 
-    def _project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape
         if positions is None:
             positions = torch.arange(length, device=x.device)

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tercet.attention.layout import Packing
+from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.tiled import Tile, attend, segments
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = None) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
+    """With a span, q is a stretch of the sequence, and k and v another that has every token that its queries see."""
+    if span is not WHOLE:
+        return _masked(q, k, v, packing, span)
     if packing is None:
         return _sdpa(q, k, v)
     if packing.bounds is not None:
@@ -46,15 +49,17 @@ def _varlen():  # type: ignore[no-untyped-def]
     return varlen_attn if "is_causal" in inspect.signature(varlen_attn).parameters else None
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span = WHOLE) -> Tensor:
     """Documents kept apart by masks, in tiles of queries: any device, any dtype, no synchronisation."""
 
     def tiles():  # type: ignore[no-untyped-def]
-        for segment in segments(q.shape[1], 0, packing):
+        count = q.shape[1]
+        for segment in segments(span.first_query + count, 0, packing, span, count):
+            start = max(segment.first, span.first_key)
             for first, end in segment.query_tiles(q.shape[0] * q.shape[2]):
-                queries, keys = slice(first, end), slice(segment.first, end)
-                t, s = segment.position(first, end, q.device), segment.position(keys.start, end, q.device)
-                yield Tile(queries, keys, t, segment.keep_apart(s <= t[:, None], queries, keys))
+                t, s = segment.position(first, end, q.device), segment.position(start, end, q.device)
+                mask = segment.keep_apart(s <= t[:, None], (first, end), (start, end))
+                yield Tile(segment.queries(first, end), segment.keys(start, end), t, mask)
 
     with torch.autocast(q.device.type, enabled=False):
         return attend(q, k, v, tiles)

@@ -18,6 +18,7 @@ DISTANCE_BUCKETS = 21
 
 _GATES = (*(f"gate_share_{b}" for b in BRANCHES), "gate_entropy", "gate_max_share", "gate_collapse")
 _SELECTION = ("selected_blocks", "selected_distance", "selected_forced", "selected_overlap")
+_SUMS = 1 + len(_GATES) + 2 * len(_SELECTION)
 
 
 class AttentionStats:
@@ -43,13 +44,24 @@ class AttentionStats:
         self._sums = self._histogram = None
 
     @torch.no_grad()
-    def update(self, gates: Tensor, block_indices: Tensor | None, packing: Packing | None = None) -> None:
-        """gates: [B, T, H, 3]; block_indices: [B, T, G, n]"""
+    def update(
+        self,
+        gates: Tensor,
+        block_indices: Tensor | None,
+        packing: Packing | None = None,
+        *,
+        positions: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> None:
+        """gates: [B, T, H, 3]; block_indices: [B, T, G, n]. For a stretch of a sequence: the positions [T] of its
+        tokens in their documents, and what the token before them selected [B, 1, G, n]."""
         if not self.enabled:
             return
         sums = [_gate_sums(gates)]
         if block_indices is not None:
-            selection, histogram = self._selection_sums(block_indices, packing)
+            if positions is None and packing is not None:
+                positions = packing.position
+            selection, histogram = self._selection_sums(block_indices, positions, before)
             sums.append(selection)
             self._histogram = histogram if self._histogram is None else self._histogram + histogram
         else:
@@ -59,9 +71,29 @@ class AttentionStats:
 
     def read(self) -> dict[str, float]:
         """The means so far; empty before the first update. Synchronises."""
+        return {} if self._sums is None else self.means(self._sums.tolist())
+
+    def sums(self, device: torch.device | None = None) -> Tensor:
+        """Everything as one fp64 vector of fixed size, zeros before the first update: ranks add theirs, and `means`
+        and `distances` make numbers of it. No synchronisation."""
         if self._sums is None:
+            return torch.zeros(_SUMS + DISTANCE_BUCKETS, dtype=torch.float64, device=device)
+        histogram = self._histogram
+        if histogram is None:
+            histogram = torch.zeros(DISTANCE_BUCKETS, device=self._sums.device)
+        return torch.cat((self._sums, histogram.double()))
+
+    @staticmethod
+    def distances(sums: list[float]) -> list[int]:
+        """The histogram in a vector of `sums`."""
+        return [round(number) for number in sums[_SUMS:]]
+
+    @staticmethod
+    def means(sums: list[float]) -> dict[str, float]:
+        """The means in a vector of `sums`; empty where nothing was counted."""
+        numbers = sums[:_SUMS]
+        if not numbers[0]:
             return {}
-        numbers = self._sums.tolist()
         count, gates, rest = numbers[0], numbers[1 : 1 + len(_GATES)], numbers[1 + len(_GATES) :]
         means = {name: value / count for name, value in zip(_GATES, gates, strict=True)}
         for name, value, weight in zip(_SELECTION, rest[::2], rest[1::2], strict=True):
@@ -73,18 +105,23 @@ class AttentionStats:
         """How many selected blocks lay 0, 1, 2-3, 4-7, … blocks back. Synchronises."""
         return [0] * DISTANCE_BUCKETS if self._histogram is None else self._histogram.tolist()
 
-    def _selection_sums(self, block_indices: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    def _selection_sums(
+        self, block_indices: Tensor, positions: Tensor | None, preceding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         length = block_indices.shape[1]
-        t = torch.arange(length, device=block_indices.device) if packing is None else packing.position
+        t = torch.arange(length, device=block_indices.device) if positions is None else positions
         c = (t // self.config.select_block)[:, None, None]
         real = block_indices >= 0
         count = real.sum()
         distance = torch.where(real, c - block_indices, 0)
         forced = real & ((block_indices < self.config.select_initial) | (distance < self.config.select_local))
-        before, after = block_indices[:, :-1], block_indices[:, 1:]
-        follows = (t[1:] > 0)[:, None].expand(before.shape[:-1])
-        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & real[:, 1:]).sum(-1)
-        overlap = torch.where(follows, kept.double() / real[:, 1:].sum(-1).clamp(min=1), 0).sum()
+        first = 1 if preceding is None else 0
+        before, after = block_indices[:, :-1], block_indices[:, first:]
+        if preceding is not None:
+            before = torch.cat((preceding, before), dim=1)
+        follows = (t[first:] > 0)[:, None].expand(before.shape[:-1])
+        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & real[:, first:]).sum(-1)
+        overlap = torch.where(follows, kept.double() / real[:, first:].sum(-1).clamp(min=1), 0).sum()
         queries = real.shape[0] * real.shape[1] * real.shape[2]
         bucket = torch.where(real, (distance.double() + 0.5).log2().floor().long() + 1, -1)
         histogram = (bucket.flatten()[:, None] == torch.arange(DISTANCE_BUCKETS, device=bucket.device)).sum(0)

@@ -94,8 +94,10 @@ class Transformer(nn.Module):
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def _packing(self, tokens: Tensor, cu_seqlens: Tensor) -> Packing:
-        """Where documents stand, worked out once for all layers."""
+    def _packing(self, tokens: Tensor, cu_seqlens: Any) -> Any:
+        """Where documents stand, worked out once for all layers. What is no tensor is the layers' own business."""
+        if not isinstance(cu_seqlens, Tensor):
+            return cu_seqlens
         batch, length = tokens.shape
         on_cpu = cu_seqlens.device.type == "cpu"
         check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu)

@@ -1,0 +1,61 @@
+"""Stages asked for some of a sequence's queries give those rows of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tercet.attention import functional
+from tercet.attention.layout import Packing, Span
+from tercet.attention.spec import NSAConfig
+
+CONFIG = NSAConfig(8, 4, 16, 4, 1, 2, 24)
+LENGTH, FIRST, END = 120, 70, 101
+
+
+def make(bounds):
+    q, k, v = torch.randn(1, LENGTH, 4, 8), torch.randn(1, LENGTH, 2, 8), torch.randn(1, LENGTH, 2, 6)
+    if bounds is None:
+        return q, k, v, torch.randn(1, CONFIG.num_compressed(LENGTH), 2, 14), None
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    count = int(CONFIG.compressed_cu_seqlens(cu_seqlens)[-1])
+    return q, k, v, torch.randn(1, count, 2, 14), Packing(cu_seqlens, LENGTH, count, CONFIG)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 50, 75, 90, LENGTH]])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_stretch_of_queries_gives_its_rows_of_the_whole(bounds, on_device, request):
+    if on_device:
+        request.getfixturevalue("as_on_a_device")
+    q, k, v, compressed, packing = make(bounds)
+    kc, vc = compressed.split((8, 6), dim=-1)
+    part = slice(FIRST, END)
+    whole, chosen = functional.compressed_attention(q, kc, vc, config=CONFIG, packing=packing)
+    some, some_chosen = functional.compressed_attention(
+        q[:, part], kc, vc, config=CONFIG, packing=packing, span=Span(FIRST)
+    )
+    torch.testing.assert_close(some, whole[:, part])
+    assert torch.equal(some_chosen, chosen[:, part])
+    # keys from the beginning of the document of the first query
+    start = 0 if bounds is None else 50
+    span, keys = Span(FIRST, start), slice(start, END)
+    torch.testing.assert_close(
+        functional.selected_attention(
+            q[:, part], k[:, keys], v[:, keys], chosen[:, part], config=CONFIG, packing=packing, span=span
+        ),
+        functional.selected_attention(q, k, v, chosen, config=CONFIG, packing=packing)[:, part],
+    )
+    start = FIRST - CONFIG.window + 1
+    span, keys = Span(FIRST, start), slice(start, END)
+    torch.testing.assert_close(
+        functional.window_attention(q[:, part], k[:, keys], v[:, keys], config=CONFIG, packing=packing, span=span),
+        functional.window_attention(q, k, v, config=CONFIG, packing=packing)[:, part],
+    )
+
+
+def test_keys_that_do_not_reach_the_queries_are_refused():
+    q, k, v, _, _ = make(None)
+    with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
+        functional.window_attention(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
+    with pytest.raises(ValueError, match="k_window begins at token 60"):
+        functional.window_attention(q[:, FIRST:END], k[:, 60:END], v[:, 60:END], config=CONFIG, span=Span(FIRST, 60))

@@ -1,0 +1,96 @@
+"""Run by torchrun: context-parallel attention layers against the same layers on whole sequences."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from world import tell
+
+from tercet.attention.spec import NSAConfig
+from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.parallel.context import apply_context_parallelism, shard
+
+SMALL = NSAConfig(
+    compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
+)
+# The last one: overlap of compressed blocks by more than one stride, a window longer than a chunk.
+LAYERS = {
+    "nsa": lambda: NativeSparseAttention(24, 4, 2, 8, 4, SMALL),
+    "shared": lambda: NativeSparseAttention(24, 4, 1, 8, config=SMALL, shared_kv=True, qk_norm=True, gate="softmax"),
+    "ablated": lambda: NativeSparseAttention(24, 2, 2, 8, config=SMALL, branches=("selected",), compression="mean"),
+    "wide": lambda: NativeSparseAttention(24, 2, 2, 8, config=NSAConfig(12, 4, 16, 3, 1, 1, 200)),
+    "dense": lambda: DenseAttention(24, 4, 2, 8),
+}
+BOUNDS = {
+    "one document": [0, 384],
+    "documents across ranks": [0, 5, 100, 110, 290, 291, 384],
+    "many short ones": [0, *range(7, 378, 13), 384],
+    "longer than a chunk, then short": [0, 301, 305, 384],
+}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    for layer_name, build in LAYERS.items():
+        for bounds_name, bounds in BOUNDS.items():
+            result = compare(build, bounds, group)
+            if dist.get_rank() == 0:
+                tell(layer=layer_name, bounds=bounds_name, **result)
+    dist.destroy_process_group()
+
+
+def compare(build, bounds, group):  # type: ignore[no-untyped-def]
+    torch.manual_seed(7)
+    layer: nn.Module = build()
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.2)
+    x = torch.randn(1, bounds[-1], 24)
+    weight = torch.randn_like(x)
+    whole_x = x.clone().requires_grad_()
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    if hasattr(layer, "stats"):
+        layer.stats.enabled = True
+    y = layer(whole_x, cu_seqlens)
+    (y * weight).sum().backward()
+    expected = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    expected_stats = layer.stats.read() if hasattr(layer, "stats") else {}
+    layer.zero_grad()
+    if hasattr(layer, "stats"):
+        layer.stats.reset()
+
+    apply_context_parallelism(layer)
+    config = getattr(layer, "config", SMALL)
+    own_x, own_weight, share = shard(x, weight, bounds, config, group)
+    own_x.requires_grad_()
+    own_y = layer(own_x, share)
+    (own_y * own_weight).sum().backward()
+    errors = {"y": relative(own_y, share.take(y)), "x": relative(own_x.grad, share.take(whole_x.grad))}
+    for name, p in layer.named_parameters():
+        if name in expected:
+            dist.all_reduce(p.grad)
+            errors[name] = relative(p.grad, expected[name])
+    worst = torch.tensor([errors["y"], max(errors.values())])
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    stats = 0.0
+    if expected_stats:
+        sums = layer.stats.sums()
+        dist.all_reduce(sums)
+        got = layer.stats.means(sums.tolist())
+        assert got.keys() == expected_stats.keys()
+        stats = max(abs(got[k] - expected_stats[k]) for k in got)
+    fetched = dict(share.traffic)
+    return {"forward": worst[0].item(), "gradients": worst[1].item(), "stats": stats, "bytes": fetched}
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    size = want.norm().item()
+    return (got - want).norm().item() / (size if size > 0 else 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
