@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.config.data import DataConfig
@@ -58,6 +58,7 @@ documents_strategy = st.lists(
 )
 
 
+@settings(max_examples=200)
 @given(documents_strategy, st.integers(2, 9), st.integers(1, 4), st.booleans())
 def test_packed_batches_equal_the_oracle(documents, seq_len, sequences, whole):
     batches = list(pack(ListStream(documents), packing(seq_len, sequences, whole=whole)))
@@ -107,6 +108,13 @@ def test_a_prompt_does_not_count_in_the_loss(tmp_path, read):
     (batch,) = read(data, sequences=1)
     assert bytes(batch.tokens[0].tolist()) == b"2+2=four\0"
     assert batch.targets[0].tolist() == [IGNORE] * 3 + list(b"four\0") + [IGNORE]
+
+
+def test_whole_packing_fills_a_sequence_to_the_last_token():
+    (batch,) = pack(ListStream([[5, 6, EOS], [7, EOS], [8, EOS], [1, 2, 3, EOS]]), packing(5, 3, whole=True))
+    assert batch.tokens.tolist() == [5, 6, EOS, 7, EOS, 8, EOS, EOS, EOS, EOS, 1, 2, 3, EOS, EOS]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 7, 10, 14, 15]
+    assert batch.stats.padding == 4
 
 
 def test_whole_packing_splits_no_document_that_fits(configs, read, documents_of):

@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +41,38 @@ class Files:
         return digest.hexdigest()[:32]
 
 
-def find_files(paths: Iterable[str], kind: str) -> Files:
+def find_files(paths: Sequence[str], kind: str) -> Files:
     """Files named by `paths`: files as they are, folders searched by suffix, globs (** allowed) expanded."""
     found: list[tuple[str, Path]] = []
-    for given in paths:
-        path = Path(given).expanduser()
-        if path.is_file():
-            found.append((path.name if len(list(paths)) == 1 else given, path))
-        elif path.is_dir():
-            inside = [f for f in _walk(path) if f.name.endswith(SUFFIXES[kind])]
-            if not inside:
-                endings = ", ".join(s for s in SUFFIXES[kind] if s)
-                raise DataError(
-                    f"path={given} holds no {kind} file"
-                    + (f" (looked for {endings})" if endings else "")
-                    + ": name the files, or set data.source to what they are"
-                )
-            found += [(f.relative_to(path).as_posix(), f) for f in inside]
-        else:
-            matches = [Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file()]
-            if not matches:
-                raise DataError(f"path={given} matches no file: check the spelling, and the folder you start from")
-            found += [(m.as_posix(), m) for m in matches]
-    files = Files(found)
-    if len(files) != len(found):
-        twice = sorted({name for name, _ in found if sum(name == other for other, _ in found) > 1})
-        raise DataError(f"path names {twice[0]} twice: name every file once, or put the folders under one parent")
-    return files
+    for number, given in enumerate(paths):
+        prefix = f"{number}/" if len(paths) > 1 else ""
+        found += [(prefix + name, file) for name, file in _named_by(given, kind)]
+    seen: set[Path] = set()
+    for _, file in found:
+        if file.resolve() in seen:
+            raise DataError(f"path names {file} twice: name every file once")
+        seen.add(file.resolve())
+    return Files(found)
+
+
+def _named_by(given: str, kind: str) -> list[tuple[str, Path]]:
+    path = Path(given).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    if path.is_dir():
+        root, files = path, [file for file in _walk(path) if file.name.endswith(SUFFIXES[kind])]
+        if not files:
+            endings = ", ".join(suffix for suffix in SUFFIXES[kind] if suffix)
+            looked = f" (looked for {endings})" if endings else ""
+            raise DataError(
+                f"path={given} holds no {kind} file{looked}: name the files, or set data.source to what they are"
+            )
+    else:
+        files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+        if not files:
+            raise DataError(f"path={given} matches no file: check the spelling, and the folder you start from")
+        root = Path(os.path.commonpath([file.parent for file in files]))
+    return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
 def python_files(which: str) -> Files:
