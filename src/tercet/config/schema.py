@@ -7,7 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tercet.config.data import DataConfig
+from tercet.config.health import HealthConfig
 from tercet.config.model import ModelConfig
+from tercet.config.profile import ProfileConfig
 from tercet.config.section import Section
 from tercet.config.train import CheckpointConfig, LogConfig, TrainConfig
 
@@ -77,6 +79,8 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    health: HealthConfig = HealthConfig()
+    profile: ProfileConfig = ProfileConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")

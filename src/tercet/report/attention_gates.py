@@ -41,7 +41,7 @@ def routing(run: Run, limits: Thresholds) -> Gate:
         case.lacks("no pass was counted", "")
         return case.close("")
     for (branch, route), calls in sorted(_by(counts, 1, 2).items()):
-        case.show(branch, f"{route}: {calls:,} passes")
+        case.show(str(branch), f"{route}: {calls:,} passes")
     told = kinds(run)
     seen = {layer for layer, *_ in counts}
     missing = [i for i in range(len(told)) if i not in seen]

@@ -24,6 +24,31 @@ class Heartbeat:
         """Progress: the step in work and the phase it is in."""
         self._step, self._doing, self._since = step, doing, time.time()
 
+    @property
+    def step(self) -> int:
+        """The step in work."""
+        return self._step
+
+    @property
+    def doing(self) -> str:
+        """The phase it is in."""
+        return self._doing
+
+    @property
+    def moved(self) -> float:
+        """When there was progress last."""
+        return self._since
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time since then."""
+        return time.time() - self._since
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has said its last word."""
+        return self._doing == "ended"
+
     def close(self) -> None:
         """End the thread, after a last line."""
         self._stop.set()

@@ -51,9 +51,10 @@ class LayerProbe:
         distances = [m.stats.read_distances() if isinstance(m, NativeSparseAttention) else [] for m in self.layers]
         for layer in self._sparse:
             layer.stats.reset()
+        columns: dict[str, Any] = {name: [values.get(name) for values in read] for name in STATISTICS}
         return LayersObserved(
             step=step,
             attention=["nsa" if isinstance(m, NativeSparseAttention) else "dense" for m in self.layers],
             distances=distances,
-            **{name: [values.get(name) for values in read] for name in STATISTICS},
+            **columns,
         )

@@ -128,17 +128,18 @@ class Observer:
 
     def _resources(self, logged: StepLogged) -> ResourcesObserved:
         steps = max(1, self._steps)
-        phases = {name: seconds / steps for name, seconds in self._clock.read().items()}
+        phases: dict[str, Any] = {f"{name}_seconds": t / steps for name, t in self._clock.read().items()}
         known = logged.data_seconds + sum(phases.values())
+        used: dict[str, Any] = memory.device_memory(self._device)
         outside, self._outside = self._outside, dict.fromkeys(self._outside, 0.0)
         return ResourcesObserved(
             step=logged.step,
             data_seconds=logged.data_seconds,
-            **{f"{name}_seconds": seconds for name, seconds in phases.items()},
+            **phases,
             other_seconds=max(0.0, logged.step_seconds - known),
             checkpoint_seconds=outside["checkpoint"],
             validation_seconds=outside["validation"],
-            **memory.device_memory(self._device),
+            **used,
             host_gib=memory.resident_gib(),
             documents=self.data.documents,
             real_tokens=self.data.tokens,

@@ -1,0 +1,74 @@
+"""`tercet report`: from run folders to pages, a verdict and an exit code."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from tercet.errors import TercetError
+from tercet.report import render, side_by_side
+from tercet.report.gates import Thresholds, not_a_twin
+from tercet.report.read import Run, read_run
+from tercet.report.verdict import Verdict, judge
+
+
+def report(
+    runs: list[Path],
+    *,
+    out: Path | None = None,
+    baseline: Path | None = None,
+    target_tokens_per_s: float | None = None,
+    min_dense_ratio: float = Thresholds.dense_ratio,
+    min_steps: int = Thresholds.min_steps,
+) -> int:
+    """Judge runs and write a page for each, and one for all of them together if there are several.
+
+    `baseline` is the dense twin that throughput is held against; among several runs it is found by itself.
+    The exit code is that of the worst verdict: 0 GO, 3 NO-GO, 4 NOT TESTED.
+    """
+    if min_steps < Thresholds.min_steps:
+        raise TercetError(
+            f"min_steps={min_steps} is below {Thresholds.min_steps}: a verdict over fewer steps says nothing; raise it"
+        )
+    if not runs:
+        raise TercetError("no run folder was given: tercet report runs/NAME-DATE-TIME")
+    limits = Thresholds(min_steps=min_steps, dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
+    read = [read_run(path) for path in runs]
+    given = read_run(baseline) if baseline is not None else None
+    verdicts, pages = [], []
+    for run in read:
+        twin = given or _twin_among(run, read)
+        verdict = judge(run, twin, limits)
+        folder = run.folder / "report" if out is None or len(read) > 1 else out
+        pages.append(render.write(run, verdict, folder, twin))
+        verdicts.append(verdict)
+        print(_told(run, verdict, pages[-1]))
+    if len(read) > 1:
+        _compare(read, verdicts, pages, out or Path("comparison"))
+    return max((v.exit_code for v in verdicts), key=(0, 4, 3).index)
+
+
+def _twin_among(run: Run, runs: list[Run]) -> Run | None:
+    return next((other for other in runs if other is not run and not not_a_twin(run, other)), None)
+
+
+def _compare(runs: list[Run], verdicts: list[Verdict], pages: list[Path], out: Path) -> None:
+    columns = side_by_side.columns(runs, verdicts, pages, out)
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(runs[0].read_at))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.html").write_text(side_by_side.page(columns, made), encoding="utf-8")
+        text = "\n".join(render.markdown(r, v) for r, v in zip(runs, verdicts, strict=True))
+        (out / "report.md").write_text(text, encoding="utf-8")
+        together = [v.as_dict(r) for r, v in zip(runs, verdicts, strict=True)]
+        (out / "verdict.json").write_text(json.dumps(together, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TercetError(f"{out}: the report cannot be written ({error.strerror}): pick another --out") from None
+    print(f"side by side: {out / 'report.html'}")
+
+
+def _told(run: Run, verdict: Verdict, path: Path) -> str:
+    width = max(len(g.name) for g in verdict.gates)
+    gates = "\n".join(f"  {g.verdict:<10}  {g.name:<{width}}  {g.sentence}" for g in verdict.gates)
+    return f"{verdict.verdict}  {run.name} ({run.folder})\n{gates}\n{verdict.sentence}\n{path}"
