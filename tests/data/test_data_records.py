@@ -52,6 +52,21 @@ def test_a_bad_line_is_named_or_skipped_and_counted(bad, reason, suffix, tmp_pat
     assert batches[-1].stats.skipped == 1
 
 
+def test_skipped_and_empty_records_are_counted_once_also_after_resuming(tmp_path, read):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"good {i} " + "x" * (i % 7)}) for i in range(60)]
+    for i in range(0, 60, 9):
+        lines[i] = "broken"
+        lines[i + 4] = '{"text": ""}'
+    path.write_text("\n".join(lines) + "\n")
+    data = config("jsonl", path, bad_records="skip", shuffle_block=10)
+    straight = read(data, sequences=1)
+    assert (straight[-1].stats.skipped, straight[-1].stats.left_out) == (7, 7)
+    for k, batch in enumerate(straight[:-1]):
+        rest = read(data, sequences=1, state=batch.state)
+        assert [b.stats for b in rest] == [b.stats for b in straight[k + 1 :]]
+
+
 def test_skipped_records_can_be_read_about(tmp_path):
     from tercet.data.loader import build_loader
 
