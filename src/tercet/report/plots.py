@@ -10,6 +10,7 @@ from tercet.report.figure import INK, MUTED, SERIES, Plot, draw, thinned
 from tercet.report.gates import speed
 from tercet.report.read import Run
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, StepsSkipped
+from tercet.telemetry.progress import quantity
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = SERIES
 PHASES = (
@@ -33,6 +34,7 @@ def all_plots(run: Run, findings: Sequence[HealthFired], twin: Run | None = None
         breakdown(run),
         grad_norm(run),
         memory(run),
+        learning_rate(run),
         gates(run),
         gate_health(run),
         selection(run),
@@ -98,6 +100,12 @@ def grad_norm(run: Run) -> Plot | None:
     return Plot("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping.", draw(paint))
 
 
+def _short_numbers(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: quantity(v)))
+
+
 def _plain_log(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -124,6 +132,7 @@ def throughput(run: Run, twin: Run | None) -> Plot | None:
         if other is not None and own is not None:
             axes.axhline(other, color=ORANGE, linewidth=1.2, linestyle="--", label=f"dense twin {other:,.0f}")
         axes.set_ylim(bottom=0)
+        _short_numbers(axes)
         _steps(axes, "tokens per second")
         axes.legend(loc="lower right")
 
@@ -132,6 +141,21 @@ def throughput(run: Run, twin: Run | None) -> Plot | None:
     return Plot(
         "throughput", "Throughput", "All ranks together; saves and validations left out." + mfu, draw(paint)
     )  # fmt: skip
+
+
+def learning_rate(run: Run) -> Plot | None:
+    if len(run.steps) < 2:
+        return None
+
+    def paint(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot([e.step for e in run.steps], [e.lr for e in run.steps], color=ORANGE)
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        _steps(axes, "learning rate")
+
+    schedule, warmup = run.config.get("train.schedule", "unknown"), run.config.get("train.warmup_steps", "unknown")
+    return Plot("lr", "Learning rate", f"Schedule {schedule}, {warmup} steps of warm-up.", draw(paint))
 
 
 def breakdown(run: Run) -> Plot | None:
@@ -150,7 +174,9 @@ def breakdown(run: Run) -> Plot | None:
         axes.stackplot(
             x, [columns[n] for n, _ in used], labels=[n for n, _ in used], colors=[c for _, c in used], linewidth=0
         )
-        axes.set_ylim(bottom=0)
+        totals = sorted(sum(parts) for parts in zip(*(columns[n] for n, _ in used), strict=True))
+        # The first interval holds the warming up; it may leave the picture, so that the others can be read.
+        axes.set_ylim(0, min(totals[-1] * 1.05, 1.6 * totals[len(totals) // 2] + 1e-9))
         _steps(axes, "ms per step")
         axes.legend(
             loc="upper center", ncols=len(used), bbox_to_anchor=(0.5, 1.16), handlelength=1.0, columnspacing=1.2
@@ -198,31 +224,34 @@ def gates(run: Run) -> Plot | None:
     if not seen:
         return None
     columns = seen[:: max(1, -(-len(seen) // MAP_COLUMNS))]
+    shares = [v for e in columns for b in BRANCHES for v in getattr(e, f"gate_share_{b}") if v is not None and v == v]
+    top = max([2 / 3, *shares])
 
     def paint(figure: Any) -> None:
         panels = figure.subplots(1, 3, sharey=True)
         for axes, branch in zip(panels, BRANCHES, strict=True):
             table = [[_or_nan(getattr(e, f"gate_share_{branch}")[i]) for e in columns] for i in _layers(seen)]
-            image = _map(axes, table, columns)
+            image = _map(axes, table, columns, top)
             axes.set_title(branch)
         panels[0].set_ylabel("layer")
         bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.02)
         bar.outline.set_visible(False)
-        bar.set_ticks([0, 1 / 3, 2 / 3, 1], labels=["0", "⅓", "⅔", "1"])
+        marks = [(v, t) for v, t in ((0, "0"), (1 / 3, "⅓"), (2 / 3, "⅔"), (1, "1")) if v <= top + 1e-9]
+        bar.set_ticks([v for v, _ in marks], labels=[t for _, t in marks])
 
     layers = len(list(_layers(seen)))
     caption = "Share of the three gates that each branch gets, by layer over time. At the start all are a third."
     return Plot("gates", "Gate shares", caption, draw(paint, width=11.4, height=1.5 + 0.1 * min(layers, 20)), wide=True)
 
 
-def _map(axes: Any, table: list[list[float]], columns: list[LayersObserved]) -> Any:
+def _map(axes: Any, table: list[list[float]], columns: list[LayersObserved], top: float) -> Any:
     steps = [e.step for e in columns]
     image = axes.imshow(
         table,
         aspect="auto",
         interpolation="nearest",
         vmin=0,
-        vmax=1,
+        vmax=top,
         cmap="viridis",
         origin="lower",
         extent=(steps[0] - 0.5, max(steps[-1], steps[0] + 1) + 0.5, -0.5, len(table) - 0.5),
