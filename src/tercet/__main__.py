@@ -4,4 +4,6 @@ import sys
 
 from tercet.cli import main
 
-sys.exit(main())
+# Guarded: processes that the data commands spawn import this module again.
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import tercet
@@ -30,16 +32,23 @@ usage: tercet COMMAND [options]       tercet COMMAND --help
   presets          configurations to start from
   config show      the configuration that a command line means, each value with its origin
   config diff A B  what differs between two presets, files or run folders
-{groups}
+{others}
 A configuration is a preset, then a TOML file, then flags; later ones win. Every key is a flag:
   tercet train --preset m7c --config mine.toml --train.lr 1e-3 --data.seq_len 8192
 With --debug an error shows its traceback.
 """
 
-# `tercet GROUP NAME` calls the function NAME of the module; its signature is its flags, its docstring its help.
+# command -> "module:function" and a sentence. The function's signature is the command's options (those without a
+# default stand without a flag), its docstring its help, its result the exit code.
+FUNCTIONS = {
+    "report": ("tercet.report.commands:report", "judge runs: GO, NO-GO or NOT TESTED, with a page for each"),
+    "watch": ("tercet.report.commands:watch", "a live view of a run"),
+    "doctor": ("tercet.doctor.commands:doctor", "examine this machine: versions, devices, kernels, disk, data"),
+}
+# `tercet GROUP NAME` calls a function of the module in the same way, all options with their flags.
 GROUPS = {
-    "data": ("tercet.data.commands", ("prepare", "train_tokenizer", "inspect", "bench"), "texts into tokens"),
-    "bench": ("tercet.bench.commands", (), "measure: attention, training"),
+    "data": ("tercet.data.commands", "texts into tokens: prepare, train-tokenizer, inspect, bench"),
+    "bench": ("tercet.bench.commands", "measure attention and training"),
 }
 
 
@@ -116,7 +125,8 @@ def _dispatch(arguments: list[str]) -> int:
         "plan": _plan,
         "presets": _presets,
         "config": _config,
-        **{group: _group(group) for group in GROUPS},
+        **{group: partial(_group, group) for group in GROUPS},
+        **{command: partial(_function, command) for command in FUNCTIONS},
     }
     if name not in commands:
         raise _usage(f"unknown command {name}: {_near(name, commands)}")
@@ -201,26 +211,48 @@ def _diff(arguments: list[str]) -> int:
     return 0
 
 
-def _group(group: str) -> Callable[[list[str]], int]:
-    def run(arguments: list[str]) -> int:
-        from tercet.config.flags import call
+def _function(command: str, arguments: list[str]) -> int:
+    from tercet.config.flags import call
 
-        module_name, names, _ = GROUPS[group]
-        if not _exists(module_name):
-            raise _usage(f"tercet {group} is not part of this version")
-        module = importlib.import_module(module_name)
-        functions = {n.replace("_", "-"): getattr(module, n) for n in names or module.__all__}
-        if not arguments or arguments[0] in ("-h", "--help"):
-            width = max(map(len, functions))
-            for name, function in functions.items():
-                print(f"tercet {group} {name:<{width}}  {(function.__doc__ or '').strip().splitlines()[0]}")
-            return 0
-        name = arguments[0].replace("_", "-")
-        if name not in functions:
-            raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
-        return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}") or 0)
+    function = _found(command)
+    if function is None:
+        raise _usage(f"tercet {command} is not part of this version")
+    return int(call(function, arguments, prog=f"tercet {command}", positional=True) or 0)
 
-    return run
+
+def _group(group: str, arguments: list[str]) -> int:
+    from tercet.config.flags import call
+
+    functions = _members(group)
+    if not functions:
+        raise _usage(f"tercet {group} is not part of this version")
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, functions))
+        for name, function in functions.items():
+            print(f"tercet {group} {name:<{width}}  {_first_line(function)}")
+        return 0
+    name = arguments[0].replace("_", "-")
+    if name not in functions:
+        raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
+    return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}") or 0)
+
+
+def _found(command: str) -> Callable[..., Any] | None:
+    module, _, name = FUNCTIONS[command][0].partition(":")
+    return getattr(importlib.import_module(module), name, None) if _exists(module) else None
+
+
+def _members(group: str) -> dict[str, Callable[..., Any]]:
+    """Functions that the group's module defines itself, by the names that they have on the command line."""
+    if not _exists(GROUPS[group][0]):
+        return {}
+    module = importlib.import_module(GROUPS[group][0])
+    own = [f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__]
+    return {f.__name__.replace("_", "-"): f for f in own if not f.__name__.startswith("_")}
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").strip().partition("\n")[0]
 
 
 def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
@@ -253,13 +285,18 @@ def _named(name: str) -> Loaded:
 
 
 def _overview() -> str:
-    width = 15
-    lines = [f"  {group + ' …':<{width}}  {about}" for group, (module, _, about) in GROUPS.items() if _exists(module)]
-    return OVERVIEW.format(groups="\n".join(lines))
+    # What is not installed is not shown; nothing is imported to say so.
+    commands = [(name, where.partition(":")[0], about) for name, (where, about) in FUNCTIONS.items()]
+    groups = [(f"{name} …", where, about) for name, (where, about) in GROUPS.items()]
+    lines = [f"  {name:<15}  {about}\n" for name, where, about in commands + groups if _exists(where)]
+    return OVERVIEW.format(others="".join(lines))
 
 
 def _exists(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not there either
+        return False
 
 
 def _near(wrong: str, among: Iterable[str]) -> str:

@@ -28,10 +28,10 @@ ANSWERS: dict[str, tuple[str | None, str]] = {
     "NSA_FSDP_SHARDING": ("parallel.sharding", "full or grad_op, as before"),
     "NSA_FSDP_FORWARD_PREFETCH": ("parallel.prefetch", "how many blocks ahead; 0 is off"),
     "NSA_FSDP_LIMIT_ALL_GATHERS": (None, "FSDP2 frees memory in stream order and needs no limiter"),
-    "NSA_ALLOW_SINGLE_RANK": ("parallel.strategy", "one process is one rank, and single is what says so"),
-    "NSA_MEM_DUMP_EVERY": ("log.every", "memory is in every log line"),
+    "NSA_ALLOW_SINGLE_RANK": ("parallel.allow_single_rank", "for those who mean it"),
+    "NSA_MEM_DUMP_EVERY": ("health.memory_every", "steps between mem_stepN.json files"),
     "NSA_TB_DISABLE": ("log.tensorboard", "--log.no_tensorboard turns it off"),
-    "NSA_NVTX": (None, "no ranges are marked; unbalanced ones were what hung the profiler"),
+    "NSA_NVTX": ("profile.steps", "a trace with balanced ranges, which ends by itself"),
     "NSA_ACCUM": ("train.tokens_per_step", "accumulation is derived from it"),
 }
 

@@ -68,23 +68,41 @@ def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any],
     return Parsed(result, overrides)
 
 
-def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str) -> T:
-    """Call `function` with what `arguments` say: its signature is its flags, its docstring their help."""
+def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, positional: bool = False) -> T:
+    """Call `function` with what `arguments` say: its signature is its options, its docstring their help.
+
+    positional: parameters without a default are given without a flag.
+    """
 
     # Put off, so that the function runs outside of tyro, and what it says on stderr passes through.
     @functools.wraps(function)
-    def put_off(*positional: Any, **named: Any) -> Callable[[], T]:
-        return functools.partial(function, *positional, **named)
+    def put_off(*given: Any, **named: Any) -> Callable[[], T]:
+        return functools.partial(function, *given, **named)
 
-    return _read(put_off, arguments, prog=prog)()
+    markers = (tyro.conf.PositionalRequiredArgs,) if positional else ()
+    return _read(put_off, arguments, prog=prog, markers=markers)()
 
 
-def _read(target: Callable[..., T], arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
+def _read(
+    target: Callable[..., T],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str | None = None,
+    markers: Sequence[Any] = (),
+) -> T:
     """tyro, whose errors come in boxes: here each is one line."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(target, args=list(arguments), prog=prog, description=description, use_underscores=True)
+            return tyro.cli(
+                target,
+                args=list(arguments),
+                prog=prog,
+                description=description,
+                use_underscores=True,
+                config=markers,
+            )
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
@@ -118,6 +136,10 @@ def _in_one_line(box: str) -> str:
         else:
             paragraphs[-1].append(line)
     said = " ".join(paragraphs[0]).removeprefix("Error parsing ")
+    # What a section says is framed by pydantic: how many errors, in which class, the whole input, a link.
+    framed = re.search(r"validation errors? for \w+ (.*?) \[type=", said)
+    if framed:
+        return f"{said.partition(':')[0]}: {framed[1].replace('Value error, ', '')}"
     near = [line.split()[0] for line in paragraphs[1] if line.startswith("--")] if len(paragraphs) > 1 else []
     return said + (f": did you mean {' or '.join(near[:2])}?" if near and said.startswith("Unrecogn") else "")
 
