@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -85,14 +87,23 @@ def test_hub_files_are_pinned_to_the_commit_that_the_cursor_remembers(monkeypatc
         hub_records("HuggingFaceFW/fineweb-edu", "sample/1BT", "main", "text", seed=0, shuffle=False)
 
 
-def test_a_mixture_keeps_its_shares_from_the_start(configs, read):
-    batches = read(configs["mixture"], 60)
-    longest = 500
-    for batch in batches[5:]:
-        tokens = batch.state["cursor"]["tokens"]
-        total = sum(tokens.values())
-        for name, weight in (("jsonl", 2.0), ("shards", 1.0), ("synthetic", 0.5)):
-            assert abs(tokens[name] - total * weight / 3.5) <= longest
+def test_a_mixture_keeps_its_shares_of_tokens_from_the_start(tmp_path, read):
+    for letter, length in (("a", 300), ("b", 7), ("c", 60)):
+        lines = [json.dumps({"text": letter * (length + i % 3)}) for i in range(200)]
+        (tmp_path / f"{letter}.jsonl").write_text("\n".join(lines) + "\n")
+    weights = {"a": 2.0, "b": 1.0, "c": 0.5}
+    parts = tuple(
+        {"name": name, "source": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "weight": weight}
+        for name, weight in weights.items()
+    )
+    data = DataConfig(source="mixture", mixture=parts, seq_len=64, validation_fraction=0)
+    tokens = np.concatenate([b.tokens.flatten() for b in read(data, 60)])
+    ends = np.flatnonzero(tokens == 0)
+    tokens[ends] = tokens[ends - 1]  # an EOS is its document's
+    for seen in range(500, len(tokens), 500):
+        counts = {name: int((tokens[:seen] == ord(name)).sum()) for name in weights}
+        for name, weight in weights.items():
+            assert abs(counts[name] - seen * weight / 3.5) <= 303, "never further off than one document"
 
 
 def test_parts_of_a_mixture_over_the_same_files_go_different_ways(corpus, read, documents_of):

@@ -43,6 +43,21 @@ def test_every_answer_stands_once_and_further_away_than_min_distance(number, pai
     assert np.array_equal(loss, answers)
 
 
+def test_the_nearest_fact_may_come_as_near_as_allowed_and_no_nearer():
+    config = SyntheticConfig(task="recall", pairs=4, queries=2, min_distance=70)
+    with pytest.raises(DataError) as error:
+        make_task(config, 60, 256, 0)
+    shortest = int(re.search(r">= (\d+)", str(error.value)).group(1))
+    distances = []
+    for number in range(40):  # at this length every slot holds a fact, the last one too
+        tokens, loss = make_task(config, shortest, 256, 0)(number)
+        last_of_facts = bytes(tokens.tolist()).index(b"?")
+        while tokens[last_of_facts] != ord(";"):
+            last_of_facts -= 1
+        distances.append(int(np.flatnonzero(loss)[0]) - last_of_facts)
+    assert set(distances) == {71}
+
+
 def test_a_window_over_the_question_never_holds_the_answer():
     window, layers = 16, 3
     config = SyntheticConfig(task="recall", pairs=5, queries=3, min_distance=layers * (window - 1) + 1)

@@ -32,7 +32,7 @@ def open_binary(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        # pyarrow reads all frames of a file; zstandard's own reader stops after the first unless told otherwise.
+        # pyarrow is needed for parquet anyway, and reads all frames of a file.
         stream = parquet_library(path).input_stream(str(path), compression="zstd")
         return cast(IO[bytes], io.BufferedReader(stream, 1 << 20))
     return open(path, "rb", buffering=1 << 20)
