@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tercet"
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"plan", "bench", "report", "inference", "interop"},
+    {"plan", "bench", "report", "doctor", "inference", "interop"},
     {"train"},
     {"parallel", "telemetry", "data"},
     {"config"},
@@ -68,41 +68,34 @@ def test_torch_is_not_loaded_by(module):
 
 
 def test_every_room_is_imported_by_somebody_or_is_a_door():
-    doors = {"cli", "__main__", "report", "inference", "interop", "bench"}
+    doors = {"cli", "__main__", "report", "doctor", "inference", "interop", "bench"}
     used = set().union(*(imported_rooms(p) - {room_of(p)} for p in FILES))
     assert {room_of(p) for p in FILES} - used - doors == set()
 
 
-# CI systems set CI, torchrun tells ranks who they are, and cuBLAS is deterministic only if this one is set.
-MAY_BE_READ = {
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CI",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+# CI systems set CI, and torchrun tells ranks who they are. Nothing else may be asked of the environment.
+TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+MAY_BE_READ = {"CI", "TORCHELASTIC_RESTART_COUNT", *TORCHRUN}
+# Telling a library what it asks the environment for is not reading it.
+WRITES = {"update", "setdefault"}
 
 
 def environment_reads(path: Path) -> list[str]:
     """Variables that a file reads; `?` where the name is not written down."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    set_or_named = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
-    }
     parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     reads = []
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")) or id(node) in set_or_named:
+        if not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")):
             continue
         above = parents[id(node)]
-        holder = parents.get(id(above)) if isinstance(above, ast.Attribute) else above
-        arguments = [getattr(holder, "slice", None), *getattr(holder, "args", [])[:1]]
-        names = [a.value for a in arguments if isinstance(a, ast.Constant)]
+        if isinstance(above, ast.Subscript) and not isinstance(above.ctx, ast.Load):
+            continue
+        if isinstance(above, ast.Attribute) and above.attr in WRITES:
+            continue
+        holder = parents[id(above)] if isinstance(above, ast.Attribute) else above
+        candidates = [getattr(holder, "slice", None), getattr(holder, "left", None), *getattr(holder, "args", [])[:1]]
+        names = [c.value for c in candidates if isinstance(c, ast.Constant)]
         reads.append(str(names[0]) if names else "?")
     return reads
 
@@ -115,6 +108,7 @@ def test_no_behaviour_hides_in_the_environment():
 
 
 def test_a_read_of_the_environment_would_be_found(tmp_path):
-    code = "import os\nos.environ['SET'] = '1'\na = os.environ['A']\nb = os.environ.get('B', 0)\nc = os.getenv('C')\n"
-    (tmp_path / "x.py").write_text(code + "d = dict(os.environ)\n")
-    assert sorted(environment_reads(tmp_path / "x.py")) == ["?", "A", "B", "C"]
+    writes = ["os.environ['SET'] = '1'", "os.environ.update(SET='1')", "os.environ.setdefault('SET', '1')"]
+    reads = ["os.environ['A']", "os.environ.get('B', 0)", "os.getenv('C')", "'D' in os.environ", "dict(os.environ)"]
+    (tmp_path / "x.py").write_text("\n".join(["import os", *writes, *reads]))
+    assert sorted(environment_reads(tmp_path / "x.py")) == ["?", "A", "B", "C", "D"]
