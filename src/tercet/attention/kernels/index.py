@@ -1,14 +1,17 @@
 """The inverted index of a selection: for each block, the (token, slot) pairs that selected it, in token order.
 
-Entries are cut into *slabs* (a chunk of KV heads and a range of tokens) so that what the KV-major design keeps per
-entry stays small; a slab's entries stand together, and since padding is sorted along, every slab begins at a place
-known without reading anything back. Within a slab the order is (KV head, block, forced, token): a stable sort of
+Entries are cut into *ranges* of tokens, so that what the KV-major design keeps per entry stays small and the queries
+of a range stay in L2; a range's entries stand together, and since padding is sorted along, every range begins at a
+place known without reading anything back. Within a range the order is (KV head, block, forced, token): a stable sort of
 
-    key = ((slab * GL + head in the slab) * L + block) * 2 + forced
+    key = ((range * G + KV head) * L + block) * 2 + forced
 
 whose positions are the flat positions in block_indices, hence token and slot. Blocks are numbered over all
 documents: first token // BS + document for packed ones (a document adds at most one to the plain count), and
 sequence * blocks per sequence + block for plain batches. Block number L - 1 is the padding's.
+
+Lists are cut into *pieces* of at most SEGMENT entries, one per program. Piece i of a list stands in the range's slot
+(list's position in the range) // SEGMENT + list + i: unique, for each step along the entries or the lists moves it on.
 """
 
 import triton
@@ -17,7 +20,7 @@ import triton.language as tl
 from tercet.attention.kernels.union import document_start
 
 
-@triton.jit(do_not_specialize=["documents", "steps"])
+@triton.jit(do_not_specialize=["documents", "steps", "L"])
 def make_keys(
     IDX,  # int32 [N, G, n]
     CU,
@@ -29,10 +32,8 @@ def make_keys(
     steps,
     blocks_per_sequence,
     L,
-    ranges,
-    slab_tokens,
+    range_tokens,
     G: tl.constexpr,
-    GL: tl.constexpr,
     n: tl.constexpr,
     NP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,9 +57,8 @@ def make_keys(
     last_free = (t - start) // BS - LOCAL
     real = block >= 0
     forced = real & ((block < INITIAL) | (block > last_free[:, None]))
-    slab = g // GL * ranges + t // slab_tokens
     number = tl.where(real, base[:, None] + block, L - 1)
-    key = (((slab * GL + g % GL) * L)[:, None] + number) * 2 + forced.to(tl.int32)
+    key = (((t // range_tokens * G + g) * L)[:, None] + number) * 2 + forced.to(tl.int32)
     tl.store(KEYS + at, key, mask=ok)
     lo = tl.sum((real & (block < INITIAL)).to(tl.int32), 1)
     hi = tl.sum((real & (block <= last_free[:, None])).to(tl.int32), 1)
@@ -66,61 +66,82 @@ def make_keys(
     tl.store(SPAN + row, lo | (hi << 10) | (past << 20), mask=row < N * G)
 
 
-@triton.jit(do_not_specialize=["documents", "steps"])
-def find_lists(
+@triton.jit
+def first_at_least(KEYS, key, begin, end, steps):
+    """Bisection: the first of the sorted positions begin..end (or end) whose key is at least `key`."""
+    for _ in range(steps):
+        middle = (begin + end) // 2
+        less = (begin < end) & (tl.load(KEYS + middle, mask=begin < end, other=0) < key)
+        end = tl.where(less, end, middle)
+        begin = tl.where(less, middle + 1, begin)
+    return begin
+
+
+@triton.jit(do_not_specialize=["documents", "steps", "lists", "slots", "L"])
+def cut_lists(
     IDX,
     CU,
     KEYS,  # sorted
     ORDER,  # int64: flat positions in IDX, in the order of KEYS
-    ENTRIES,  # the same in int32
-    LISTS,  # int32 [3, slabs * GL * L]: position of the list's first entry, past its last, first token of its block
-    entries,
+    LISTS,  # int32 [3, ranges * G * L]: position of the list's first entry, past its last, first token of its block
+    PIECE,  # int32 [ranges, slots]: 1 + position of the piece's first entry, 0 where there is no piece
     lists,
+    slots,
+    N,
     T,
+    range_tokens,
     documents,
     steps,
+    range_steps,
+    L,
     G: tl.constexpr,
     n: tl.constexpr,
     BS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = p < entries
-    here = tl.load(KEYS + p, mask=ok, other=0) >> 1
-    before = tl.load(KEYS + p - 1, mask=ok & (p > 0), other=-2) >> 1
-    after = tl.load(KEYS + p + 1, mask=p + 1 < entries, other=-2) >> 1
-    head = ok & (here != before)
-    tl.store(LISTS + here, p, mask=head)
-    tl.store(LISTS + lists + here, p + 1, mask=ok & (here != after))
-    e = tl.load(ORDER + p, mask=ok, other=0).to(tl.int32)
-    tl.store(ENTRIES + p, e, mask=ok)
-    block = tl.load(IDX + e, mask=head, other=0)
+    # Slots (lo - base) // SEGMENT + list .. (hi - base) // SEGMENT + list belong to the list, and hold its pieces.
+    lst = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = lst < lists
+    r = tl.minimum(lst, lists - 1) // (G * L)
+    base = r * range_tokens * (G * n)
+    past = tl.minimum((r + 1) * range_tokens, N) * (G * n)
+    lo = first_at_least(KEYS, lst * 2, base, past, range_steps)
+    hi = first_at_least(KEYS, lst * 2 + 2, lo, past, range_steps)
+    tl.store(LISTS + lst, lo, mask=ok)
+    tl.store(LISTS + lists + lst, hi, mask=ok)
+    some = ok & (lo < hi)
+    e = tl.load(ORDER + lo, mask=some, other=0).to(tl.int32)
+    block = tl.load(IDX + e, mask=some, other=0)
     _, start = document_start(e // (G * n), CU, documents, steps, T, PACKED)
-    tl.store(LISTS + 2 * lists + here, start + block * BS, mask=head)
+    tl.store(LISTS + 2 * lists + lst, start + block * BS, mask=some)
+    slot = r.to(tl.int64) * slots + (lo - base) // SEGMENT + lst % (G * L)
+    owned = (hi - base) // SEGMENT - (lo - base) // SEGMENT + 1
+    for i in range(tl.max(tl.where(ok, owned, 0))):
+        at = lo + i * SEGMENT
+        tl.store(PIECE + slot + i, tl.where(at < hi, at + 1, 0), mask=ok & (i < owned))
 
 
 @triton.jit
 def decide(
-    COUNT,  # int32 [G, tiles]: blocks in each tile's union
-    DECISION,  # int32 [2, slabs]: 1 where the KV-major design runs, forward and backward
+    COUNTS,  # int32 [G, tiles]: blocks in each tile's union
+    DECISION,  # int32 [2, ranges]: 1 where the KV-major design runs, forward and backward
     tiles,
-    slab_tiles,
-    ranges,
+    range_tiles,
     limit_forward,
     limit_backward,
-    GL: tl.constexpr,
+    G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    slab = tl.program_id(0)
-    begin = slab % ranges * slab_tiles
-    end = tl.minimum(begin + slab_tiles, tiles)
+    r = tl.program_id(0)
+    begin = r * range_tiles
+    end = tl.minimum(begin + range_tiles, tiles)
     total = tl.zeros([BLOCK], tl.float32)
-    for gl in range(GL):
-        row = COUNT + (slab // ranges * GL + gl) * tiles
+    for g in range(G):
         for i in tl.range(begin, end, BLOCK):
             tile = i + tl.arange(0, BLOCK)
-            total += tl.load(row + tile, mask=tile < end, other=0).to(tl.float32)
-    mean = tl.sum(total) / ((end - begin) * GL)
-    tl.store(DECISION + slab, (mean > limit_forward).to(tl.int32))
-    tl.store(DECISION + tl.num_programs(0) + slab, (mean > limit_backward).to(tl.int32))
+            total += tl.load(COUNTS + g * tiles + tile, mask=tile < end, other=0).to(tl.float32)
+    mean = tl.sum(total) / ((end - begin) * G)
+    tl.store(DECISION + r, (mean > limit_forward).to(tl.int32))
+    tl.store(DECISION + tl.num_programs(0) + r, (mean > limit_backward).to(tl.int32))

@@ -1,43 +1,54 @@
 """Selected attention, block by block: each program holds one block's K and V and gathers the queries that chose it.
 
-A slab's sorted entries (index.py) are cut into segments of equal length; a program walks the runs of equal block in
-its segment. Equal segments balance hot blocks (the first one stands in every list) without a table of chunks. What a
-run yields per entry (a partial output with its log-sum-exp, or a partial dq) is written at the entry's own place, and
-what it yields per block (dk, dv) at piece = segment + list: unique, since each step along the segments or the lists
-moves it on by one. Sums are then taken in that order: no atomics, the same bits every time.
+A program takes one *piece* (index.py): a stretch of one block's list, never longer than a segment, so that hot blocks
+(the first one stands in every list) are shared out. What it yields per entry (a partial output with its log-sum-exp, or
+a partial dq) is written at the entry's own place, and what it yields per block (dk, dv) at the piece's. Sums are then
+taken in a fixed order: no atomics, the same bits every time. (One program walking all runs of a segment in a loop kept
+some forty registers of loop-invariant addresses alive and spilled.)
 """
 
 import triton
 import triton.language as tl
 
-from tercet.attention.kernels.union import in_columns
+from tercet.attention.kernels.union import in_columns, load_block
+
+
+@triton.jit
+def this_piece(PIECE, KEYS, LISTS, lists, slots, r, wanted, SEGMENT: tl.constexpr):
+    """First and past the last entry of this program's piece, and its list. No entries: none there, or not wanted."""
+    start = tl.load(PIECE + r.to(tl.int64) * slots + tl.program_id(0)) * wanted - 1
+    lst = tl.load(KEYS + tl.maximum(start, 0)) >> 1
+    past = tl.load(LISTS + lists + lst)
+    return start, tl.where(start < 0, start, tl.minimum(start + SEGMENT, past)), lst
 
 
 @triton.jit
 def offsets(t, hh, token_stride, head_stride, WIDE: tl.constexpr):
-    """Rows' offsets from a slab's first token and head: 32 bits, since registers are short, unless strides need 64."""
+    """Rows' offsets from a range's first token and head: 32 bits, since registers are short, unless strides need 64."""
     if WIDE:
         t = t.to(tl.int64)
         hh = hh.to(tl.int64)
     return t * token_stride + hh * head_stride
 
 
-@triton.jit(do_not_specialize=["slab", "group", "begin", "base", "count"])
+@triton.jit(do_not_specialize=["r", "begin", "lists", "slots", "L"])
 def attend(
     Q,
     K,
     V,
+    KD,
+    VD,
     KEYS,
-    ENTRIES,
-    FIRST,  # int32: first token of each list's block
+    ORDER,
+    PIECE,
+    LISTS,
     DECISION,
-    PARTIAL,  # [tokens of the slab, GL, n, h, Dv]
+    PARTIAL,  # [tokens of the range, G, n, h, Dv]
     PARTIAL_LSE,
-    slab,
-    group,
+    r,
     begin,
-    base,
-    count,
+    lists,
+    slots,
     L,
     T,
     scale,
@@ -51,7 +62,6 @@ def attend(
     vt,
     vg,
     G: tl.constexpr,
-    GL: tl.constexpr,
     h: tl.constexpr,
     HT: tl.constexpr,
     BQ: tl.constexpr,
@@ -65,84 +75,131 @@ def attend(
     SEGMENT: tl.constexpr,
     SP: tl.constexpr,
     WIDE: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    # Forced entries are left to the merge. The others see the whole of their block: no mask.
-    r = tl.arange(0, M)
-    qi = r // HT
-    hh = tl.program_id(1) * HT + r % HT
+    # Program (piece, head tile). Forced entries are left to tile_forward; the others see the whole of their block.
+    row = tl.arange(0, M)
+    qi = row // HT
+    hh = tl.program_id(1) * HT + row % HT
     fits = (qi < BQ) & (hh < h)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
-    key = tl.arange(0, BS)
+    start, end, lst = this_piece(PIECE, KEYS, LISTS, lists, slots, r, tl.load(DECISION + r), SEGMENT)
+    # Free entries stand before forced ones.
     within = tl.arange(0, SP)
-    p0 = tl.program_id(0) * SEGMENT
-    past = tl.minimum(p0 + SEGMENT, count) * tl.load(DECISION + slab)
-    while p0 < past:
-        name = tl.load(KEYS + base + p0)
-        names = tl.load(KEYS + base + p0 + within, mask=p0 + within < past, other=-1)
-        run = p0 + tl.sum((names == name).to(tl.int32))
-        lst = name >> 1
-        if ((name & 1) == 0) & (lst % L < L - 1):
-            gl = lst // L % GL
-            g = (group + gl).to(tl.int64)
-            first = tl.load(FIRST + lst)
-            b = (first // T).to(tl.int64)
-            k = tl.load(
-                K + (first.to(tl.int64) * kt + b * kb + g * kg) + key[:, None] * kt + dk[None, :],
-                mask=in_columns(key < BS, dk, DK, DKP),
+    names = tl.load(KEYS + start + within, mask=start + within < end, other=1)
+    end = start + tl.sum(((names & 1) == 0).to(tl.int32))
+    if (start < end) & (lst % L < L - 1):
+        g = lst // L % G
+        first = tl.load(LISTS + 2 * lists + lst)
+        k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
+        v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+        b64 = (first // T).to(tl.int64)
+        q_base = Q + (begin.to(tl.int64) * qt + b64 * qb + g.to(tl.int64) * h * qh)
+        for i in tl.range(start, end, BQ):
+            ok = fits & (i + qi < end)
+            e = tl.load(ORDER + i + qi, mask=ok, other=begin * (G * n)).to(tl.int32)
+            t = e // (G * n) - begin
+            q = tl.load(
+                q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk[None, :],
+                mask=in_columns(ok, dk, DK, DKP),
                 other=0.0,
             )
-            v = tl.load(
-                V + (first.to(tl.int64) * vt + b * vb + g * vg) + key[:, None] * vt + dv[None, :],
-                mask=in_columns(key < BS, dv, DV, DVP),
-                other=0.0,
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            m = tl.max(s, 1) * scale
+            p = tl.exp2(s * scale - m[:, None])
+            l = tl.sum(p, 1)
+            o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
+            to = (e - begin * (G * n)) * h + hh
+            tl.store(
+                PARTIAL + (to * DV)[:, None] + dv[None, :],
+                o.to(PARTIAL.dtype.element_ty),
+                mask=in_columns(ok, dv, DV, DVP),
             )
-            q_base = Q + (begin.to(tl.int64) * qt + b * qb + g * h * qh)
-            for i in tl.range(p0, run, BQ):
-                ok = fits & (i + qi < run)
-                e = tl.load(ENTRIES + base + i + qi, mask=ok, other=begin * (G * n))
-                t = e // (G * n) - begin
-                q = tl.load(
-                    q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk[None, :],
-                    mask=in_columns(ok, dk, DK, DKP),
-                    other=0.0,
-                )
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")
-                m = tl.max(s, 1) * scale
-                p = tl.exp2(s * scale - m[:, None])
-                l = tl.sum(p, 1)
-                o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
-                to = ((t * GL + gl) * n + e % n) * h + hh
-                tl.store(
-                    PARTIAL + (to * DV)[:, None] + dv[None, :],
-                    o.to(PARTIAL.dtype.element_ty),
-                    mask=in_columns(ok, dv, DV, DVP),
-                )
-                tl.store(PARTIAL_LSE + to, m + tl.log2(l), mask=ok)
-        p0 = run
+            tl.store(PARTIAL_LSE + to, m + tl.log2(l), mask=ok)
 
 
-@triton.jit(do_not_specialize=["slab", "group", "begin", "base", "count", "slab_list"])
+@triton.jit(do_not_specialize=["r", "begin", "pairs"])
+def merge(
+    PARTIAL,
+    PARTIAL_LSE,
+    SPAN,
+    DECISION,
+    O,  # in: the forced blocks' output; out: all blocks'
+    LSE,
+    r,
+    begin,
+    pairs,
+    G: tl.constexpr,
+    h: tl.constexpr,
+    n: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    HP: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    # Rows are (token of the range, KV head) pairs by heads of the group.
+    if tl.load(DECISION + r) == 1:
+        row = tl.arange(0, ROWS * HP)
+        pair = tl.program_id(0) * ROWS + row // HP
+        hh = tl.program_id(1) * HP + row % HP
+        ok = (pair < pairs) & (hh < h)
+        d = tl.arange(0, DVP)
+        whole = in_columns(ok, d, DV, DVP)
+        at = begin.to(tl.int64) * G + pair
+        span = tl.load(SPAN + at, mask=ok, other=0)
+        lo = span & 1023
+        hi = (span >> 10) & 1023
+        at = at * h + hh
+        part = pair * (n * h) + hh
+        forced = tl.load(LSE + at, mask=ok, other=1e30)
+        forced = tl.where(forced < 1e29, forced, -1e20)
+        # The greatest exponent first, over the small array, so that the large one is only scaled and added.
+        top = forced
+        for i in tl.range(0, n, loop_unroll_factor=UNROLL):
+            live = ok & (i >= lo) & (i < hi)
+            top = tl.maximum(top, tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30))
+        l = tl.exp2(forced - top)
+        l = tl.where(forced > -1e19, l, 0.0)
+        acc = tl.load(O + at[:, None] * DV + d[None, :], mask=whole, other=0.0).to(tl.float32) * l[:, None]
+        for i in tl.range(0, n, loop_unroll_factor=UNROLL):
+            live = ok & (i >= lo) & (i < hi)
+            w = tl.exp2(tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30) - top)
+            x = tl.load(
+                PARTIAL + ((part + i * h) * DV)[:, None] + d[None, :], mask=in_columns(live, d, DV, DVP), other=0.0
+            )
+            w = tl.where(live, w, 0.0)
+            l += w
+            acc += x.to(tl.float32) * w[:, None]
+        some = l > 0
+        l = tl.where(some, l, 1.0)
+        tl.store(O + at[:, None] * DV + d[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=whole)
+        tl.store(LSE + at, tl.where(some, top + tl.log2(l), 1e30), mask=ok)
+
+
+@triton.jit(do_not_specialize=["r", "begin", "lists", "slots", "L"])
 def backward(
     Q,
     K,
     V,
+    KD,
+    VD,
     DOUT,
     LSE,
     ROW_SUM,
     GATE,
     KEYS,
-    ENTRIES,
-    FIRST,
+    ORDER,
+    PIECE,
+    LISTS,
     DECISION,
-    PARTIAL_DQ,  # [tokens of the slab, GL, n, h, Dk]
-    PIECES,  # fp32 [pieces, head tiles, BS, Dk + Dv]
-    slab,
-    group,
+    PARTIAL_DQ,  # [tokens of the range, G, n, h, Dk]
+    SUMS,  # fp32 [slots + G * L, head tiles, BS, Dk + Dv]: pieces of the cut lists, then every list's sum over ranges
+    r,
     begin,
-    base,
-    count,
-    slab_list,
+    lists,
+    slots,
     L,
     T,
     scale,
@@ -162,7 +219,6 @@ def backward(
     gt,
     gh,
     G: tl.constexpr,
-    GL: tl.constexpr,
     h: tl.constexpr,
     HT: tl.constexpr,
     BQ: tl.constexpr,
@@ -174,159 +230,145 @@ def backward(
     DKP: tl.constexpr,
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
-    SP: tl.constexpr,
     WIDE: tl.constexpr,
+    TMA: tl.constexpr,
     DECIDE: tl.constexpr,
     WITH_DQ: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    # dk and dv of every entry, and its partial dq where the slab's decision asks for it (WITH_DQ).
-    r = tl.arange(0, M)
-    qi = r // HT
-    hh = tl.program_id(1) * HT + r % HT
+    # dk and dv of every entry, and its partial dq where the range's decision asks for it (WITH_DQ).
+    row = tl.arange(0, M)
+    qi = row // HT
+    hh = tl.program_id(1) * HT + row % HT
     fits = (qi < BQ) & (hh < h)
     dk_ = tl.arange(0, DKP)
     dv_ = tl.arange(0, DVP)
     key = tl.arange(0, BS)
-    within = tl.arange(0, SP)
-    segment = tl.program_id(0)
-    p0 = segment * SEGMENT
-    past = tl.minimum(p0 + SEGMENT, count)
+    wanted = 1
     if DECIDE:
-        chosen = tl.load(DECISION + slab)
-        past = past * (chosen if WITH_DQ else 1 - chosen)
-    while p0 < past:
-        lst = tl.load(KEYS + base + p0) >> 1
-        lists = tl.load(KEYS + base + p0 + within, mask=p0 + within < past, other=-1) >> 1
-        run = p0 + tl.sum((lists == lst).to(tl.int32))
-        if lst % L < L - 1:
-            gl = lst // L % GL
-            g = (group + gl).to(tl.int64)
-            first = tl.load(FIRST + lst)
-            b = first // T
-            inside = first + key < (b + 1) * T
-            b64 = b.to(tl.int64)
-            k = tl.load(
-                K + (first.to(tl.int64) * kt + b64 * kb + g * kg) + key[:, None] * kt + dk_[None, :],
-                mask=in_columns(inside, dk_, DK, DKP),
+        wanted = tl.load(DECISION + r)
+        if not WITH_DQ:
+            wanted = 1 - wanted
+    start, end, lst = this_piece(PIECE, KEYS, LISTS, lists, slots, r, wanted, SEGMENT)
+    if (start < end) & (lst % L < L - 1):
+        g = lst // L % G
+        first = tl.load(LISTS + 2 * lists + lst)
+        k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
+        v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+        dk = tl.zeros([BS, DKP], tl.float32)
+        dv = tl.zeros([BS, DVP], tl.float32)
+        # Everything is addressed from the range's first token: 64 bits once per piece, 32 per row.
+        b64 = (first // T).to(tl.int64)
+        head = g.to(tl.int64) * h
+        at = begin.to(tl.int64)
+        q_base = Q + (at * qt + b64 * qb + head * qh)
+        do_base = DOUT + (at * ot + b64 * ob + head * oh)
+        gate_base = GATE + (at * gt + b64 * gb + head * gh)
+        row_base = at * (G * h) + head
+        for i in tl.range(start, end, BQ):
+            ok = fits & (i + qi < end)
+            e = tl.load(ORDER + i + qi, mask=ok, other=begin * (G * n)).to(tl.int32)
+            t = e // (G * n) - begin
+            q = tl.load(
+                q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk_[None, :],
+                mask=in_columns(ok, dk_, DK, DKP),
                 other=0.0,
             )
-            v = tl.load(
-                V + (first.to(tl.int64) * vt + b64 * vb + g * vg) + key[:, None] * vt + dv_[None, :],
-                mask=in_columns(inside, dv_, DV, DVP),
+            do = tl.load(
+                do_base + offsets(t, hh, ot, oh, WIDE)[:, None] + dv_[None, :],
+                mask=in_columns(ok, dv_, DV, DVP),
                 other=0.0,
             )
-            dk = tl.zeros([BS, DKP], tl.float32)
-            dv = tl.zeros([BS, DVP], tl.float32)
-            # Everything is addressed from the slab's first token: 64 bits once per run, 32 per row.
-            at = begin.to(tl.int64)
-            q_base = Q + (at * qt + b64 * qb + g * h * qh)
-            do_base = DOUT + (at * ot + b64 * ob + g * h * oh)
-            gate_base = GATE + (at * gt + b64 * gb + g * h * gh)
-            row_base = at * (G * h) + g * h
-            for i in tl.range(p0, run, BQ):
-                ok = fits & (i + qi < run)
-                e = tl.load(ENTRIES + base + i + qi, mask=ok, other=begin * (G * n))
-                t = e // (G * n) - begin
-                q = tl.load(
-                    q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk_[None, :],
+            lse = tl.load(LSE + row_base + t * (G * h) + hh, mask=ok, other=1e30)
+            row_sum = tl.load(ROW_SUM + row_base + t * (G * h) + hh, mask=ok, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            p = tl.exp2(s * scale - lse[:, None])
+            p = tl.where((t + (begin - first))[:, None] >= key[None, :], p, 0.0)
+            if GATED:
+                gate = tl.load(gate_base + offsets(t, hh, gt, gh, WIDE), mask=ok, other=0.0)
+                p = p * gate.to(tl.float32)[:, None]
+            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
+            ds = (p * (dp - row_sum[:, None])).to(q.dtype)
+            dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+            if WITH_DQ:
+                dq = tl.dot(ds, k, input_precision="ieee")
+                to = (e - begin * (G * n)) * h + hh
+                tl.store(
+                    PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
+                    dq.to(PARTIAL_DQ.dtype.element_ty),
                     mask=in_columns(ok, dk_, DK, DKP),
-                    other=0.0,
                 )
-                do = tl.load(
-                    do_base + offsets(t, hh, ot, oh, WIDE)[:, None] + dv_[None, :],
-                    mask=in_columns(ok, dv_, DV, DVP),
-                    other=0.0,
-                )
-                row = t * (G * h) + hh
-                lse = tl.load(LSE + row_base + row, mask=ok, other=1e30)
-                row_sum = tl.load(ROW_SUM + row_base + row, mask=ok, other=0.0)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")
-                p = tl.exp2(s * scale - lse[:, None])
-                p = tl.where((t + (begin - first))[:, None] >= key[None, :], p, 0.0)
-                if GATED:
-                    gate = tl.load(gate_base + offsets(t, hh, gt, gh, WIDE), mask=ok, other=0.0)
-                    p = p * gate.to(tl.float32)[:, None]
-                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-                dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
-                ds = (p * (dp - row_sum[:, None])).to(q.dtype)
-                dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-                if WITH_DQ:
-                    dq = tl.dot(ds, k, input_precision="ieee")
-                    to = ((t * GL + gl) * n + e % n) * h + hh
-                    tl.store(
-                        PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
-                        dq.to(PARTIAL_DQ.dtype.element_ty),
-                        mask=in_columns(ok, dk_, DK, DKP),
-                    )
-            piece = (segment + lst - slab_list).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-            to = PIECES + piece * (BS * (DK + DV)) + key[:, None] * (DK + DV)
-            tl.store(to + dk_[None, :], dk, mask=(dk_ < DK)[None, :])
-            tl.store(to + DK + dv_[None, :], dv, mask=(dv_ < DV)[None, :])
-        p0 = run
+        # An uncut list adds to its sum at once: earlier ranges were earlier launches.
+        whole = tl.load(LISTS + lists + lst) - tl.load(LISTS + lst) <= SEGMENT
+        slot = tl.where(whole, slots + lst % (G * L), tl.program_id(0))
+        out = SUMS + (slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (BS * (DK + DV))
+        out = out + (key * (DK + DV))[:, None]
+        before = (key < BS) & whole & (first < begin)
+        dk += tl.load(out + dk_[None, :], mask=in_columns(before, dk_, DK, DKP), other=0.0)
+        tl.store(out + dk_[None, :], dk, mask=in_columns(key < BS, dk_, DK, DKP))
+        dv += tl.load(out + DK + dv_[None, :], mask=in_columns(before, dv_, DV, DVP), other=0.0)
+        tl.store(out + DK + dv_[None, :], dv, mask=in_columns(key < BS, dv_, DV, DVP))
 
 
-@triton.jit(do_not_specialize=["slab", "group", "begin", "rows"])
+@triton.jit(do_not_specialize=["r", "begin", "pairs"])
 def sum_dq(
     PARTIAL_DQ,
     SPAN,
     DECISION,
     DQ,
-    slab,
-    group,
+    r,
     begin,
-    rows,
+    pairs,
     softmax_scale,
     G: tl.constexpr,
-    GL: tl.constexpr,
     h: tl.constexpr,
     n: tl.constexpr,
     DK: tl.constexpr,
     DKP: tl.constexpr,
     HP: tl.constexpr,
     ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    # Rows are (token of the slab, KV head of the slab, head of the group).
-    r = tl.arange(0, ROWS * HP)
-    pair = tl.program_id(0) * ROWS + r // HP
-    hh = tl.program_id(1) * HP + r % HP
-    ok = (pair < rows) & (hh < h)
-    d = tl.arange(0, DKP)
-    if tl.load(DECISION + slab) == 1:
-        t = (begin + pair // GL).to(tl.int64)
-        g = group + pair % GL
-        past = tl.load(SPAN + t * G + g, mask=ok, other=0) >> 20
-        part = pair.to(tl.int64) * (n * h) + hh
+    # Rows are (token of the range, KV head) pairs by heads of the group.
+    if tl.load(DECISION + r) == 1:
+        row = tl.arange(0, ROWS * HP)
+        pair = tl.program_id(0) * ROWS + row // HP
+        hh = tl.program_id(1) * HP + row % HP
+        ok = (pair < pairs) & (hh < h)
+        d = tl.arange(0, DKP)
+        at = begin.to(tl.int64) * G + pair
+        past = tl.load(SPAN + at, mask=ok, other=0) >> 20
+        part = (pair * (n * h) + hh) * DK
         acc = tl.zeros([ROWS * HP, DKP], tl.float32)
-        for i in tl.range(0, n, loop_unroll_factor=4):
+        for i in tl.range(0, n, loop_unroll_factor=UNROLL):
             acc += tl.load(
-                PARTIAL_DQ + (part + i * h)[:, None] * DK + d[None, :],
+                PARTIAL_DQ + (part + i * (h * DK))[:, None] + d[None, :],
                 mask=in_columns(ok & (i < past), d, DK, DKP),
                 other=0.0,
             ).to(tl.float32)
         acc *= softmax_scale
-        to = DQ + (t * (G * h) + g * h + hh)[:, None] * DK + d[None, :]
+        to = DQ + (at * h + hh)[:, None] * DK + d[None, :]
         whole = in_columns(ok, d, DK, DKP)
         if ADD:
             acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
         tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)
 
 
-@triton.jit(do_not_specialize=["slab_list", "group", "base", "range_begin", "range_end", "documents", "steps"])
+@triton.jit(do_not_specialize=["r", "begin", "end", "base", "lists", "slots", "L", "documents", "steps"])
 def sum_dkv(
-    PIECES,
+    SUMS,
     LISTS,
     CU,
-    SUMS,  # fp32 [GL, blocks, BS, Dk + Dv]: carried from range to range
     DKEY,
     DVALUE,
-    slab_list,
-    group,
+    r,
+    begin,
+    end,
     base,
-    range_begin,
-    range_end,
     lists,
+    slots,
     L,
     T,
     documents,
@@ -334,33 +376,29 @@ def sum_dkv(
     blocks_per_sequence,
     softmax_scale,
     G: tl.constexpr,
-    GL: tl.constexpr,
     BS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     SEGMENT: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr,
     PACKED: tl.constexpr,
-    CARRY: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    # Program (block number, KV head of the slab, part of the block's keys).
+    # Program (block number, KV head, part of the block): adds what was cut; after the last range writes dk and dv.
     number = tl.program_id(0)
-    gl = tl.program_id(1)
-    key = tl.program_id(2) * KEYS + tl.arange(0, KEYS)
-    column = tl.arange(0, COLUMNS)
-    used = (column < DK + DV)[None, :]
+    g = tl.program_id(1)
+    x = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    SIZE: tl.constexpr = BS * (DK + DV)
     if PACKED:
         lo = number * 0
         hi = lo + documents
         for _ in range(steps):
             mid = (lo + hi) // 2
-            if tl.load(CU + mid) // BS + mid <= number:
-                lo = mid
-            else:
-                hi = mid
+            below = tl.load(CU + mid) // BS + mid <= number
+            lo = tl.where(below, mid, lo)
+            hi = tl.where(below, hi, mid)
         start = tl.load(CU + lo)
         first = start + (number - start // BS - lo) * BS
         past = tl.minimum(first + BS, tl.load(CU + lo + 1))
@@ -368,33 +406,41 @@ def sum_dkv(
         sequence = number // blocks_per_sequence
         first = sequence * T + number % blocks_per_sequence * BS
         past = tl.minimum(first + BS, (sequence + 1) * T)
-    lst = slab_list + gl * L + number
+    lst = (r * G + g) * L + number
     p0 = tl.load(LISTS + lst)
-    p1 = tl.load(LISTS + lists + lst)
-    if (first < past) & (first < range_end):
-        acc = tl.zeros([KEYS, COLUMNS], tl.float32)
-        at = key[:, None] * (DK + DV) + column[None, :]
-        sums = SUMS + (gl * tl.num_programs(0) + number).to(tl.int64) * (BS * (DK + DV))
-        if CARRY:
-            if first < range_begin:
-                acc = tl.load(sums + at, mask=used, other=0.0)
-        if p0 < p1:
-            piece = ((p0 - base) // SEGMENT + gl * L + number) * HEAD_TILES
-            pieces = ((p1 - 1 - base) // SEGMENT - (p0 - base) // SEGMENT + 1) * HEAD_TILES
-            for i in tl.range(0, pieces):
-                acc += tl.load(PIECES + (piece + i).to(tl.int64) * (BS * (DK + DV)) + at, mask=used, other=0.0)
+    entries = tl.load(LISTS + lists + lst) - p0
+    cut = entries > SEGMENT
+    # A list that is new in this range and empty has no sum yet.
+    new = (entries == 0) & (first >= begin)
+    if (first < past) & (first < end) & (cut | new | LAST):
+        total = tl.zeros([CHUNK], tl.float32)
+        for tile in tl.static_range(HEAD_TILES):
+            sums = SUMS + ((slots + g * L + number).to(tl.int64) * HEAD_TILES + tile) * SIZE + x
+            defined = (x < SIZE) & ((first < begin) | ((entries > 0) & (entries <= SEGMENT)))
+            acc = tl.load(sums, mask=defined, other=0.0)
+            pieces = tl.where(cut, tl.cdiv(entries, SEGMENT), 0)
+            piece = (p0 - base) // SEGMENT + g * L + number
+            for i in tl.range(0, pieces, DEPTH):
+                some = i + tl.arange(0, DEPTH)
+                at = ((piece + some).to(tl.int64) * HEAD_TILES + tile) * SIZE
+                part = tl.load(
+                    SUMS + at[:, None] + x[None, :], mask=(some < pieces)[:, None] & (x < SIZE)[None, :], other=0.0
+                )
+                acc += tl.sum(part, 0)
+            if LAST:
+                total += acc
+            else:
+                tl.store(sums, acc, mask=x < SIZE)
         if LAST:
-            row = ((first + key).to(tl.int64) * G + group + gl)[:, None]
-            mine = (first + key < past)[:, None]
+            key = x // (DK + DV)
+            column = x % (DK + DV)
+            mine = (x < SIZE) & (first + key < past)
+            at = (first + key).to(tl.int64) * G + g
             tl.store(
-                DKEY + row * DK + column[None, :],
-                (acc * softmax_scale).to(DKEY.dtype.element_ty),
-                mask=mine & (column < DK)[None, :],
+                DKEY + at * DK + column,
+                (total * softmax_scale).to(DKEY.dtype.element_ty),
+                mask=mine & (column < DK),
             )
             tl.store(
-                DVALUE + row * DV + column[None, :] - DK,
-                acc.to(DVALUE.dtype.element_ty),
-                mask=mine & (column >= DK)[None, :] & used,
+                DVALUE + at * DV + (column - DK), total.to(DVALUE.dtype.element_ty), mask=mine & (column >= DK)
             )
-        else:
-            tl.store(sums + at, acc, mask=used)

@@ -2,8 +2,8 @@
 
 Two designs compute the same thing. *Union tiles* (union.py) win where neighbouring queries agree and on short
 sequences; *KV-major* (kv_major.py) wins where selections are scattered over a long sequence. The mean size of a
-tile's union, known on the device, decides for each slab of this very call: both designs are launched and one leaves
-at once. Where even the largest possible union is small, shapes alone decide and the other is not launched.
+tile's union, known on the device, decides for each range of tokens of this very call: both designs are launched and
+one leaves at once. Where even the largest possible union is small, shapes alone decide and the other is not launched.
 
 # q: [B, T, H, Dk]   k: [B, T, G, Dk]   v: [B, T, G, Dv]   block_indices: int32 [B, T, G, n]   N = B * T
 """
@@ -11,194 +11,70 @@ at once. Where even the largest possible union is small, shapes alone decide and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from tercet.attention.kernels import index, kv_major, union
+from tercet.attention.kernels.copy_engine import key_descriptors
+from tercet.attention.kernels.launching import launch
+from tercet.attention.kernels.selected_plan import SelectedSettings, default_settings, make_plan
+from tercet.attention.kernels.settings import LOG2E, Launch, generation, padded
 
-LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class SelectedSettings:
-    """How the kernels are cut and launched. `stages` and `warps` in the order of the kernels' names."""
-
-    rows: int = 64  # (query, head) rows of a tile
-    segment_rows: int = 2048  # rows that one KV-major program works through
-    warps: int = 4
-    union_stages: int = 3
-    union_dq_stages: int = 2
-    attend_stages: int = 1
-    merge_stages: int = 2
-    backward_stages: int = 2
-    merge_warps: int = 4
-    sum_dq_warps: int = 4
-    # KV-major runs above this many union blocks per tile, as a multiple of select_count.
-    forward_limit: float = 2.4
-    backward_limit: float = 1.9
-    slab_bytes: int = 1 << 30  # what the KV-major design may keep per slab
+SAVED = 8  # at most so many tensors pass from forward to backward
 
 
-def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
-    if dtype == torch.float32:
-        return SelectedSettings(rows=32, union_stages=1, union_dq_stages=1, merge_stages=1, backward_stages=1)
-    wide = max(dk, dv) > 128 or select_block > 64
-    if wide:
-        return SelectedSettings(warps=8, union_stages=2, union_dq_stages=1, backward_stages=1, merge_warps=8)
-    if max(dk, dv) <= 64:
-        return SelectedSettings(union_stages=2, forward_limit=3.4, backward_limit=1.9)
-    return SelectedSettings()
+class Call:
+    """One call: its plan, its tensors, and what Triton would specialise its kernels on."""
 
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
+        settings: SelectedSettings | None, *others: Tensor,
+    ) -> None:  # fmt: skip
+        B, T, H, dk = q.shape
+        G, dv = v.shape[2], v.shape[3]
+        cu = None if documents is None else documents.cu
+        self.settings = settings or default_settings(dk, dv, q.dtype, config.select_block)
+        self.plan = make_plan(
+            (B, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
+            (config.select_block, config.select_initial, config.select_local), self.settings,
+        )  # fmt: skip
+        self.q, self.k, self.v = q, k, v
+        self.indices = block_indices.contiguous()
+        self.cu = self.indices if cu is None else cu
+        self.device = q.device
+        tensors = (q, k, v, *others)
+        self.strides = tuple(s for x in tensors for s in _strides(x))
+        inputs = (*tensors, self.indices, self.cu)
+        aligned = tuple(x.data_ptr() % 16 == 0 for x in inputs) if q.device.type == "cuda" else ()
+        self.key = (self.plan.identity, q.dtype, others[-1].dtype if others else None, self.strides, aligned, q.device)
+        self.k_tiles, self.v_tiles = self._descriptors()
 
-class Plan(NamedTuple):
-    """Everything about a call that follows from shapes."""
-
-    N: int
-    T: int
-    G: int
-    h: int
-    n: int
-    dk: int
-    dv: int
-    head_tile: int
-    head_tiles: int
-    tile_tokens: int  # queries per union tile
-    tile_rows: int
-    queries: int  # queries per KV-major step
-    tiles: int
-    segment: int
-    GL: int
-    ranges: int
-    slab_tokens: int
-    documents: int
-    packed: bool
-    blocks_per_sequence: int
-    L: int
-    forced: int
-    union_only: bool
-    limits: tuple[float, float]
+    def _descriptors(self) -> tuple[Any, Any]:
+        s, flat = self.settings, self.strides[3] == 0 == self.strides[6]
+        if not (s.tma and flat and self.device.type == "cuda" and generation(self.q) >= 9):
+            return None, None
+        return key_descriptors(Launch(keys=self.plan.select_block, tma=True), self.k, self.v)
 
     @property
-    def slabs(self) -> int:
-        return self.G // self.GL * self.ranges
+    def tma(self) -> bool:
+        return self.k_tiles is not None
 
-    @property
-    def lists(self) -> int:
-        return self.slabs * self.GL * self.L
+    def launch(self, kernel: Any, grid: tuple[int, int, int], args: tuple, *variant: Any, **options: Any) -> None:
+        """`variant`: what this launch's constants depend on besides the plan and the inputs' layout."""
+        launch(_compiled, (kernel.__name__, self.key, self.tma, variant), kernel, grid, args, options)
 
-    @property
-    def entries(self) -> int:
-        return self.N * self.G * self.n
-
-    def each_slab(self) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-        """(slab, first KV head, range, first token, past the last token, first entry, entries)."""
-        slab = 0
-        for group in range(0, self.G, self.GL):
-            for r in range(self.ranges):
-                begin = r * self.slab_tokens
-                end = min(begin + self.slab_tokens, self.N)
-                per_token = self.GL * self.n
-                yield slab, group, r, begin, end, group * self.N * self.n + begin * per_token, (end - begin) * per_token
-                slab += 1
+    def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
 
-@lru_cache(maxsize=256)
-def make_plan(
-    shape: tuple[int, int, int, int, int, int, int],
-    itemsize: int,
-    documents: int | None,
-    blocks: tuple[int, int, int],
-    settings: SelectedSettings,
-) -> Plan:
-    B, T, H, G, n, dk, dv = shape
-    select_block, initial, local = blocks
-    N = B * T
-    h = H // G
-    if N * G * n >= 1 << 31:
-        raise ValueError(f"B*T*G*n={N * G * n} does not fit 31 bits: split the batch or the sequence")
-    if select_block & (select_block - 1) or not 16 <= select_block <= 128:
-        raise ValueError(f"select_block={select_block} is not a power of two in 16..128: the kernels take only those")
-    if max(dk, dv) > 256:
-        raise ValueError(f"head sizes Dk={dk}, Dv={dv} exceed 256: the kernels hold a whole head in registers")
-    if n > 1023:
-        raise ValueError(f"select_count={n} exceeds 1023: the kernels keep slot numbers in 10 bits")
-    head_tile = min(h, settings.rows)
-    head_tiles = -(-h // head_tile)
-    queries = settings.rows // head_tile
-    tile_tokens = min(queries, 32)
-    tile_rows = max(16, triton.next_power_of_2(tile_tokens * head_tile))
-    segment = max(queries, settings.segment_rows // head_tile)
-    blocks_per_sequence = -(-T // select_block)
-    limits = (settings.forward_limit * n, settings.backward_limit * n)
-
-    # A whole sequence in one slab sees at most half its blocks per tile on average.
-    def slab(entry_bytes: float) -> tuple[int, int, int]:
-        most = max(1, int(settings.slab_bytes / entry_bytes))
-        GL = max([d for d in range(1, G + 1) if G % d == 0 and N * d * n <= most], default=1)
-        ranges = -(-N * GL * n // max(most, 64 * GL * n))
-        tokens = -(-N // ranges)
-        tokens = -(-tokens // tile_tokens) * tile_tokens
-        return GL, -(-N // tokens), tokens
-
-    piece_bytes = select_block * (dk + dv) * 4 * head_tiles / segment
-    partial_bytes = h * (max(dk, dv) * itemsize + 4)
-    GL, ranges, slab_tokens = slab(max(partial_bytes, piece_bytes))
-    largest_mean = blocks_per_sequence / 2 + 1.5 if ranges == 1 else blocks_per_sequence
-    union_only = min(largest_mean, tile_tokens * n) <= min(limits)
-    if union_only:
-        GL, ranges, slab_tokens = slab(piece_bytes)
-    numbers = N // select_block + documents if documents is not None else B * blocks_per_sequence
-    return Plan(
-        N=N, T=N if documents is not None else T, G=G, h=h, n=n, dk=dk, dv=dv,
-        head_tile=head_tile, head_tiles=head_tiles, tile_tokens=tile_tokens, tile_rows=tile_rows,
-        queries=queries, tiles=-(-N // tile_tokens), segment=segment, GL=GL, ranges=ranges,
-        slab_tokens=slab_tokens, documents=documents or B, packed=documents is not None,
-        blocks_per_sequence=blocks_per_sequence, L=numbers + 1, forced=min(initial + local, n),
-        union_only=union_only, limits=limits,
-    )  # fmt: skip
+_compiled: dict = {}
 
 
-class Call(NamedTuple):
-    """A plan with this call's tensors and constants."""
-
-    plan: Plan
-    settings: SelectedSettings
-    indices: torch.Tensor
-    cu_seqlens: torch.Tensor
-    steps: int
-    select_block: int
-    initial: int
-    local: int
-
-
-def _call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, config: Any, tiles: Any,
-    settings: SelectedSettings | None,
-) -> Call:  # fmt: skip
-    B, T, H, dk = q.shape
-    G, dv = v.shape[2], v.shape[3]
-    if settings is None:
-        settings = default_settings(dk, dv, q.dtype, config.select_block)
-    cu_seqlens = None if tiles is None else tiles.cu
-    documents = None if cu_seqlens is None else cu_seqlens.numel() - 1
-    plan = make_plan(
-        (B, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), documents,
-        (config.select_block, config.select_initial, config.select_local), settings,
-    )  # fmt: skip
-    indices = block_indices.contiguous()
-    return Call(
-        plan, settings, indices, indices if cu_seqlens is None else cu_seqlens,
-        0 if documents is None else documents.bit_length(),
-        config.select_block, config.select_initial, config.select_local,
-    )  # fmt: skip
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+def _strides(x: Tensor) -> tuple[int, int, int]:
     """Batch excess, token and head strides of [B, T, heads, ...]."""
     if x.dim() == 4 and x.stride(3) != 1:
         raise ValueError(f"last dimension has stride {x.stride(3)}: the kernels need 1, call .contiguous()")
@@ -206,195 +82,199 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
     return (b - x.shape[1] * t if x.shape[0] > 1 else 0), t, h
 
 
-def _lists_like(c: Call) -> tuple[torch.Tensor, ...]:
-    p, device = c.plan, c.indices.device
-    new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
-    union_lists = (new(p.G, p.tiles, 2, p.tile_tokens * p.n), new(p.G, p.tiles))
-    if p.union_only:
-        return union_lists
-    return (*union_lists, new(2, p.slabs), *_index_like(c))
-
-
-def _index_like(c: Call) -> tuple[torch.Tensor, ...]:
-    p, device = c.plan, c.indices.device
-    new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
-    return new(p.entries), new(p.entries), new(3, p.lists), new(p.N, p.G)
-
-
-def _build_lists(c: Call, with_forced: bool) -> tuple[torch.Tensor, ...]:
+def _new_lists(c: Call) -> tuple[Tensor, Tensor]:
     p = c.plan
-    lists, counts = _lists_like(c)[:2]
-    forced, forced_counts = lists, counts
-    if with_forced:
-        forced = torch.empty(p.G, p.tiles, 2, p.tile_tokens * p.forced, dtype=torch.int32, device=lists.device)
-        forced_counts = torch.empty_like(counts)
-    padded = triton.next_power_of_2(p.tile_tokens)
-    together = max(1, 128 // padded)
-    union.build_lists[(-(-p.tiles // together), p.G)](
-        c.indices, c.cu_seqlens, lists, counts, forced, forced_counts, p.N, p.T, p.documents, c.steps, p.tiles,
-        p.G, p.n, p.tile_tokens, padded, together, c.select_block, c.initial, c.local, p.forced, p.packed,
-        with_forced, num_warps=max(1, min(4, together * padded // 32)),
-    )  # fmt: skip
-    return lists, counts, forced, forced_counts
+    return c.empty(p.G, p.tiles, 2 * p.tile_tokens * (p.n + p.forced)), c.empty(2, p.G, p.tiles)
 
 
-def _build_index(c: Call) -> tuple[torch.Tensor, ...]:
+def _new_index(c: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sorted keys, their order, the lists' table, the pieces' table, free slots of each query."""
     p = c.plan
-    keys = torch.empty(p.entries, dtype=torch.int32, device=c.indices.device)
-    _, entries, lists, span = _index_like(c)
-    slots = triton.next_power_of_2(p.n)
-    rows = max(1, 1024 // slots)
-    index.make_keys[(-(-p.N * p.G // rows),)](
-        c.indices, c.cu_seqlens, keys, span, p.N, p.T, p.documents, c.steps, p.blocks_per_sequence, p.L, p.ranges,
-        p.slab_tokens, p.G, p.GL, p.n, slots, rows, c.select_block, c.initial, c.local, p.packed,
-    )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True)
-    lists.zero_()
-    index.find_lists[(-(-p.entries // 1024),)](
-        c.indices, c.cu_seqlens, keys, order, entries, lists, p.entries, p.lists, p.T, p.documents, c.steps,
-        p.G, p.n, c.select_block, 1024, p.packed,
-    )  # fmt: skip
-    return keys, entries, lists, span
-
-
-def _decide(c: Call, counts: torch.Tensor) -> torch.Tensor:
-    p = c.plan
-    decision = torch.empty(2, p.slabs, dtype=torch.int32, device=counts.device)
-    index.decide[(p.slabs,)](
-        counts, decision, p.tiles, p.slab_tokens // p.tile_tokens, p.ranges, *p.limits, p.GL, 1024
-    )
-    return decision
+    order = c.empty(p.entries, dtype=torch.int64)
+    return c.empty(p.entries), order, c.empty(3, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
 
 
 def selected_saved_like(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, config: Any, tiles: Any,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
     settings: SelectedSettings | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Uninitialised tensors shaped like what `selected_forward` saves, for fake implementations."""
-    return _lists_like(_call(q, k, v, block_indices, config, tiles, settings))
+    cu = None if documents is None else documents.cu
+    shape = (*q.shape[:3], v.shape[2], block_indices.shape[-1], q.shape[3], v.shape[3])
+    settings = settings or default_settings(q.shape[3], v.shape[3], q.dtype, config.select_block)
+    p = make_plan(
+        shape, q.element_size(), None if cu is None else cu.shape[0] - 1,
+        (config.select_block, config.select_initial, config.select_local), settings,
+    )  # fmt: skip
+    c = Call.__new__(Call)
+    c.plan, c.device = p, q.device
+    return _new_lists(c) if p.union_only else (*_new_lists(c), c.empty(2, p.ranges), *_new_index(c))
+
+
+def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
+    p = c.plan
+    lists, counts = _new_lists(c)
+    wide = triton.next_power_of_2(p.tile_tokens)
+    together = max(1, 128 // wide)
+    args = (
+        c.indices, c.cu, lists, counts, p.N, p.T, p.documents, p.steps, p.tiles,
+        p.G, p.n, p.tile_tokens, wide, together, p.select_block, p.initial, p.local, p.forced, p.packed,
+    )  # fmt: skip
+    c.launch(union.build_lists, (-(-p.tiles // together), p.G, 1), args, num_warps=max(1, together * wide // 32))
+    return lists, counts
+
+
+def _decide(c: Call, counts: Tensor) -> Tensor:
+    p = c.plan
+    decision = c.empty(2, p.ranges)
+    args = (counts, decision, p.tiles, p.range_tokens // p.tile_tokens, *p.limits, p.G, 1024)
+    c.launch(index.decide, (p.ranges, 1, 1), args)
+    return decision
+
+
+def _build_index(c: Call) -> tuple[Tensor, ...]:
+    p = c.plan
+    keys, lists, pieces, span = c.empty(p.entries), c.empty(3, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
+    slots = triton.next_power_of_2(p.n)
+    rows = max(1, 1024 // slots)
+    args = (
+        c.indices, c.cu, keys, span, p.N, p.T, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
+        p.G, p.n, slots, rows, p.select_block, p.initial, p.local, p.packed,
+    )  # fmt: skip
+    c.launch(index.make_keys, (-(-p.N * p.G // rows), 1, 1), args)
+    keys, order = torch.sort(keys, stable=True)
+    steps = (p.range_tokens * p.G * p.n).bit_length()
+    args = (
+        c.indices, c.cu, keys, order, lists, pieces, p.lists, p.slots, p.N, p.T, p.range_tokens, p.documents, p.steps,
+        steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed,
+    )  # fmt: skip
+    c.launch(index.cut_lists, (-(-p.lists // 128), 1, 1), args)
+    return keys, order, lists, pieces, span
 
 
 def selected_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, config: Any, tiles: Any,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
     settings: SelectedSettings | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Output [B, T, H, Dv], log-sum-exp fp32 [B, T, H], and what the backward reuses.
 
     The log-sum-exp is base 2 of logits times Dk^-½; a query without blocks has output 0 and 1e30 there.
     """
-    c = _call(q, k, v, block_indices, config, tiles, settings)
+    c = Call(q, k, v, block_indices, config, documents, settings)
     p, s = c.plan, c.settings
-    B, T, H, dk = q.shape
-    o = torch.empty(B, T, H, p.dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    lists, counts, forced, forced_counts = _build_lists(c, with_forced=not p.union_only)
-    strides = (*_strides(q), *_strides(k), *_strides(v))
-    scale = LOG2E / math.sqrt(dk)
-    dkp, dvp = _padded(dk), _padded(p.dv)
-    shape = (p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, c.select_block, dk, p.dv, dkp, dvp, p.GL)
-    saved: tuple[torch.Tensor, ...] = (lists, counts)
+    o = c.empty(*q.shape[:3], p.dv, dtype=q.dtype)
+    lse = c.empty(*q.shape[:3], dtype=torch.float32)
+    scale = LOG2E / math.sqrt(p.dk)
+    sizes = (p.n, p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
+    saved: tuple[Tensor, ...] = _build_lists(c)
+    lists, counts = saved
     decision = counts
     if not p.union_only:
         decision = _decide(c, counts)
         saved = (lists, counts, decision, *_build_index(c))
-    union.tile_forward[(p.tiles, p.G, p.head_tiles)](
-        q, k, v, lists, counts, decision, o, lse, counts, o, lse, 0, 0, 0, p.N, p.ranges, p.slab_tokens,
-        p.T, p.tiles, scale, *strides, *shape, p.tile_tokens * p.n, not p.union_only, False,
-        num_warps=s.warps, num_stages=s.union_stages,
+    args = (
+        q, k, v, c.k_tiles, c.v_tiles, lists, counts, decision, o, lse, p.N, p.T, p.tiles, p.range_tokens, scale,
+        *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes[1:], c.tma,
     )  # fmt: skip
+    grid = (p.tiles, p.G, p.head_tiles)
+    c.launch(union.tile_forward, grid, args, num_warps=s.warps, num_stages=s.union_stages)
     if p.union_only:
         return o, lse, saved
-    keys, entries, list_table, span = saved[3:]
-    most = p.slab_tokens * p.GL * p.n * p.h
-    partial = torch.empty(most, p.dv, dtype=q.dtype, device=q.device)
-    partial_lse = torch.empty(most, dtype=torch.float32, device=q.device)
-    for slab, group, _, begin, end, base, count in p.each_slab():
-        kv_major.attend[(-(-count // p.segment), p.head_tiles)](
-            q, k, v, keys, entries, list_table[2], decision, partial, partial_lse, slab, group, begin, base, count,
-            p.L, p.T, scale, *strides, p.G, p.GL, p.h, p.head_tile, p.queries, s.rows, p.n, c.select_block, dk, p.dv,
-            dkp, dvp, p.segment, triton.next_power_of_2(p.segment), _wide(p, q),
-            num_warps=s.warps, num_stages=s.attend_stages,
+    keys, order, list_table, pieces, span = saved[3:]
+    rows = min(p.range_tokens, p.N) * p.G * p.n * p.h
+    partial = c.empty(rows, p.dv, dtype=q.dtype)
+    partial_lse = c.empty(rows, dtype=torch.float32)
+    wide = _wide(c, q)
+    heads, pairs = _sum_tile(p.h)
+    for r, begin, end in p.each_range():
+        args = (
+            q, k, v, c.k_tiles, c.v_tiles, keys, order, pieces, list_table, decision, partial, partial_lse, r, begin,
+            p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.head_tile, p.queries, s.rows, *sizes,
+            p.segment, triton.next_power_of_2(p.segment), wide, c.tma,
         )  # fmt: skip
-        union.tile_forward[(-(-(end - begin) // p.tile_tokens), p.GL, p.head_tiles)](
-            q, k, v, forced, forced_counts, decision, partial, partial_lse, span, o, lse, slab, group, begin, end,
-            p.ranges, p.slab_tokens, p.T, p.tiles, scale, *strides, *shape, p.tile_tokens * p.forced, True, True,
-            num_warps=s.merge_warps, num_stages=s.merge_stages,
+        grid = (p.range_slots(end - begin), p.head_tiles, 1)
+        c.launch(kv_major.attend, grid, args, num_warps=s.warps, num_stages=s.attend_stages)
+        total = (end - begin) * p.G
+        args = (
+            partial, partial_lse, span, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv), heads,
+            pairs, 16,
         )  # fmt: skip
+        c.launch(kv_major.merge, (-(-total // pairs), -(-p.h // heads), 1), args, num_warps=s.sum_warps)
     return o, lse, saved
 
 
 def selected_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, lse: torch.Tensor,
-    dout: torch.Tensor, gate: torch.Tensor | None, row_sum: torch.Tensor, config: Any, tiles: Any,
-    saved: Sequence[torch.Tensor] = (), settings: SelectedSettings | None = None, dq: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, lse: Tensor, dout: Tensor, gate: Tensor | None,
+    row_sum: Tensor, config: Any, documents: Any, saved: Sequence[Tensor] = (),
+    settings: SelectedSettings | None = None, dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv for the gated branch: dout is the gradient of gate * output, row_sum = dout · output (ungated).
 
     A given dq (contiguous) is added to in place.
     """
-    c = _call(q, k, v, block_indices, config, tiles, settings)
-    p, s = c.plan, c.settings
-    if saved:
-        lists, counts, *rest = saved
-    else:
-        lists, counts, *_ = _build_lists(c, with_forced=False)
-        rest = [] if p.union_only else [_decide(c, counts), *_build_index(c)]
-    decision, keys, entries, list_table, span = rest if rest else (counts, *_build_index(c))
-    if not p.union_only:
-        decision = decision[1]
-    add = dq is not None
-    if dq is None:
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    gated, add = gate is not None, dq is not None
     gates = dout if gate is None else gate
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(gates))
+    c = Call(q, k, v, block_indices, config, documents, settings, dout, gates)
+    p, s = c.plan, c.settings
+    lists, counts = saved[:2] if saved else _build_lists(c)
+    if p.union_only:
+        decision, (keys, order, list_table, piece_table, span) = counts, _build_index(c)
+    elif saved:
+        decision, keys, order, list_table, piece_table, span = saved[2:SAVED]
+    else:
+        decision, (keys, order, list_table, piece_table, span) = _decide(c, counts), _build_index(c)
+    chosen = decision if p.union_only else decision[1]
+    dq = c.empty(*q.shape, dtype=q.dtype) if dq is None else dq
+    dk, dv = c.empty(*k.shape, dtype=k.dtype), c.empty(*v.shape, dtype=v.dtype)
     scale, softmax_scale = LOG2E / math.sqrt(p.dk), 1 / math.sqrt(p.dk)
-    dkp, dvp = _padded(p.dk), _padded(p.dv)
-    dynamic = not p.union_only
-    rows = (q, k, v, dout, lse, row_sum, gates)
-    union.tile_dq[(p.tiles, p.G, p.head_tiles)](
-        *rows, lists, counts, decision, dq, p.ranges, p.slab_tokens, p.N, p.T, p.tiles, scale, softmax_scale, *strides,
-        p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, c.select_block, p.dk, p.dv, dkp, dvp, p.GL,
-        p.tile_tokens * p.n, dynamic, gate is not None, add, num_warps=s.warps, num_stages=s.union_dq_stages,
+    sizes = (p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
+    inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, row_sum, gates)
+    args = (
+        *inputs, lists, counts, chosen, dq, p.N, p.T, p.tiles, p.range_tokens, scale, softmax_scale, *c.strides,
+        p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
     )  # fmt: skip
-    slab_entries = p.slab_tokens * p.GL * p.n
-    fp32 = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
-    pieces = fp32(-(-slab_entries // p.segment) + p.GL * p.L, p.head_tiles, c.select_block, p.dk + p.dv)
-    partial = torch.empty(slab_entries * p.h, p.dk, dtype=q.dtype, device=q.device) if dynamic else dq
-    carry = p.ranges > 1
-    sums = fp32(p.GL, p.L - 1, c.select_block, p.dk + p.dv) if carry else pieces
-    heads = min(triton.next_power_of_2(p.h), 64)
-    sum_rows = max(1, 16 // heads)
-    columns = triton.next_power_of_2(p.dk + p.dv)
-    some_keys = min(16, c.select_block)
-    for slab, group, r, begin, end, base, count in p.each_slab():
-        slab_list = slab * p.GL * p.L
-        for with_dq in (False, True) if dynamic else (False,):
-            kv_major.backward[(-(-count // p.segment), p.head_tiles)](
-                *rows, keys, entries, list_table[2], decision, partial, pieces, slab, group, begin, base, count,
-                slab_list, p.L, p.T, scale, *strides, p.G, p.GL, p.h, p.head_tile, p.queries, s.rows, p.n,
-                c.select_block, p.dk, p.dv, dkp, dvp, p.segment, triton.next_power_of_2(p.segment),
-                _wide(p, q, dout, gates), dynamic, with_dq,
-                gate is not None, num_warps=s.warps, num_stages=s.backward_stages,
+    grid = (p.tiles, p.G, p.head_tiles)
+    c.launch(union.tile_dq, grid, args, gated, add, num_warps=s.warps, num_stages=s.union_dq_stages)
+    sums = c.empty(p.slots + p.G * p.L, p.head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
+    partial = dq if p.union_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
+    heads, pairs = _sum_tile(p.h)
+    wide = _wide(c, q, dout, gates)
+    size = p.select_block * (p.dk + p.dv)
+    chunk = min(4096, triton.next_power_of_2(size))
+    for r, begin, end in p.each_range():
+        for with_dq in (False,) if p.union_only else (False, True):
+            args = (
+                *inputs, keys, order, piece_table, list_table, chosen, partial, sums, r, begin, p.lists, p.slots, p.L,
+                p.T, scale, *c.strides, p.G, p.h, p.head_tile, p.queries, s.rows, p.n, *sizes, p.segment, wide, c.tma,
+                not p.union_only, with_dq, gated,
             )  # fmt: skip
-        if dynamic:
-            pairs = (end - begin) * p.GL
-            kv_major.sum_dq[(-(-pairs // sum_rows), -(-p.h // heads))](
-                partial, span, decision, dq, slab, group, begin, pairs, softmax_scale, p.G, p.GL, p.h, p.n, p.dk, dkp,
-                heads, sum_rows, add, num_warps=s.sum_dq_warps,
+            grid = (p.range_slots(end - begin), p.head_tiles, 1)
+            c.launch(
+                kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=s.backward_stages
+            )
+        if not p.union_only:
+            total = (end - begin) * p.G
+            args = (
+                partial, span, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk), heads,
+                pairs, 16, add,
             )  # fmt: skip
-        kv_major.sum_dkv[(p.L - 1, p.GL, c.select_block // some_keys)](
-            pieces, list_table, c.cu_seqlens, sums, dk, dv, slab_list, group, base, begin, end, p.lists, p.L, p.T,
-            p.documents, c.steps, p.blocks_per_sequence, softmax_scale, p.G, p.GL, c.select_block, p.dk, p.dv,
-            p.head_tiles, p.segment, some_keys, columns, p.packed, carry, r == p.ranges - 1, num_warps=4,
+            c.launch(kv_major.sum_dq, (-(-total // pairs), -(-p.h // heads), 1), args, add, num_warps=s.sum_warps)
+        last = r == p.ranges - 1
+        args = (
+            sums, list_table, c.cu, dk, dv, r, begin, end, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
+            p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.head_tiles, p.segment,
+            chunk, 4, p.packed, last,
         )  # fmt: skip
+        c.launch(kv_major.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
     return dq, dk, dv
 
 
-def _wide(p: Plan, *tensors: torch.Tensor) -> bool:
-    """Whether offsets within a slab need 64 bits for some tensor."""
-    return any(p.slab_tokens * x.stride(1) + p.h * x.stride(2) >= 1 << 31 for x in tensors)
+def _sum_tile(h: int) -> tuple[int, int]:
+    """Heads and (token, KV head) pairs that one program of a sum over slots takes."""
+    heads = min(triton.next_power_of_2(h), 64)
+    return heads, max(1, 16 // heads)
 
 
-def _padded(d: int) -> int:
-    return max(16, triton.next_power_of_2(d))
+def _wide(c: Call, *tensors: Tensor) -> bool:
+    """Whether offsets within a range need 64 bits for some tensor."""
+    return any(c.plan.range_tokens * x.stride(1) + c.plan.h * x.stride(2) >= 1 << 31 for x in tensors)

@@ -23,6 +23,23 @@ def in_columns(rows, d, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
+def load_block(
+    X, XD, first, T, g, batch, token, head, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """The keys or values of one block. What stands past the block's sequence is never seen by any of its queries."""
+    if TMA:
+        x = XD.load([first, g * D])
+    else:
+        key = tl.arange(0, BS)
+        d = tl.arange(0, DP)
+        b = first // T
+        base = first.to(tl.int64) * token + b.to(tl.int64) * batch + g.to(tl.int64) * head
+        inside = first + key < (b + 1) * T
+        x = tl.load(X + base + (key * token)[:, None] + d[None, :], mask=in_columns(inside, d, D, DP), other=0.0)
+    return x
+
+
+@triton.jit
 def document_start(t, CU, documents, steps, T, PACKED: tl.constexpr):
     """Number and first token of the document (packed) or sequence (plain) that token t belongs to."""
     if PACKED:
@@ -45,10 +62,8 @@ def document_start(t, CU, documents, steps, T, PACKED: tl.constexpr):
 def build_lists(
     IDX,  # int32 [N, G, n]
     CU,
-    UNION,  # int32 [G, tiles, 2, QT * n]: first tokens, then bits
-    UNION_COUNT,  # int32 [G, tiles]
-    FORCED,  # int32 [G, tiles, 2, QT * F]
-    FORCED_COUNT,
+    LISTS,  # int32 [G, tiles, LENGTH]: union's first tokens and bits (QT * n each), then forced ones (QT * F each)
+    COUNTS,  # int32 [2, G, tiles]
     N,
     T,
     documents,
@@ -64,9 +79,10 @@ def build_lists(
     LOCAL: tl.constexpr,
     F: tl.constexpr,
     PACKED: tl.constexpr,
-    WITH_FORCED: tl.constexpr,
 ):
-    # Merges the ascending lists of QT tokens; TILES tiles advance together.
+    # Merges the ascending lists of QT tokens; TILES tiles advance together. F = 0: no forced lists are wanted.
+    LENGTH: tl.constexpr = 2 * QT * (n + F)
+    END: tl.constexpr = 2147483647
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     g = tl.program_id(1)
     qi = tl.arange(0, QP)
@@ -75,58 +91,52 @@ def build_lists(
     _, start = document_start(tl.minimum(t, N - 1), CU, documents, steps, T, PACKED)
     last_free = (t - start) // BS - LOCAL  # blocks after this one are local to t
     row = (t.to(tl.int64) * G + g) * n
-    END: tl.constexpr = 2147483647
     position = tl.zeros([TILES, QP], tl.int32)
     block = tl.load(IDX + row, mask=ok, other=-1)
     first = tl.where(block >= 0, start + block * BS, END)
     lowest = tl.min(first, 1)
     count = tl.zeros([TILES], tl.int32)
     forced_count = tl.zeros([TILES], tl.int32)
-    slot = (g * tiles + tile).to(tl.int64)
+    slot = g * tiles + tile
+    out = LISTS + slot.to(tl.int64) * LENGTH
     while tl.min(lowest) < END:
         hit = (first == lowest[:, None]) & ok
         live = (lowest < END) & (tile < tiles)
-        tl.store(UNION + slot * (2 * QT * n) + count, lowest, mask=live)
         bits = tl.sum(tl.where(hit, 1 << qi[None, :], 0), 1)
-        tl.store(UNION + slot * (2 * QT * n) + QT * n + count, bits, mask=live)
+        tl.store(out + count, lowest, mask=live)
+        tl.store(out + QT * n + count, bits, mask=live)
         count += live.to(tl.int32)
-        if WITH_FORCED:
-            is_forced = hit & ((block < INITIAL) | (block > last_free))
-            bits = tl.sum(tl.where(is_forced, 1 << qi[None, :], 0), 1)
+        if F > 0:
+            bits = tl.sum(tl.where(hit & ((block < INITIAL) | (block > last_free)), 1 << qi[None, :], 0), 1)
             live = live & (bits != 0)
-            tl.store(FORCED + slot * (2 * QT * F) + forced_count, lowest, mask=live)
-            tl.store(FORCED + slot * (2 * QT * F) + QT * F + forced_count, bits, mask=live)
+            tl.store(out + 2 * QT * n + forced_count, lowest, mask=live)
+            tl.store(out + QT * (2 * n + F) + forced_count, bits, mask=live)
             forced_count += live.to(tl.int32)
         position += hit.to(tl.int32)
         block = tl.load(IDX + row + position, mask=ok & (position < n), other=-1)
         first = tl.where(block >= 0, start + block * BS, END)
         lowest = tl.min(first, 1)
-    tl.store(UNION_COUNT + slot, count, mask=tile < tiles)
-    if WITH_FORCED:
-        tl.store(FORCED_COUNT + slot, forced_count, mask=tile < tiles)
+    tl.store(COUNTS + slot, count, mask=tile < tiles)
+    if F > 0:
+        tl.store(COUNTS + G * tiles + slot, forced_count, mask=tile < tiles)
 
 
-@triton.jit(do_not_specialize=["slab", "group", "begin", "end"])
+@triton.jit
 def tile_forward(
     Q,
     K,
     V,
-    LIST,
-    COUNT,
-    DECISION,  # int32 [slabs]: 1 where the KV-major design runs
-    PARTIAL,  # merged when MERGE: [tokens of the slab, GL, n, h, Dv] and its base-2 log-sum-exp
-    PARTIAL_LSE,
-    SPAN,  # int32 [N, G]: first free slot | past the last free slot << 10 | past the last slot << 20
+    KD,
+    VD,
+    LISTS,
+    COUNTS,
+    DECISION,  # int32 [ranges]: 1 where the KV-major design runs; only forced blocks are attended here then
     O,
     LSE,
-    slab,
-    group,
-    begin,
-    end,
-    ranges,
-    slab_tokens,
+    N,
     T,
     tiles,
+    range_tokens,
     scale,
     qb,
     qt,
@@ -143,111 +153,65 @@ def tile_forward(
     QT: tl.constexpr,
     M: tl.constexpr,
     n: tl.constexpr,
+    F: tl.constexpr,
     BS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
     DVP: tl.constexpr,
-    GL: tl.constexpr,
-    LENGTH: tl.constexpr,
-    DECIDE: tl.constexpr,
-    MERGE: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    # Program (tile, group of this launch, head tile). Tokens begin..end and groups from `group` on are this launch's.
-    tile = begin // QT + tl.program_id(0)
-    gl = tl.program_id(1)
-    g = group + gl
+    # Program (tile, KV head, head tile). F > 0: each range's decision says which of the two lists to walk.
+    tile = tl.program_id(0)
+    g = tl.program_id(1)
     r = tl.arange(0, M)
     qi = r // HT
     hh = tl.program_id(2) * HT + r % HT
     t = tile * QT + qi
-    ok = (qi < QT) & (hh < h) & (t < end)
+    ok = (qi < QT) & (hh < h) & (t < N)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
-    run = True
-    if DECIDE:
-        if not MERGE:
-            slab = g // GL * ranges + tile * QT // slab_tokens
-        run = tl.load(DECISION + slab) == (1 if MERGE else 0)
-    if run:
-        t64 = t.to(tl.int64)
-        head = g * h + hh
-        q = tl.load(
-            Q + (t64 * qt + (t // T).to(tl.int64) * qb + head.to(tl.int64) * qh)[:, None] + dk[None, :],
-            mask=in_columns(ok, dk, DK, DKP),
-            other=0.0,
-        )
-        count = tl.load(COUNT + g * tiles + tile)
-        entry = LIST + (g * tiles + tile).to(tl.int64) * (2 * LENGTH)
-        m = tl.full([M], -1e20, tl.float32)
-        l = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, DVP], tl.float32)
-        for i in tl.range(0, count):
-            first = tl.load(entry + i)
-            bits = tl.load(entry + LENGTH + i)
-            b = first // T
-            inside = first + key < (b + 1) * T
-            k = tl.load(
-                K
-                + (first.to(tl.int64) * kt + b.to(tl.int64) * kb + g.to(tl.int64) * kg)
-                + key[:, None] * kt
-                + dk[None, :],
-                mask=in_columns(inside, dk, DK, DKP),
-                other=0.0,
-            )
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            last = tl.where(((bits >> qi) & 1) == 1, t - first, -1)
-            s = tl.where(key[None, :] <= last[:, None], s, -1e30)
-            new = tl.maximum(m, tl.max(s, 1) * scale)
-            a = tl.exp2(m - new)
-            p = tl.exp2(s * scale - new[:, None])
-            l = l * a + tl.sum(p, 1)
-            v = tl.load(
-                V
-                + (first.to(tl.int64) * vt + b.to(tl.int64) * vb + g.to(tl.int64) * vg)
-                + key[:, None] * vt
-                + dv[None, :],
-                mask=in_columns(inside, dv, DV, DVP),
-                other=0.0,
-            )
-            acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
-            m = new
-        if MERGE:
-            span = tl.load(SPAN + t64 * G + g, mask=ok, other=0)
-            lo = span & 1023
-            hi = (span >> 10) & 1023
-            part = ((t - begin).to(tl.int64) * GL + gl) * (n * h) + hh
-            first_slot = tl.min(tl.where(ok & (lo < hi), lo, n))
-            past_slot = tl.max(tl.where(lo < hi, hi, 0))
-            # The greatest exponent first, over the small array, so that the large one is only scaled and added.
-            top = m
-            for i in tl.range(first_slot, past_slot):
-                live = ok & (i >= lo) & (i < hi)
-                top = tl.maximum(top, tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30))
-            a = tl.exp2(m - top)
-            l = l * a
-            acc = acc * a[:, None]
-            for i in tl.range(first_slot, past_slot, loop_unroll_factor=4):
-                live = ok & (i >= lo) & (i < hi)
-                w = tl.exp2(tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30) - top)
-                x = tl.load(
-                    PARTIAL + (part + i * h)[:, None] * DV + dv[None, :],
-                    mask=in_columns(live, dv, DV, DVP),
-                    other=0.0,
-                )
-                l += w
-                acc += x.to(tl.float32) * w[:, None]
-            m = top
-        some = l > 0
-        l = tl.where(some, l, 1.0)
-        row = t64 * (G * h) + head
-        tl.store(
-            O + row[:, None] * DV + dv[None, :],
-            (acc / l[:, None]).to(O.dtype.element_ty),
-            mask=in_columns(ok, dv, DV, DVP),
-        )
-        tl.store(LSE + row, tl.where(some, m + tl.log2(l), 1e30), mask=ok)
+    t64 = t.to(tl.int64)
+    head = g.to(tl.int64) * h + hh
+    q = tl.load(
+        Q + (t64 * qt + (t // T).to(tl.int64) * qb + head * qh)[:, None] + dk[None, :],
+        mask=in_columns(ok, dk, DK, DKP),
+        other=0.0,
+    )
+    slot = g * tiles + tile
+    entry = LISTS + slot.to(tl.int64) * (2 * QT * (n + F))
+    length = QT * n
+    if F > 0:
+        if tl.load(DECISION + tile * QT // range_tokens) == 1:
+            entry += 2 * QT * n
+            length = QT * F
+            slot += G * tiles
+    count = tl.load(COUNTS + slot)
+    m = tl.full([M], -1e20, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for i in tl.range(0, count):
+        first = tl.load(entry + i)
+        bits = tl.load(entry + length + i)
+        k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        last = tl.where(((bits >> qi) & 1) == 1, t - first, -1)
+        s = tl.where(key[None, :] <= last[:, None], s, -1e30)
+        new = tl.maximum(m, tl.max(s, 1) * scale)
+        a = tl.exp2(m - new)
+        p = tl.exp2(s * scale - new[:, None])
+        l = l * a + tl.sum(p, 1)
+        v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+        acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
+        m = new
+    some = l > 0
+    l = tl.where(some, l, 1.0)
+    row = t64 * (G * h) + head
+    tl.store(
+        O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=in_columns(ok, dv, DV, DVP)
+    )
+    tl.store(LSE + row, tl.where(some, m + tl.log2(l), 1e30), mask=ok)
 
 
 @triton.jit
@@ -255,19 +219,20 @@ def tile_dq(
     Q,
     K,
     V,
+    KD,
+    VD,
     DOUT,
     LSE,
     ROW_SUM,
     GATE,
-    LIST,
-    COUNT,
+    LISTS,
+    COUNTS,
     DECISION,
     DQ,
-    ranges,
-    slab_tokens,
     N,
     T,
     tiles,
+    range_tokens,
     scale,
     softmax_scale,
     qb,
@@ -290,17 +255,18 @@ def tile_dq(
     HT: tl.constexpr,
     QT: tl.constexpr,
     M: tl.constexpr,
+    n: tl.constexpr,
+    F: tl.constexpr,
     BS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
     DVP: tl.constexpr,
-    GL: tl.constexpr,
-    LENGTH: tl.constexpr,
-    DECIDE: tl.constexpr,
+    TMA: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    # dq over the union lists, of the ranges whose dq the KV-major design does not compute.
     tile = tl.program_id(0)
     g = tl.program_id(1)
     r = tl.arange(0, M)
@@ -312,49 +278,30 @@ def tile_dq(
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
     run = True
-    if DECIDE:
-        run = tl.load(DECISION + g // GL * ranges + tile * QT // slab_tokens) == 0
+    if F > 0:
+        run = tl.load(DECISION + tile * QT // range_tokens) == 0
     if run:
         t64 = t.to(tl.int64)
         b64 = (t // T).to(tl.int64)
-        head = g * h + hh
+        head = g.to(tl.int64) * h + hh
         row = t64 * (G * h) + head
         q = tl.load(
-            Q + (t64 * qt + b64 * qb + head.to(tl.int64) * qh)[:, None] + dk[None, :],
-            mask=in_columns(ok, dk, DK, DKP),
-            other=0.0,
+            Q + (t64 * qt + b64 * qb + head * qh)[:, None] + dk[None, :], mask=in_columns(ok, dk, DK, DKP), other=0.0
         )
         do = tl.load(
-            DOUT + (t64 * ot + b64 * ob + head.to(tl.int64) * oh)[:, None] + dv[None, :],
-            mask=in_columns(ok, dv, DV, DVP),
-            other=0.0,
+            DOUT + (t64 * ot + b64 * ob + head * oh)[:, None] + dv[None, :], mask=in_columns(ok, dv, DV, DVP), other=0.0
         )
         lse = tl.load(LSE + row, mask=ok, other=1e30)
         row_sum = tl.load(ROW_SUM + row, mask=ok, other=0.0)
-        count = tl.load(COUNT + g * tiles + tile)
-        entry = LIST + (g * tiles + tile).to(tl.int64) * (2 * LENGTH)
+        slot = g * tiles + tile
+        count = tl.load(COUNTS + slot)
+        entry = LISTS + slot.to(tl.int64) * (2 * QT * (n + F))
         acc = tl.zeros([M, DKP], tl.float32)
         for i in tl.range(0, count):
             first = tl.load(entry + i)
-            bits = tl.load(entry + LENGTH + i)
-            b = first // T
-            inside = first + key < (b + 1) * T
-            k = tl.load(
-                K
-                + (first.to(tl.int64) * kt + b.to(tl.int64) * kb + g.to(tl.int64) * kg)
-                + key[:, None] * kt
-                + dk[None, :],
-                mask=in_columns(inside, dk, DK, DKP),
-                other=0.0,
-            )
-            v = tl.load(
-                V
-                + (first.to(tl.int64) * vt + b.to(tl.int64) * vb + g.to(tl.int64) * vg)
-                + key[:, None] * vt
-                + dv[None, :],
-                mask=in_columns(inside, dv, DV, DVP),
-                other=0.0,
-            )
+            bits = tl.load(entry + QT * n + i)
+            k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
+            v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             last = tl.where(((bits >> qi) & 1) == 1, t - first, -1)
@@ -363,7 +310,7 @@ def tile_dq(
             acc = tl.dot(ds, k, acc, input_precision="ieee")
         factor = tl.full([M], softmax_scale, tl.float32)
         if GATED:
-            gate = tl.load(GATE + t64 * gt + b64 * gb + head.to(tl.int64) * gh, mask=ok, other=0.0)
+            gate = tl.load(GATE + t64 * gt + b64 * gb + head * gh, mask=ok, other=0.0)
             factor = factor * gate.to(tl.float32)
         acc *= factor[:, None]
         to = DQ + row[:, None] * DK + dk[None, :]

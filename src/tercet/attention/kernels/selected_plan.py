@@ -1,0 +1,167 @@
+"""What the selected branch's launches follow from: shapes and settings, never device values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class SelectedSettings:
+    rows: int = 64  # (query, head) rows of a tile
+    segment_rows: int = 2048  # rows that one KV-major program works through at most
+    warps: int = 4
+    union_stages: int = 3
+    union_dq_stages: int = 2
+    attend_stages: int = 1
+    backward_stages: int = 2
+    sum_warps: int = 4
+    tma: bool = True  # the copy engine loads K and V, where the device has one and strides allow it
+    # KV-major runs above this many union blocks per tile, as a multiple of select_count.
+    forward_limit: float = 2.4
+    backward_limit: float = 1.9
+    range_bytes: int = 1 << 30  # what the KV-major design may keep per range
+
+
+def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
+    if dtype == torch.float32:
+        return SelectedSettings(rows=32, union_stages=1, union_dq_stages=1, backward_stages=1)
+    if max(dk, dv) > 128 or select_block > 64:
+        return SelectedSettings(warps=8, union_stages=2, union_dq_stages=1, backward_stages=1)
+    if max(dk, dv) <= 64:
+        return SelectedSettings(union_stages=2, forward_limit=3.4)
+    return SelectedSettings()
+
+
+_identities: dict[tuple, int] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything about a call that follows from shapes.
+
+    `identity` stands for all that kernels are specialised on: the number of documents, new in every batch, is not.
+    """
+
+    identity: int
+    N: int
+    T: int
+    G: int
+    h: int
+    n: int
+    dk: int
+    dv: int
+    select_block: int
+    initial: int
+    local: int
+    head_tile: int
+    head_tiles: int
+    tile_tokens: int  # queries per union tile
+    tile_rows: int
+    tiles: int
+    queries: int  # queries per KV-major step
+    segment: int  # entries per piece, at most
+    ranges: int
+    range_tokens: int
+    documents: int
+    packed: bool
+    steps: int  # of a bisection over the documents
+    blocks_per_sequence: int
+    L: int  # block numbers, the padding's included
+    union_only: bool
+    limits: tuple[float, float]
+    forced: int  # forced blocks per query, at most; 0 where no design needs them apart
+    lists: int
+    entries: int
+    slots: int
+
+    def range_slots(self, tokens: int) -> int:
+        """Room for the pieces of a range of so many tokens."""
+        return tokens * self.G * self.n // self.segment + self.G * self.L
+
+    def each_range(self) -> Iterator[tuple[int, int, int]]:
+        for r in range(self.ranges):
+            yield r, r * self.range_tokens, min((r + 1) * self.range_tokens, self.N)
+
+
+@lru_cache(maxsize=1024)
+def make_plan(
+    shape: tuple[int, ...],
+    itemsize: int,
+    documents: int | None,
+    blocks: tuple[int, int, int],
+    settings: SelectedSettings,
+) -> Plan:
+    B, T, H, G, n, dk, dv = shape
+    select_block, initial, local = blocks
+    N, h = B * T, H // G
+    if N * G * n >= 1 << 31:
+        raise ValueError(f"B*T*G*n={N * G * n} does not fit 31 bits: split the batch or the sequence")
+    if select_block & (select_block - 1) or not 16 <= select_block <= 128:
+        raise ValueError(f"select_block={select_block} is not a power of two in 16..128: the kernels take only those")
+    if max(dk, dv) > 256:
+        raise ValueError(f"head sizes Dk={dk}, Dv={dv} exceed 256: the kernels hold a whole head in registers")
+    if n > 1023:
+        raise ValueError(f"select_count={n} exceeds 1023: the kernels keep slot numbers in 10 bits")
+    head_tile = min(h, settings.rows)
+    head_tiles = -(-h // head_tile)
+    queries = settings.rows // head_tile
+    tile_tokens = min(queries, 32)
+    segment = max(queries, settings.segment_rows // head_tile)
+    blocks_per_sequence = -(-T // select_block)
+    limits = (settings.forward_limit * n, settings.backward_limit * n)
+
+    def cut(entry_bytes: float) -> tuple[int, int]:
+        most = max(64, int(settings.range_bytes / (entry_bytes * G * n)))  # tokens
+        ranges = -(-N // most)
+        tokens = -(-N // ranges)
+        tokens = -(-tokens // tile_tokens) * tile_tokens
+        return -(-N // tokens), tokens
+
+    piece_bytes = select_block * (dk + dv) * 4 * head_tiles / segment
+    ranges, range_tokens = cut(max(h * (max(dk, dv) * itemsize + 4), piece_bytes))
+    # Over a whole sequence, a tile sees half of its blocks on average.
+    largest_mean = blocks_per_sequence / 2 + 1.5 if ranges == 1 else blocks_per_sequence
+    union_only = min(largest_mean, tile_tokens * n) <= min(limits)
+    if union_only:
+        ranges, range_tokens = cut(piece_bytes)
+    L = (B * blocks_per_sequence if documents is None else N // select_block + documents) + 1
+    return Plan(
+        identity=_identities.setdefault(
+            (shape, itemsize, documents is None, blocks, settings), len(_identities)
+        ),
+        N=N,
+        T=T if documents is None else N,
+        G=G,
+        h=h,
+        n=n,
+        dk=dk,
+        dv=dv,
+        select_block=select_block,
+        initial=initial,
+        local=local,
+        head_tile=head_tile,
+        head_tiles=head_tiles,
+        tile_tokens=tile_tokens,
+        tile_rows=max(16, triton.next_power_of_2(tile_tokens * head_tile)),
+        tiles=-(-N // tile_tokens),
+        queries=queries,
+        segment=segment,
+        ranges=ranges,
+        range_tokens=range_tokens,
+        documents=B if documents is None else documents,
+        packed=documents is not None,
+        steps=0 if documents is None else documents.bit_length(),
+        blocks_per_sequence=blocks_per_sequence,
+        L=L,
+        union_only=union_only,
+        limits=limits,
+        forced=0 if union_only else min(initial + local, n),
+        lists=ranges * G * L,
+        entries=N * G * n,
+        slots=min(range_tokens, N) * G * n // segment + G * L,
+    )
