@@ -1,0 +1,78 @@
+"""`tercet doctor`: all checks, or the short form that goes before every training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tercet.config.schema import RunConfig
+from tercet.doctor import kernels, machine, storage
+from tercet.doctor.collectives import collectives
+from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+
+Check = tuple[str, Callable[[], Finding]]
+_MARKS = {OK: "✓", WARNING: "!", FAILED: "✕", NOT_TESTED: "?"}
+
+
+def examine(config: RunConfig | None = None, *, short: bool = False, folder: Path | None = None) -> list[Finding]:
+    """Every check in turn, none of which can stop the others."""
+    return [timed(name, check) for name, check in checks(config, short=short, folder=folder)]
+
+
+def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None) -> list[Check]:
+    """The short form takes what is quick and what a run stands or falls with."""
+    place = folder or Path((config.run.dir if config else None) or "runs")
+    wanted = config.run.device if config else "auto"
+    model = config.model if config else None
+    uses_kernels = model is None or ("nsa" in model.attention_kinds and model.backend != "reference")
+    on_cpu = wanted == "cpu"
+    found: list[Check] = [
+        ("versions", machine.versions),
+        ("device", lambda: machine.device(wanted)),
+    ]
+    if uses_kernels and not (short and on_cpu):
+        if not short:
+            found.append(("triton", kernels.triton_works))
+        found.append(("kernel parity", lambda: kernels.parity(model, short=short)))
+    found.append(("disk", lambda: storage.disk(place, config, megabytes=8 if short else 256)))
+    if not short:
+        found += [
+            ("arithmetic", machine.arithmetic),
+            ("shared memory", machine.shared_memory),
+            ("collectives", collectives),
+        ]
+        if config is not None:
+            found.append(("data", lambda: storage.data(config)))
+    return found
+
+
+def lines(finding: Finding, width: int) -> list[str]:
+    """For a terminal: one line, and the mend beneath what is not well."""
+    f = finding
+    told = [f"{_MARKS[f.verdict]} {f.check:<{width}}  {f.verdict:<10}  {f.finding}  ({f.seconds:.1f} s)"]
+    return [*told, f"  {'':<{width}}  {'':<10}  → {f.mend}"] if f.mend else told
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 unless something failed; warnings and what could not be tested do not stop a run."""
+    return 1 if any(f.verdict == FAILED for f in findings) else 0
+
+
+def doctor(config: RunConfig, *, short: bool = False, as_json: bool = False) -> int:
+    """The command: print every finding as it is made, and give the exit code."""
+    import json
+    from dataclasses import asdict
+
+    found = []
+    asked = checks(config, short=short)
+    width = max(len(name) for name, _ in asked)
+    for name, check in asked:
+        found.append(timed(name, check))
+        if not as_json:
+            print("\n".join(lines(found[-1], width)), flush=True)
+    if as_json:
+        print(json.dumps({"exit_code": exit_code(found), "findings": [asdict(f) for f in found]}))
+    else:
+        count = {v: sum(f.verdict == v for f in found) for v in (OK, WARNING, FAILED, NOT_TESTED)}
+        print(", ".join(f"{n} {v}" for v, n in count.items() if n))
+    return exit_code(found)

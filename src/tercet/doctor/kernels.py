@@ -1,0 +1,123 @@
+"""Whether Triton compiles and runs, and whether the kernels give on this very device what the reference gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from tercet.attention.spec import NSAConfig
+from tercet.config.model import ModelConfig
+from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
+
+# The laws that every backend is held to: ‖Δ‖ / ‖reference‖ with the same blocks, and the share of equal slots.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+SLOTS = 0.9995
+# Of the architecture that is compiled for where there is no GPU.
+OFFLINE_TARGET = 90
+
+
+def triton_works() -> Finding:
+    """A kernel of our own, compiled and run; without a GPU only compiled."""
+    if importlib.util.find_spec("triton") is None:
+        return Finding(
+            "triton",
+            WARNING,
+            "Triton is not installed: only the reference backend runs",
+            "pip install 'tercet[kernels]'",
+        )
+    import torch
+    import triton
+
+    from tercet.doctor.triton_probe import add_one
+
+    if not torch.cuda.is_available():
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        source = ASTSource(add_one, {"x": "*fp32", "y": "*fp32", "n": "i32"}, constexprs={"BLOCK": 128})
+        made = triton.compile(source, target=GPUTarget("cuda", OFFLINE_TARGET, 32))
+        size = len(made.asm.get("cubin", b""))
+        if not size:
+            return Finding("triton", FAILED, f"Triton {triton.__version__} made no binary", "reinstall triton")
+        return Finding(
+            "triton", OK, f"Triton {triton.__version__} compiles for sm_{OFFLINE_TARGET}; no GPU to run it on"
+        )
+    x = torch.arange(1000, dtype=torch.float32, device="cuda")
+    y = torch.full_like(x, torch.nan)
+    add_one[(8,)](x, y, x.numel(), BLOCK=128)
+    if not torch.equal(y, x + 1):
+        return Finding(
+            "triton",
+            FAILED,
+            f"Triton {triton.__version__} runs, but x + 1 is wrong",
+            "reinstall triton and torch together",
+        )
+    return Finding("triton", OK, f"Triton {triton.__version__} compiles and runs")
+
+
+def parity(model: ModelConfig | None = None, *, short: bool = False) -> Finding:
+    """Outputs and gradients of the kernels against the reference, at the run's own sizes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("kernel parity", NOT_TESTED, "there is no GPU here, so no kernels will run")
+    if importlib.util.find_spec("triton") is None:
+        return Finding("kernel parity", NOT_TESTED, "Triton is not installed", "pip install 'tercet[kernels]'")
+    model = model or ModelConfig()
+    told, worst = [], OK
+    for dtype in (torch.bfloat16,) if short else (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        forward, backward, slots = compare(model, dtype, device="cuda", length=None if not short else 2048)
+        good = max(forward, backward) <= TOLERANCE[name] and slots >= SLOTS
+        told.append(f"{name}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
+        worst = worst if good else FAILED
+    mend = "" if worst == OK else "do not train on these kernels: use model.backend=reference, and report it"
+    return Finding("kernel parity", worst, "; ".join(told), mend)
+
+
+def compare(
+    model: ModelConfig, dtype: Any, *, device: str, length: int | None = None, backend: str = "triton"
+) -> tuple[float, float, float]:
+    """(relative error of the output, the worst of any gradient, share of selected slots that are equal)."""
+    import torch
+
+    from tercet.attention.functional import nsa_attention
+
+    cfg: NSAConfig = model.nsa
+    # Long enough that selection really has to choose.
+    T = length or max(1024, 2 * cfg.select_count * cfg.select_block)
+    heads, groups, dk = model.heads, model.kv_heads, model.head_dim
+    dv = model.value_dim or dk
+    drawn = torch.Generator(device="cpu").manual_seed(1337)
+
+    def tensor(*shape: int) -> Any:
+        return torch.randn(*shape, generator=drawn).to(device, dtype).requires_grad_(True)
+
+    names = ("q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window")
+    compressed = cfg.num_compressed(T)
+    inputs = [tensor(1, T, heads, dk)]
+    for tokens in (compressed, T, T):
+        inputs += [tensor(1, tokens, groups, dk), tensor(1, tokens, groups, dv)]
+    gates = tensor(1, T, heads, 3)
+    weight = torch.randn(1, T, heads, dv, generator=drawn).to(device, torch.float32)
+    exact = [x.detach().float().requires_grad_(True) for x in (*inputs, gates)]
+
+    def run(tensors: list[Any], backend: str, blocks: Any = None) -> tuple[Any, list[Any], Any]:
+        named = dict(zip(names, tensors[:-1], strict=True))
+        out, aux = nsa_attention(
+            **named, gates=tensors[-1], config=cfg, backend=backend, return_aux=True, block_indices=blocks
+        )
+        return out, list(torch.autograd.grad((out.float() * weight).sum(), tensors)), aux.block_indices
+
+    expected, expected_grads, blocks = run(exact, "reference")
+    got, grads, _ = run([*inputs, gates], backend, blocks)
+    _, _, chosen = run([*inputs, gates], backend)
+    real = blocks >= 0
+    shared = ((blocks[..., :, None] == chosen[..., None, :]).any(-1) & real).sum()
+    backward = max(_relative(a, b) for a, b in zip(grads, expected_grads, strict=True))
+    return _relative(got, expected), backward, float(shared / real.sum())
+
+
+def _relative(got: Any, expected: Any) -> float:
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-30))

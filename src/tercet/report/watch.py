@@ -1,0 +1,253 @@
+"""`tercet watch`: the run on a terminal while it runs, all ranks, from its events and heartbeats alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tercet.errors import TercetError
+from tercet.report.read import read_run, tail
+from tercet.telemetry import events
+from tercet.telemetry.events import Event, decode
+from tercet.telemetry.progress import duration, printable, quantity
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+BRANCHES = (("compressed", "blue"), ("selected", "magenta"), ("window", "cyan"))
+PHASES = (
+    ("data", "yellow"),
+    ("forward", "blue"),
+    ("backward", "magenta"),
+    ("optimizer", "green"),
+    ("communication", "red"),
+    ("other", "white"),
+)
+STALE_SECONDS = 60
+
+
+class Follower:
+    """The newest events of one rank. Reads only what was added since the last look."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.forget()
+
+    def forget(self) -> None:
+        self._offset = 0
+        self.last: dict[type[Event], Event] = {}
+        self.losses: deque[float] = deque(maxlen=2000)
+        self.speeds: deque[float] = deque(maxlen=400)
+        self.trouble: deque[Event] = deque(maxlen=6)
+        self.ended = False
+
+    def look(self) -> None:
+        with contextlib.suppress(OSError):
+            size = self.path.stat().st_size
+            if size < self._offset:
+                self.forget()  # the run went back to an earlier step
+            with self.path.open("rb") as stream:
+                stream.seek(self._offset)
+                *lines, rest = stream.read().split(b"\n")
+                self._offset = stream.tell() - len(rest)
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError, UnicodeDecodeError):
+                    if (event := decode(line.decode())) is not None:
+                        self._take(event)
+
+    def _take(self, event: Event) -> None:
+        self.last[type(event)] = event
+        if isinstance(event, events.RunStarted):
+            self.ended = False
+        elif isinstance(event, events.RunEnded):
+            self.ended = True
+        elif isinstance(event, events.StepLogged):
+            self.losses.extend(v for v in event.losses if math.isfinite(v))
+            self.speeds.append(event.tokens_per_s)
+        elif isinstance(event, (events.HealthFired, events.Stalled, events.StepsSkipped, events.CheckpointFailed)):
+            self.trouble.append(event)
+
+
+class View:
+    """All ranks of a run folder as something that rich can draw."""
+
+    def __init__(self, folder: Path) -> None:
+        read_run(folder)  # refuses what is no run folder
+        self.folder = folder
+        self.ranks: dict[int, Follower] = {}
+
+    def look(self) -> None:
+        """Read what is new."""
+        for path in self.folder.glob("events_rank*.jsonl"):
+            if found := re.fullmatch(r"events_rank(\d+)\.jsonl", path.name):
+                self.ranks.setdefault(int(found[1]), Follower(path, int(found[1])))
+        for follower in self.ranks.values():
+            follower.look()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.ranks) and all(f.ended for f in self.ranks.values())
+
+    def draw(self) -> RenderableType:
+        """One frame."""
+        first = self.ranks[min(self.ranks)]
+        parts: list[RenderableType] = [self._title(first), self._figures(first)]
+        if layers := first.last.get(events.LayersObserved):
+            parts.append(_gates(layers))
+        parts.append(self._ranks())
+        trouble = sorted((e for f in self.ranks.values() for e in f.trouble), key=lambda e: e.time)[-6:]
+        if trouble:
+            lines = Text("\n".join(_trouble(e) for e in trouble), style="yellow")
+            parts.append(Panel(lines, title="trouble", title_align="left", border_style="yellow"))
+        return Group(*parts)
+
+    def _title(self, first: Follower) -> RenderableType:
+        started: Any = first.last.get(events.RunStarted)
+        ended: Any = first.last.get(events.RunEnded)
+        step: Any = first.last.get(events.StepLogged)
+        done, steps = (step.step if step else 0), (started.steps if started else 0)
+        grid = Table.grid(padding=(0, 2))
+        state = ended.outcome if first.ended and ended else "running"
+        left = "" if first.ended or not step else f"eta {duration((steps - done) * step.step_seconds)}"
+        grid.add_row(
+            Text(printable(started.name) if started else self.folder.name, style="bold"),
+            ProgressBar(total=max(1, steps), completed=done, width=30),
+            Text(f"{done:,}/{steps:,} steps"),
+            Text(state, style={"completed": "green", "running": "cyan"}.get(state, "bold red")),
+            Text(left),
+        )
+        return grid
+
+    def _figures(self, first: Follower) -> RenderableType:
+        step: Any = first.last.get(events.StepLogged)
+        if step is None:
+            return Text("no log line yet: the first step may hold compilation", style="dim")
+        used: Any = first.last.get(events.ResourcesObserved)
+        held_out: Any = first.last.get(events.Validated)
+        saved: Any = first.last.get(events.CheckpointSaved)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row("loss", f"{step.loss:.4f}", sparkline(list(first.losses), 48))
+        grid.add_row("tokens/s", quantity(step.tokens_per_s), sparkline(list(first.speeds), 48))
+        if used:
+            grid.add_row("step", f"{1e3 * step.step_seconds:.1f} ms", _phases(used))
+            memory = (
+                f"allocated {used.allocated_gib:.2f}, reserved {used.reserved_gib:.2f}, host {used.host_gib:.2f} GiB"
+            )
+            grid.add_row("memory", f"{step.memory_gib:.2f} GiB", Text(memory, style="dim"))
+        mfu = "" if step.mfu is None else f"  mfu {100 * step.mfu:.1f}%"
+        rest = f"lr {step.lr:.2e}{mfu}  tokens {quantity(step.tokens)}  skipped {step.skipped}"
+        grid.add_row("gradient", f"{step.grad_norm:.3f}", Text(rest, style="dim"))
+        if held_out:
+            grid.add_row("validation", f"{held_out.loss:.4f}", Text(f"after step {held_out.step}", style="dim"))
+        if saved:
+            grid.add_row("saved", f"step {saved.step}", Text(f"{saved.bytes / 2**20:.1f} MiB", style="dim"))
+        return Panel(grid, border_style="dim")
+
+    def _ranks(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for name in ("rank", "step", "doing", "for", "heartbeat", "logged"):
+            table.add_column(name)
+        for rank, follower in sorted(self.ranks.items()):
+            beat = _beat(self.folder / f"heartbeat_rank{rank}.jsonl")
+            step: Any = follower.last.get(events.StepLogged)
+            if not beat:
+                table.add_row(str(rank), "?", "no heartbeat", "", "", str(step.step if step else 0))
+                continue
+            age = time.time() - beat["time"]
+            stale = age > STALE_SECONDS and not follower.ended
+            table.add_row(
+                str(rank),
+                str(beat.get("step")),
+                Text(printable(str(beat.get("doing")))),
+                duration(float(beat.get("for_seconds", 0)) + (0 if follower.ended else age)),
+                Text(
+                    f"{duration(age)} ago" + (" (frozen or gone)" if stale else ""), style="bold red" if stale else ""
+                ),
+                str(step.step if step else 0),
+            )
+        return table
+
+
+def sparkline(values: list[float], width: int) -> Text:
+    """The course of a value in one line of characters."""
+    if not values:
+        return Text("")
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return Text("".join(BLOCKS[round((v - low) * scale)] for v in means), style="cyan")
+
+
+def _phases(used: Any) -> Text:
+    total = sum(getattr(used, f"{name}_seconds") for name, _ in PHASES) or 1.0
+    text = Text()
+    for name, colour in PHASES:
+        share = getattr(used, f"{name}_seconds") / total
+        if share >= 0.005:
+            text.append("█" * max(1, round(24 * share)), style=colour)
+    for name, colour in PHASES:
+        share = getattr(used, f"{name}_seconds") / total
+        if share >= 0.005:
+            text.append(f" {name} {100 * share:.0f}%", style=colour)
+    return text
+
+
+def _gates(layers: Any) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for branch, colour in BRANCHES:
+        shares = [v for v in getattr(layers, f"gate_share_{branch}") if v is not None]
+        if not shares:
+            return Text("")
+        bars = "".join(BLOCKS[min(len(BLOCKS) - 1, int(v * len(BLOCKS)))] if v == v else "?" for v in shares)
+        told = f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
+        grid.add_row(branch, Text(bars, style=colour), Text(told, style="dim"))
+    return Panel(grid, title=f"gate shares by layer, step {layers.step}", title_align="left", border_style="dim")
+
+
+def _trouble(event: Event) -> str:
+    where = f"step {event.step}, rank {event.rank}: "
+    if isinstance(event, events.HealthFired):
+        return f"{where}{event.rule}: {event.sentence}"
+    if isinstance(event, events.Stalled):
+        return where + ("moving again" if event.over else f"stalled while {event.doing}: see {event.dump}")
+    if isinstance(event, events.StepsSkipped):
+        return f"{where}{len(event.steps)} steps were not finite"
+    return where + str(getattr(event, "reason", ""))
+
+
+def _beat(path: Path) -> dict[str, Any]:
+    for line in reversed(tail(path, 4096)):
+        with contextlib.suppress(ValueError):
+            beat = json.loads(line)
+            if isinstance(beat, dict) and isinstance(beat.get("time"), (int, float)):
+                return beat
+    return {}
+
+
+def watch(folder: Path, *, every: float = 1.0, once: bool = False) -> int:
+    """Show a run until it ends or Ctrl-C; `once` (or no terminal) shows one frame."""
+    if every <= 0:
+        raise TercetError(f"every={every:g} is not a number of seconds: take 1 or more")
+    view, console = View(folder), Console()
+    view.look()
+    if once or not console.is_terminal:
+        console.print(view.draw())
+        return 0
+    with contextlib.suppress(KeyboardInterrupt), Live(view.draw(), console=console, refresh_per_second=4) as live:
+        while not view.ended:
+            time.sleep(every)
+            view.look()
+            live.update(view.draw())
+    return 0
