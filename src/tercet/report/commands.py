@@ -49,6 +49,16 @@ def report(
     return max((v.exit_code for v in verdicts), key=(0, 4, 3).index)
 
 
+def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
+    """A live view of a run and all its ranks, until it ends or Ctrl-C.
+
+    `every` is the number of seconds between two looks; `once` shows one frame, as does an output that is no terminal.
+    """
+    from tercet.report.watch import watch as show
+
+    return show(run, every=every, once=once)
+
+
 def _twin_among(run: Run, runs: list[Run]) -> Run | None:
     return next((other for other in runs if other is not run and not not_a_twin(run, other)), None)
 

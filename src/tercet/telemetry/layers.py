@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.telemetry.events import LayersObserved, RoutesCounted
@@ -19,9 +21,11 @@ class LayerProbe:
         self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
         self._sparse = [m for m in self.layers if isinstance(m, NativeSparseAttention)]
         self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()
+        self._sampled = False
 
     def sample(self, on: bool) -> None:
         """Whether the coming passes are added up. One step in each log interval is enough, and costs little."""
+        self._sampled = self._sampled or on
         for layer in self._sparse:
             layer.stats.enabled = on
 
@@ -43,18 +47,21 @@ class LayerProbe:
             step=step, layer=layer, branch=branch, route=route, reason=reason, fallback=fallback, calls=calls
         )
 
-    def read(self, step: int) -> LayersObserved | None:
-        """What was sampled since the last read, None if nothing was. Waits for the device."""
-        read = [m.stats.read() if isinstance(m, NativeSparseAttention) else {} for m in self.layers]
-        if not any(read):
+    def read(self, step: int, all_sum: Callable[[Tensor], Tensor]) -> LayersObserved | None:
+        """What all ranks sampled since the last read, None if nothing was. One sum over ranks, one wait."""
+        if not self._sampled or not self._sparse:
             return None
-        distances = [m.stats.read_distances() if isinstance(m, NativeSparseAttention) else [] for m in self.layers]
+        self._sampled = False
+        device = self._sparse[0].q_proj.weight.device
+        rows = all_sum(torch.stack([layer.stats.sums(device) for layer in self._sparse])).tolist()
+        means = {id(m): m.stats.means(row) for m, row in zip(self._sparse, rows, strict=True)}
+        far = {id(m): m.stats.distances(row) for m, row in zip(self._sparse, rows, strict=True)}
         for layer in self._sparse:
             layer.stats.reset()
-        columns: dict[str, Any] = {name: [values.get(name) for values in read] for name in STATISTICS}
+        columns: dict[str, Any] = {n: [means.get(id(m), {}).get(n) for m in self.layers] for n in STATISTICS}
         return LayersObserved(
             step=step,
             attention=["nsa" if isinstance(m, NativeSparseAttention) else "dense" for m in self.layers],
-            distances=distances,
+            distances=[far.get(id(m), []) for m in self.layers],
             **columns,
         )

@@ -5,7 +5,7 @@ The trainer calls it at fixed points and otherwise knows nothing of it. Between 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +47,11 @@ class Observer:
         optimizer: torch.optim.Optimizer,
         log: EventLog,
         compute: str,
+        all_sum: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._model, self._optimizer, self._log, self._compute = model, optimizer, log, compute
+        self._all_sum = all_sum
         self._clock = PhaseClock(device)
         self._probe = LayerProbe(model)
         self._profiler = Profiler(folder, rank, config.profile, device)
@@ -100,7 +102,7 @@ class Observer:
         """Emit what the interval showed, and each finding of the health rules; returns those that ask to halt."""
         found = self._health.observe(logged)
         self._log.emit(self._resources(logged))
-        if layers := self._probe.read(logged.step):
+        if layers := self._probe.read(logged.step, self._all_sum):
             self._log.emit(layers)
             found += self._health.observe(layers)
         routes = self._probe.routes(logged.step)
