@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tercet import cli
 from tercet.config.flags import FORMER_FLAGS
+from tercet.config.load import load
 from tercet.errors import TercetError
 
 
@@ -204,3 +207,47 @@ def test_an_early_reader_is_no_error():
     command = f"{sys.executable} -m tercet config show --preset m7c | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def documented_commands() -> list[str]:
+    """Lines of the pages on configuration that are commands; training is planned instead, which takes the same."""
+    found = []
+    for page in ("configuration.md", "from-m7c.md"):
+        for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+            command = line.partition("#")[0].strip()
+            if re.match(r"(torchrun .* -m )?tercet (train|plan|config|presets)\b", command):
+                command = re.sub(r"^torchrun .* -m ", "", command).replace("tercet train", "tercet plan")
+                found.append(command.removeprefix("tercet ").replace("runs/m7c-20261115-093000", "run"))
+    return found
+
+
+def test_there_are_documented_commands():
+    assert len(documented_commands()) >= 6
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_commands_work(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("[train]\nclip = 0.5\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text('preset = "m7c"\n')
+    assert run(capsys, *command.split())[0] == 0
+
+
+def test_the_example_file_of_the_docs_is_valid(tmp_path):
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.S)[1])
+    config = load(file=tmp_path / "mine.toml").config
+    assert (config.train.lr, config.model.nsa.window, config.data.path) == (3e-4, 256, ("corpus/*.txt",))
+
+
+def test_the_first_lines_of_errors_in_the_docs_are_what_is_said(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    said = [line for line in page.splitlines() if line.startswith("error: ")]
+    (tmp_path / "mine.toml").write_text("[train]\nlrr = 1\n")
+    found = [run(capsys, "plan", "--config", "mine.toml")[2], run(capsys, "plan", "--model.kv_heads", "5")[2]]
+    assert [line.strip() for line in found] == said

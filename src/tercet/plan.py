@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tercet.config.parallel import ParallelConfig
 from tercet.config.schema import RunConfig
 from tercet.model import cost
 from tercet.telemetry.peak import peak_flops
@@ -61,12 +62,12 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
 
 def make_plan(config: RunConfig, device: Device) -> Plan:
     """Everything that follows from the configuration's numbers."""
-    model, ranks, length = config.model, config.parallel.world_size, config.data.seq_len
+    model, parallel, length = config.model, config.parallel, config.data.seq_len
     low_precision = config.train.precision == "bf16" or (config.train.precision == "auto" and device.is_gpu)
-    sharded = ranks if config.parallel.strategy in ("fsdp", "hsdp") else 1
+    shards = _shards(parallel)
     flops = cost.flops_per_token(model, length)
     tokens = config.train.steps * config.train.tokens_per_step
-    rate = None if device.flops is None else device.flops * device.utilisation * ranks
+    rate = None if device.flops is None else device.flops * device.utilisation * parallel.world_size
     kinds = model.attention_kinds
     return Plan(
         parameters=cost.parameters(model),
@@ -78,11 +79,11 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
         dense_pairs=len(kinds) * cost.attention_pairs(model, "dense", length).total,
         memory=cost.memory(
             model,
-            config.train.micro_batch * length,
+            config.train.micro_batch * length // parallel.context,
             compute_bytes=2 if low_precision else 4,
             activation_checkpointing=config.train.activation_checkpointing,
-            weight_shards=sharded if config.parallel.sharding == "full" else 1,
-            optimizer_shards=sharded,
+            weight_shards=shards if parallel.sharding == "full" else 1,
+            optimizer_shards=shards,
         ),
         device=device,
         seconds=None if rate is None else tokens * flops / rate,
@@ -91,34 +92,33 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
 
 def render(config: RunConfig, plan: Plan) -> list[str]:
     """The plan as lines for a person."""
-    model, ranks, device = config.model, config.parallel.world_size, plan.device
+    model, p, m = config.model, plan.parameters, plan.memory
     kinds = model.attention_kinds
     mix = kinds[0] if len(set(kinds)) == 1 else f"{kinds.count('nsa')} nsa + {kinds.count('dense')} dense"
-    p, m = plan.parameters, plan.memory
     head = "tied head" if model.tie_embeddings else f"head {number(p.head)}"
-    passes = "pass" if plan.accumulation == 1 else "passes"
     rows = {
         "model": f"{model.layers} layers ({mix}), dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
         f" of {model.head_dim}, ffn {model.ffn_dim}, vocabulary {model.vocab_size:,}",
         "parameters": f"{number(p.total)}: embedding {number(p.embedding)}, attention {number(p.attention)}, "
         f"ffn {number(p.ffn)}, norms {number(p.norms)}, {head}",
-        "step": f"{plan.tokens_per_step:,} tokens = {ranks} rank{'s' * (ranks > 1)} × {config.train.micro_batch} "
-        f"sequences × {config.data.seq_len:,} tokens × {plan.accumulation} {passes}",
+        "step": _step_line(config, plan),
         "run": f"{config.train.steps:,} steps, {number(plan.tokens)} tokens",
         "arithmetic": f"{number(plan.flops_per_token)}FLOP a token, "
         f"{number(plan.flops_per_token * plan.tokens_per_step)}FLOP a step, "
         f"{number(plan.flops_per_token * plan.tokens)}FLOP in all (forward and backward)",
         "attention": _attention_line(plan),
-        "memory": f"about {gib(m.total)} a device: weights {gib(m.weights)}, gradients {gib(m.gradients)}, optimizer "
-        f"{gib(m.optimizer)}, copies for compute {gib(m.compute_copies)}, activations {gib(m.activations)}, "
-        f"loss {gib(m.loss)}",
+        "memory": f"about {size(m.total)} on each device at the peak of a step",
+        "  weights": f"{size(m.weights)}, gradients {size(m.gradients)}, optimizer {size(m.optimizer)}, "
+        f"copies for compute {size(m.compute_copies)}",
+        "  passing": f"activations {size(m.activations)} (activation_checkpointing="
+        f"{config.train.activation_checkpointing}), logits and their gradients {size(m.loss)}",
         "device": _device_line(plan),
         "time": _time_line(plan),
     }
-    if device.memory is not None and m.total > device.memory:
+    if plan.device.memory is not None and m.total > plan.device.memory:
         rows["warning"] = (
-            f"{gib(m.total)} may not fit in {gib(device.memory)}: lower train.micro_batch (accumulation follows), "
-            "or set train.activation_checkpointing to selective or full"
+            f"{size(m.total)} may not fit in {size(plan.device.memory)}: lower train.micro_batch (accumulation "
+            "follows), or set train.activation_checkpointing to selective or full"
         )
     return [f"{name:<11} {text}" for name, text in rows.items()]
 
@@ -131,9 +131,9 @@ def number(value: float) -> str:
     return f"{value:.3g} "
 
 
-def gib(size: float) -> str:
+def size(count: float) -> str:
     """Bytes in the unit that suits them."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:
@@ -142,6 +142,26 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+def _shards(parallel: ParallelConfig) -> int:
+    """Devices that share one copy of the weights."""
+    if parallel.strategy == "hsdp":
+        return parallel.shard_ranks or parallel.world_size
+    whole = parallel.strategy == "fsdp" or (parallel.strategy == "cp" and parallel.context_weights == "sharded")
+    return parallel.world_size if whole else 1
+
+
+def _step_line(config: RunConfig, plan: Plan) -> str:
+    ranks, sequences, passes = config.parallel.data_ranks, config.train.micro_batch, plan.accumulation
+    parts = [
+        *([f"{ranks} ranks"] if ranks > 1 else []),
+        f"{sequences} sequence{'s' * (sequences > 1)}",
+        f"{config.data.seq_len:,} tokens",
+        *([f"{passes} passes"] if passes > 1 else []),
+    ]
+    shared = f", each sequence over {config.parallel.context} ranks" if config.parallel.context > 1 else ""
+    return f"{plan.tokens_per_step:,} tokens = {' × '.join(parts)}{shared}"
 
 
 def _attention_line(plan: Plan) -> str:
@@ -156,7 +176,7 @@ def _device_line(plan: Plan) -> str:
     device = plan.device
     speed = "peak unknown" if device.flops is None else f"{number(device.flops)}FLOP/s"
     how = "" if device.flops is None else (" (bf16 peak)" if device.is_gpu else " (measured, fp32 matmul)")
-    held = "" if device.memory is None else f", {gib(device.memory)}"
+    held = "" if device.memory is None else f", {size(device.memory)}"
     return f"{device.name}: {speed}{how}{held}"
 
 
@@ -179,14 +199,14 @@ def _nvidia_smi() -> Device | None:
     return Device(name, peak_flops(name), int(mib) * 2**20 if mib.isdigit() else None, GPU_UTILISATION)
 
 
-def _measured_cpu_flops(size: int = 512) -> float:
+def _measured_cpu_flops(side: int = 512) -> float:
     # A tenth of a second of matmul says more about a CPU than its name.
     import numpy as np
 
-    a = np.ones((size, size), np.float32)
+    a = np.ones((side, side), np.float32)
     a @ a
     done, started = 0, time.perf_counter()
     while (spent := time.perf_counter() - started) < 0.1:
         a @ a
         done += 1
-    return done * 2.0 * size**3 / spent
+    return done * 2.0 * side**3 / spent

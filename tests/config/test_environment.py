@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tercet.config.environment import ANSWERS, environment_warnings
@@ -44,3 +46,10 @@ def test_an_unknown_switch_is_named_too_and_others_are_left_alone():
     lines = environment_warnings({"NSA_WHATEVER": "x", "OMP_NUM_THREADS": "2", "XNSA_": "1"})
     assert lines == ["NSA_WHATEVER=x is set but not read: Tercet takes no settings from the environment"]
     assert environment_warnings({}) == []
+
+
+def test_the_page_for_those_who_come_from_the_scripts_tells_the_same():
+    page = (Path(__file__).parents[2] / "docs" / "from-m7c.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for line in page.splitlines() if (cells := line.split("|"))[1:]}
+    for name, (key, _) in ANSWERS.items():
+        assert rows[name][2].strip() == (f"`{key}`" if key else "–")
