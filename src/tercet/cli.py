@@ -20,7 +20,7 @@ import tercet
 from tercet.errors import TercetError
 
 if TYPE_CHECKING:
-    from tercet.config.load import Loaded
+    from tercet.config.load import Layer, Loaded
 
 OVERVIEW = """\
 Tercet trains language models whose attention is Native Sparse Attention.
@@ -68,6 +68,8 @@ class TrainOptions(Sources):
 
     resume: str | None = None
     """Go on from a checkpoint: auto (the newest in run.dir, or a fresh start if there is none) or a folder."""
+    allow_single_rank: bool = False
+    """Train in one process on one GPU although this machine has several."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TercetError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        if not getattr(error, "told", False):  # one of many ranks says it for all
+            print(f"error: {error}", file=sys.stderr)
         return 2 if getattr(error, "usage", False) else 1
     except BrokenPipeError:
         # `tercet presets | head`: whoever read has read enough.
@@ -258,7 +261,7 @@ def _first_line(function: Callable[..., Any]) -> str:
 def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
     """Preset, file and flags of a command line as one configuration, and the options of the command itself."""
     from tercet.config.flags import option_value, parse
-    from tercet.config.load import load, read_layers
+    from tercet.config.load import Layer, merge, read_layers
 
     layers = read_layers(option_value(arguments, "preset"), option_value(arguments, "config"))
     values = {key: value for layer in layers for key, value in layer.values.items()}
@@ -267,7 +270,19 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
     own = parsed.options
     if command == "train" and own.preset is None and own.config is None:
         raise _usage("no configuration given: try `tercet train --preset tiny`, or `tercet presets` for the list")
-    return load(own.preset, own.config, parsed.overrides), own
+    return merge([*layers, *(_launched(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
+
+
+def _launched(options: Any) -> list[Layer]:
+    """What the way of starting says: torchrun tells each process how many there are."""
+    from tercet.config.load import Layer
+
+    layers = []
+    if "WORLD_SIZE" in os.environ:
+        layers.append(Layer("torchrun", {"parallel.world_size": int(os.environ["WORLD_SIZE"])}))
+    if options.allow_single_rank:
+        layers.append(Layer("--allow-single-rank", {"parallel.allow_single_rank": True}))
+    return layers
 
 
 def _named(name: str) -> Loaded:

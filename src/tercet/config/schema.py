@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from tercet.config.data import DataConfig
 from tercet.config.health import HealthConfig
 from tercet.config.model import ModelConfig
+from tercet.config.parallel import ParallelConfig
 from tercet.config.profile import ProfileConfig
 from tercet.config.section import Section
 from tercet.config.train import CheckpointConfig, LogConfig, TrainConfig
@@ -29,45 +30,6 @@ class RunSection(Section):
     """auto: a GPU if there is one."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; none: as torch chooses."""
-
-
-class ParallelConfig(Section):
-    """How the work is split over ranks, one rank per device. Ranks are started by torchrun."""
-
-    strategy: Literal["single", "ddp", "fsdp", "hsdp", "cp"] = "single"
-    """One device, replicas (ddp), sharded weights (fsdp, hsdp) or a sharded sequence (cp)."""
-    world_size: int = Field(default=1, ge=1)
-    """Ranks this configuration is meant for; a launch with another number is refused."""
-    static_graph: bool = True
-    """ddp: the same parameters take part in every step, so that buckets are arranged once."""
-    bucket_mb: float = Field(default=25.0, gt=0)
-    """ddp: megabytes of gradients per all-reduce."""
-    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """ddp: what gradients are sent as."""
-    sharding: Literal["full", "grad_op"] = "full"
-    """fsdp, hsdp: shard weights too, or gradients and optimizer only."""
-    prefetch: int = Field(default=1, ge=0)
-    """fsdp, hsdp: blocks whose weights are gathered ahead of time."""
-
-    @model_validator(mode="after")
-    def _read_by_this_strategy(self) -> Self:
-        if self.strategy == "single" and self.world_size != 1:
-            raise ValueError(f"world_size={self.world_size} with strategy=single: pick ddp or fsdp, or world_size=1")
-        for strategies, names in _READ_BY.items():
-            for name in names:
-                value, default = getattr(self, name), type(self).model_fields[name].default
-                if self.strategy not in strategies and value != default:
-                    raise ValueError(
-                        f"{name}={value} is not read by strategy={self.strategy}: "
-                        f"drop it, or pick {' or '.join(strategies)}"
-                    )
-        return self
-
-
-_READ_BY = {
-    ("ddp",): ("static_graph", "bucket_mb", "gradient_compression"),
-    ("fsdp", "hsdp"): ("sharding", "prefetch"),
-}
 
 
 class RunConfig(Section):
@@ -91,18 +53,37 @@ class RunConfig(Section):
             below, above = asked // one * one, (asked // one + 1) * one
             works = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
-                f"train.tokens_per_step={asked} is not a multiple of train.micro_batch × data.seq_len × "
-                f"parallel.world_size = {self.train.micro_batch} × {self.data.seq_len} × "
-                f"{self.parallel.world_size} = {one}: take {works}"
+                f"train.tokens_per_step={asked} is not a multiple of train.micro_batch × data.seq_len × ranks = "
+                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {one}: take {works}"
+                f"{self._other_ways()}"
             )
         return self
+
+    def _other_ways(self) -> str:
+        """Numbers of ranks, and sizes of micro-batches, into which the sequences of a step can be dealt."""
+        sequences, rest = divmod(self.train.tokens_per_step, self.data.seq_len)
+        if rest:
+            return ""
+        ways = ""
+        ranks, here = self.parallel.data_ranks, sequences // self.train.micro_batch
+        if ranks > 1 and sequences % self.train.micro_batch == 0:
+            fit = [n * self.parallel.context for n in range(1, here + 1) if here % n == 0]
+            ways += f", or launch {_some(fit)} rank{'s' * (fit != [1])}"
+        if sequences % ranks == 0:
+            fit = [n for n in range(1, sequences // ranks + 1) if sequences // ranks % n == 0]
+            ways += f", or train.micro_batch {_some(fit)}"
+        return ways
 
     @property
     def tokens_per_pass(self) -> int:
         """Tokens of one forward and backward pass, over all ranks."""
-        return self.train.micro_batch * self.data.seq_len * self.parallel.world_size
+        return self.train.micro_batch * self.data.seq_len * self.parallel.data_ranks
 
     @property
     def accumulation(self) -> int:
         """Forward and backward passes in one step: derived, never asked for."""
         return self.train.tokens_per_step // self.tokens_per_pass
+
+
+def _some(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers[-4:]))

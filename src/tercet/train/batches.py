@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from tercet.data.loader import Batch
+from tercet.parallel.strategy import Single, Strategy
 from tercet.train.step import MicroBatch
 
 
-def to_device(batch: Batch, device: torch.device) -> MicroBatch:
-    """Copied without waiting (the loader pins its memory); packed documents as one long row."""
-    tokens = batch.tokens.to(device, non_blocking=True)
-    targets = batch.targets.to(device, non_blocking=True)
-    if batch.cu_seqlens is None:
-        return MicroBatch(tokens, targets, None)
-    cu_seqlens = batch.cu_seqlens.to(device, non_blocking=True)
-    return MicroBatch(tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens)
+def to_device(batch: Batch, device: torch.device, strategy: Strategy | None = None) -> MicroBatch:
+    """This rank's part, copied without waiting (the loader pins its memory); packed documents as one long row.
+
+    Without a strategy: the whole batch.
+    """
+    tokens, targets, documents = (strategy or Single()).share(batch.tokens, batch.targets, batch.cu_seqlens)
+    if isinstance(documents, torch.Tensor):
+        documents = documents.to(device, non_blocking=True)
+    return MicroBatch(tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True), documents)
 
 
 class StepBatches:

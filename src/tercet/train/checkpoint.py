@@ -68,9 +68,19 @@ class Saved:
 class Checkpointer:
     """Saves the run, in the background, one save at a time, and keeps the newest ones."""
 
-    def __init__(self, checkpoints: Path, config: CheckpointConfig, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        config: CheckpointConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        process_group: Any = None,
+    ) -> None:
         self.checkpoints, self.config = checkpoints, config
         self.rank, self.world_size = rank, world_size
+        # Not the one that training uses: two threads in one group would take each other's messages.
+        self.process_group = process_group
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
         self._ordered = self._blocked = 0.0
@@ -90,7 +100,12 @@ class Checkpointer:
         self._writer = _CommittingWriter(
             self.checkpoints, step, list(tensors), run_state, rank_state, self.config, self.rank, self.world_size
         )
-        saved = dcp.async_save(dict(tensors), storage_writer=self._writer, no_dist=self.world_size == 1)
+        saved = dcp.async_save(
+            dict(tensors),
+            storage_writer=self._writer,
+            process_group=self.process_group,
+            no_dist=self.world_size == 1,
+        )
         assert isinstance(saved, Future)
         self._future = saved
         self._blocked = time.perf_counter() - self._ordered

@@ -19,22 +19,28 @@ from tercet.train.optim import global_norm
 from tercet.train.step import IGNORED_TARGET, MicroBatch, autocast, loss_sum
 
 
-def write_dump(folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig) -> Path:
-    """Weights as they are now and the batches of `step`, under nonfinite/step-N of the run folder."""
+def write_dump(
+    folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig, rank: int = 0
+) -> Path:
+    """Weights as they are now and the batches of `step`, under nonfinite/step-N of the run folder. On every rank."""
     target = folder / "nonfinite" / f"step-{step:08d}"
     target.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    save_file({k: v.contiguous().clone() for k, v in weights.items()}, target / "weights.safetensors")
+    if rank == 0:
+        save_file({k: v.contiguous().clone() for k, v in weights.items()}, target / "weights.safetensors")
+    if rank % config.parallel.context:
+        return target  # another rank of the same sequences writes them
     tensors: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
         tensors |= {f"{i}.tokens": batch.tokens, f"{i}.targets": batch.targets}
         if batch.cu_seqlens is not None:
             tensors[f"{i}.cu_seqlens"] = batch.cu_seqlens
-    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, target / "batches.safetensors")
-    about = {"step": step, "micro_batches": len(batches), "config": config.model_dump(mode="json")}
-    (target / "dump.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, target / f"batches_rank{rank}.safetensors")
+    if rank == 0:
+        about = {"step": step, "micro_batches": len(batches), "config": config.model_dump(mode="json")}
+        (target / "dump.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return target
 
 
@@ -48,11 +54,13 @@ def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
     model = Transformer(config.model)
     model.load_state_dict(load_file(folder / "weights.safetensors"))
     model.to(device)
-    tensors = load_file(folder / "batches.safetensors", device=str(device))
-    batches = [
-        MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], tensors.get(f"{i}.cu_seqlens"))
-        for i in range(about["micro_batches"])
-    ]
+    batches = []
+    for path in sorted(folder.glob("batches_rank*.safetensors")):
+        tensors = load_file(path, device=str(device))
+        batches += [
+            MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], tensors.get(f"{i}.cu_seqlens"))
+            for i in range(about["micro_batches"])
+        ]
     targets = sum(int((b.targets != IGNORED_TARGET).sum()) for b in batches)
     losses = []
     for batch in batches:

@@ -28,7 +28,7 @@ LOCK = "lock"
 class RunFolder:
     """A folder that this process, and no other, writes a run into."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lock: bool = True) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         try:
@@ -38,6 +38,8 @@ class RunFolder:
             raise TercetError(
                 f"run folder {path} cannot be written ({error.strerror}): pick another --run.dir, or mend its rights"
             ) from None
+        if not lock:  # rank 0 holds it for all
+            return
         try:
             # Held by the kernel, so a killed process leaves no stale lock.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,8 @@ from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token, parameters
-from tercet.parallel.strategy import Strategy, build_strategy
+from tercet.parallel.launch import Launch
+from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, read_events
 from tercet.telemetry.heartbeat import Heartbeat
@@ -28,9 +29,10 @@ from tercet.train.batches import StepBatches, to_device
 from tercet.train.checkpoint import Checkpointer
 from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
-from tercet.train.folder import RunFolder, environment, locate
+from tercet.train.folder import RunFolder, environment
 from tercet.train.header import header_lines, precision_of
 from tercet.train.manifest import CheckpointError
+from tercet.train.ranks import enter, parting
 from tercet.train.sample import sample_text
 from tercet.train.schedule import learning_rate
 from tercet.train.signals import StopSignals
@@ -43,28 +45,30 @@ from tercet.train.validate import Validation
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
     """Train until the last step, a signal, or the end of the data. Returns the process's exit code."""
     set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
-    device = pick_device(config.run.device)
-    strategy = build_strategy(config.parallel.strategy, device)
+    launch = Launch.here()
+    device = pick_device(config.run.device, launch.local_rank)
+    strategy, path, resume = enter(config, resume, launch, device)
     screen = Screen(config.log.progress, quiet=strategy.rank > 0)
-    with ExitStack() as stack:
+    with parting(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
-        folder = stack.enter_context(closing(RunFolder(locate(config, resume))))
-        start, said = find_start(config, resume, folder)
+        folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
+        start, said = strategy.first(lambda: find_start(config, resume, folder))
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
-        check_fit(config, tokenizer, folder)
+        strategy.first(lambda: check_fit(config, tokenizer, folder))
         state = build_state(config, device, strategy, start)
         loader = stack.enter_context(
             build_loader(
                 config.data,
                 seed=config.run.seed,
-                batch_sequences=config.train.micro_batch * strategy.world_size,
-                rank=strategy.rank,
-                world_size=strategy.world_size,
+                batch_sequences=config.train.micro_batch * strategy.data_ranks,
+                rank=strategy.data_rank,
+                world_size=strategy.data_ranks,
                 state=state.cursor,
                 tokenizer=tokenizer,
             )
         )
-        folder.describe(config, origins or {}, environment(device, device_name(device)))
+        if strategy.rank == 0:
+            folder.describe(config, origins or {}, environment(device, device_name(device)))
         superseded = events.rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
@@ -73,7 +77,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             screen.say(f"  {line}", "dim")
         for sentence in said:
             screen.say(sentence)
-        past = list(read_events(log.path))
+        strategy.watch(lambda: (beat.step, beat.doing))
+        past = strategy.first(lambda: list(read_events(log.path)))
         if strategy.rank == 0:
             log.readers += [screen, *csv_sinks(folder.path, past)]
             if config.log.tensorboard:
@@ -118,6 +123,7 @@ class Trainer:
             config.checkpoint,
             rank=self.strategy.rank,
             world_size=self.strategy.world_size,
+            process_group=self.strategy.checkpoint_group,
         )
         name = device_name(self.state.device)
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
@@ -151,7 +157,10 @@ class Trainer:
         except BaseException as error:
             self.screen.end()
             outcome = "halted" if isinstance(error, Halted) else "failed"
-            self._end(outcome, f"{type(error).__name__}: {error}")
+            cause = self.strategy.explain(error)
+            self._end(outcome, f"{type(cause).__name__}: {cause}")
+            if cause is not error:
+                raise cause from error
             if isinstance(error, OSError):
                 raise TercetError(self._disk_sentence(error)) from error
             raise
@@ -180,7 +189,7 @@ class Trainer:
         result = train_step(
             state.model,
             state.optimizer,
-            [to_device(batch, state.device) for batch in batches],
+            [to_device(batch, state.device, self.strategy) for batch in batches],
             step=step,
             lr=learning_rate(config, step),
             clip=config.clip,
@@ -189,7 +198,7 @@ class Trainer:
             strategy=self.strategy,
         )
         state.step = step
-        state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.world_size
+        state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.data_ranks
         state.cursor = self.batches.cursor
         state.interval.add(step, result)
         self._recent[step] = batches
@@ -218,6 +227,7 @@ class Trainer:
         loss = self.state.interval.read()[-1].loss
         seconds = self.state.interval.seconds_per_step()
         self.screen.say(f"first step after {seconds:.2f} s: loss {loss:.4f}")
+        self.strategy.settle()
 
     def _log(self) -> None:
         """The interval's values, read from the device at once, as an event."""
@@ -258,7 +268,7 @@ class Trainer:
     def _halt(self, step: int, skipped: int) -> None:
         """Weights have been frozen since `step` passed the limit, so they are those that `step` ran with."""
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
-        path = write_dump(self.folder.path, step, self.state.model, batches, self.config)
+        path = write_dump(self.folder.path, step, self.state.model, batches, self.config, rank=self.strategy.rank)
         kept = manifest.complete_checkpoints(self.folder.checkpoints)
         newest = f"the newest checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise Halted(
@@ -294,6 +304,7 @@ class Trainer:
                 device=self.state.device,
                 precision=config.precision,
                 seed=self.config.run.seed,
+                agree=self.strategy.first,
             )
         self.log.emit(events.Sampled(step=self.state.step, prompt=config.sample_prompt, text=text))
 
@@ -348,7 +359,8 @@ class Trainer:
             raise CheckpointError("the last checkpoint could not be written; see the warning above")
         self.screen.end()
         self._end(outcome, reason)
-        self._sum_up(completed, reason)
+        if self.strategy.rank == 0:
+            self._sum_up(completed, reason)
 
     def _end(self, outcome: str, reason: str) -> None:
         """The closing event and metrics.json; a full disk must not hide the error that led here."""

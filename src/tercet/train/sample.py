@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -20,6 +23,7 @@ def sample_text(
     device: torch.device,
     precision: str,
     seed: int,
+    agree: Callable[[Callable[[], int]], int] = lambda choose: choose(),
 ) -> str:
     """What the model writes after `prompt`, until end of document or `tokens` tokens; at most `context` are read.
 
@@ -39,6 +43,8 @@ def sample_text(
             else:
                 chances = torch.softmax(logits / temperature, dim=-1)
                 choice = int(torch.multinomial(chances, 1, generator=generator))
+            # Ranks that part here would wait for each other for ever: rank 0's choice is everybody's.
+            choice = agree(partial(int, choice))
             if choice == tokenizer.eos_id:
                 break
             ids.append(choice)

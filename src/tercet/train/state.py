@@ -56,7 +56,7 @@ class TrainState:
 def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: restore.Found | None) -> TrainState:
     """A fresh state, or the one of the checkpoint `start`."""
     seed_all(config.run.seed)
-    model: nn.Module = Transformer(config.model).to(device)
+    model = strategy.make(lambda: Transformer(config.model), device)
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
     if compiles(config, device):
@@ -75,6 +75,10 @@ def build_state(config: RunConfig, device: torch.device, strategy: Strategy, sta
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether blocks are compiled: asked for, or on a GPU."""
+    if config.parallel.strategy == "cp":
+        if config.train.compile == "on":
+            raise TercetError("train.compile=on with parallel.strategy=cp: blocks that exchange keys are not compiled")
+        return False
     return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class MicroBatch:
 
     tokens: Tensor  # [b, T], or [1, b*T] with cu_seqlens
     targets: Tensor  # likewise; IGNORED_TARGET where there is nothing to predict
-    cu_seqlens: Tensor | None  # int32 [docs+1]
+    cu_seqlens: Any  # int32 [docs+1]; under context parallelism what this rank's layers must know; or None
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Validation:
         model.eval()
         with torch.no_grad():
             for batch in self._read():
-                part = to_device(batch, device)
+                part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
                     loss = model(part.tokens, part.cu_seqlens, part.targets)
                 total += loss.total
@@ -52,9 +52,9 @@ class Validation:
             with build_loader(
                 config.data,
                 seed=config.run.seed,
-                batch_sequences=config.train.micro_batch * self._strategy.world_size,
-                rank=self._strategy.rank,
-                world_size=self._strategy.world_size,
+                batch_sequences=config.train.micro_batch * self._strategy.data_ranks,
+                rank=self._strategy.data_rank,
+                world_size=self._strategy.data_ranks,
                 split="validation",
                 tokenizer=self._tokenizer,
             ) as loader:

@@ -1,0 +1,272 @@
+"""From processes that torchrun started to ranks that know each other: who is here, and whether they may begin.
+
+Everything is said through torchrun's key-value store before any collective is made, because a collective among ranks
+that disagree does not fail: it hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tercet
+from tercet.config.parallel import ParallelConfig
+from tercet.errors import TercetError
+
+_FOLDER_KEY = "tercet/run_folder"
+
+
+class LaunchError(TercetError):
+    """Ranks that may not begin. `told`: another rank prints it."""
+
+    told = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun says this process is; one process without it is a world of its own."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    restarts: int = 0
+    by_torchrun: bool = False
+
+    @classmethod
+    def here(cls) -> Launch:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return cls()
+        return cls(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            by_torchrun=True,
+        )
+
+
+def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: int) -> list[str]:
+    """Refuse a launch that would leave GPUs idle or ranks without one. Returns warnings."""
+    if launch.world_size != parallel.world_size:
+        raise LaunchError(
+            f"parallel.world_size={parallel.world_size}, but {launch.world_size} rank"
+            f"{'s were' if launch.world_size > 1 else ' was'} launched: start with\n"
+            f"  {torchrun_line(parallel.world_size, min(parallel.world_size, max(gpus, 1)))}"
+        )
+    if device != "cuda":
+        return []
+    transport = backend_of(parallel, device)
+    if transport == "nccl" and launch.local_world_size > gpus:
+        raise LaunchError(
+            f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one each; "
+            f"start {gpus}, or share GPUs (slowly) with --parallel.backend gloo"
+        )
+    if launch.world_size > 1 or gpus < 2 or parallel.allow_single_rank:
+        return []
+    sentence = f"this machine has {gpus} GPUs and one process was started: {gpus - 1} would stand idle"
+    if os.environ.get("CI"):
+        return [f"{sentence} (a warning only, since CI is set)"]
+    raise LaunchError(
+        f"{sentence}; start with\n  {torchrun_line(gpus, gpus)}\nor pass --allow-single-rank to use one on purpose"
+    )
+
+
+def torchrun_line(ranks: int, local: int) -> str:
+    """The command that would have started this one on so many ranks."""
+    arguments = [a for a in sys.argv[1:] if a != "--allow-single-rank"]
+    strategy = [] if any(a.startswith("--parallel.strategy") for a in arguments) else ["--parallel.strategy", "ddp"]
+    nodes = ["--standalone"] if ranks == local else [f"--nnodes={-(-ranks // local)}"]
+    return shlex.join(["torchrun", *nodes, f"--nproc-per-node={local}", "-m", "tercet", *arguments, *strategy])
+
+
+def backend_of(parallel: ParallelConfig, device: str) -> str:
+    if parallel.backend != "auto":
+        return parallel.backend
+    return "nccl" if device == "cuda" else "gloo"
+
+
+@dataclass
+class World:
+    """The process groups of a run, and the store that outlives failures."""
+
+    launch: Launch
+    device: torch.device
+    store: dist.Store
+    control: dist.ProcessGroup  # flags and objects, on the host, never mixed with training's own collectives
+    checkpoint: dist.ProcessGroup  # for the saving thread alone
+    folder: str | None
+    members: list[dict[str, Any]]  # what every rank said of itself
+
+    def settle(self, seconds: float) -> None:
+        """After the first step: from now on a rank that is late is stuck."""
+        for group in (dist.group.WORLD, self.control):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def join(
+    launch: Launch,
+    parallel: ParallelConfig,
+    device: torch.device,
+    config: Mapping[str, Any],
+    folder: Callable[[str | None], Path],
+) -> World:
+    """Meet the other ranks, compare notes, and make the process groups. `folder` is asked on rank 0 for the run folder,
+    with that of an earlier attempt of the same torchrun."""
+    about = describe(launch, device, config)
+    print(
+        f"rank {launch.rank} of {launch.world_size} (local rank {launch.local_rank}) on {about['host']}, "
+        f"pid {about['pid']}, {about['device']}" + (f", restart {launch.restarts}" if launch.restarts else ""),
+        file=sys.stderr,
+        flush=True,
+    )
+    limit = timedelta(seconds=parallel.arrival_seconds)
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    except (dist.DistError, OSError, ValueError) as error:
+        raise LaunchError(f"rank {launch.rank} cannot reach the store of rank 0 at {address}: {error}") from None
+    base = getattr(store, "underlying_store", store)
+    if launch.rank == 0:
+        verdict = _roll_call(store, base, launch, about, parallel.arrival_seconds, folder)
+    else:
+        store.set(f"tercet/here/{launch.rank}", json.dumps(about))
+        try:
+            store.wait(["tercet/verdict"], limit + timedelta(seconds=30))
+        except dist.DistStoreError:
+            raise LaunchError(
+                f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its own output"
+            ) from None
+        verdict = json.loads(store.get("tercet/verdict"))
+    if verdict["error"]:
+        problem = LaunchError(verdict["error"])
+        problem.told = launch.rank != 0
+        time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all have read the verdict
+        raise problem
+    os.environ.update(_flight_recorder(verdict["folder"]))
+    nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=dist.PrefixStore("tercet/group", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=parallel.first_step_seconds),
+        device_id=device if nccl else None,
+    )
+    long = timedelta(seconds=max(parallel.first_step_seconds, 1800))
+    control, checkpoint = (dist.new_group(backend="gloo", timeout=long) for _ in range(2))
+    assert control is not None
+    assert checkpoint is not None
+    return World(launch, device, store, control, checkpoint, verdict["folder"], verdict["members"])
+
+
+def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank says of itself."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        **asdict(launch),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": f"{device} ({name})" if device.type == "cuda" else name,
+        "versions": {"tercet": tercet.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "config": dict(config),
+    }
+
+
+def _roll_call(
+    store: dist.Store,
+    base: dist.Store,
+    launch: Launch,
+    about: dict[str, Any],
+    seconds: float,
+    folder: Callable[[str | None], Path],
+) -> dict[str, Any]:
+    """On rank 0: wait for all, compare, decide; every rank reads the verdict."""
+    members = {0: about}
+    error, path = _missing(store, launch.world_size, seconds, members), None
+    if error is None:
+        error = disagreement(members)
+    if error is None:
+        try:
+            earlier = base.get(_FOLDER_KEY).decode() if launch.restarts and base.check([_FOLDER_KEY]) else None
+            path = str(folder(earlier))
+            base.set(_FOLDER_KEY, path)
+        except TercetError as problem:
+            error = str(problem)
+    people = [{k: v for k, v in members[r].items() if k not in ("config", "versions")} for r in sorted(members)]
+    verdict = {"error": error, "folder": path, "members": people}
+    store.set("tercet/verdict", json.dumps(verdict))
+    return verdict
+
+
+def _missing(store: dist.Store, ranks: int, seconds: float, members: dict[int, Any]) -> str | None:
+    begun = time.monotonic()
+    spoken = begun
+    while len(members) < ranks:
+        for rank in range(1, ranks):
+            if rank not in members and store.check([f"tercet/here/{rank}"]):
+                members[rank] = json.loads(store.get(f"tercet/here/{rank}"))
+        absent = [str(r) for r in range(ranks) if r not in members]
+        now = time.monotonic()
+        if absent and now - begun > seconds:
+            present = ", ".join(sorted({m["host"] for m in members.values()}))
+            some = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+            return (
+                f"rank {some} did not arrive within {seconds:g} s ({len(members)} of {ranks} are here, on {present}): "
+                "see the output of the machine that should have started it"
+            )
+        if absent and now - spoken > 10:
+            spoken = now
+            print(f"waiting for rank {', '.join(absent[:8])}: {now - begun:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(0.02)
+    return None
+
+
+def disagreement(members: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The first thing in which a rank differs from rank 0, with both values."""
+    first = members[0]
+    for rank in sorted(members):
+        other = members[rank]
+        if other["world_size"] != first["world_size"]:
+            return f"rank {rank} was told of {other['world_size']} ranks and rank 0 of {first['world_size']}"
+        for name, version in first["versions"].items():
+            if other["versions"].get(name) != version:
+                return (
+                    f"rank {rank} on {other['host']} has {name} {other['versions'].get(name)} and rank 0 on "
+                    f"{first['host']} {version}: install the same everywhere"
+                )
+        mine, theirs = first["config"], other["config"]
+        keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
+        if keys:
+            told = "; ".join(f"{k} is {theirs.get(k)!r} there, {mine.get(k)!r} on rank 0" for k in keys)
+            return f"rank {rank} on {other['host']} has another configuration: {told}: start all with the same command"
+    return None
+
+
+def _flight_recorder(folder: str) -> dict[str, str]:
+    """NCCL's record of its last collectives, written on a timeout; `torchfrtrace FOLDER/flight_recorder` reads it."""
+    path = Path(folder) / "flight_recorder"
+    path.mkdir(parents=True, exist_ok=True)
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(path / "rank_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path / "rank_"),
+    }

@@ -1,0 +1,70 @@
+"""The way into a run on several ranks, and out of it again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tercet.config.schema import RunConfig
+from tercet.errors import TercetError
+from tercet.parallel.distributed import build_strategy
+from tercet.parallel.launch import Launch, LaunchError, check_launch, join
+from tercet.parallel.strategy import Single, Strategy
+from tercet.train import manifest
+from tercet.train.folder import locate
+from tercet.train.restore import flat
+
+
+def enter(
+    config: RunConfig, resume: str | None, launch: Launch, device: torch.device
+) -> tuple[Strategy, Path, str | None]:
+    """The strategy among all ranks, the run folder they agreed on, and what to resume from.
+
+    A process that torchrun started again goes on from the newest checkpoint, whatever the first one was told.
+    """
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    try:
+        warnings = check_launch(config.parallel, launch, device.type, gpus)
+    except LaunchError as error:
+        error.told = launch.rank > 0  # all see the same
+        raise
+    for sentence in warnings:
+        print(f"warning: {sentence}", file=sys.stderr)
+    if config.parallel.strategy == "single":
+        return Single(), locate(config, resume), resume
+
+    def folder(earlier: str | None) -> Path:
+        return Path(earlier) if earlier else locate(config, resume)
+
+    world = join(launch, config.parallel, device, flat(config.model_dump(mode="json")), folder)
+    path = Path(world.folder or "")
+    if launch.restarts and (resume is None or manifest.complete_checkpoints(path / "checkpoints")):
+        resume = "auto"
+    strategy = build_strategy(config.parallel, config.train, world)
+    strategy.watch(lambda: (0, "starting"))
+    return strategy, path, resume
+
+
+@contextmanager
+def parting(strategy: Strategy) -> Iterator[None]:
+    """Leave the other ranks in order; or, when something failed, at once: closing groups would wait for them."""
+    try:
+        yield
+    except BaseException as error:
+        if strategy.world_size == 1:
+            raise
+        cause = strategy.explain(error)
+        if not isinstance(cause, TercetError):
+            traceback.print_exception(cause)
+        elif not getattr(cause, "told", False):
+            print(f"error: {cause}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(cause, KeyboardInterrupt) else 1)
+    strategy.close()
