@@ -18,6 +18,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -201,6 +202,17 @@ def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
 
 
+def host_milliseconds(call: Callable[[], Any], count: int = 20) -> float:
+    """What the host needs to launch a call, whatever the GPU does: the shorter half of several tries, averaged."""
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.mean(sorted(times)[: count // 2]) * 1000
+
+
 def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -296,6 +308,7 @@ def bench(name: str, kind: str, config: NSAConfig, args: argparse.Namespace) -> 
         def both() -> Any:
             return torch.autograd.grad(forward(), leaves, dout)
 
+        print(f"  host: {host_milliseconds(both):.3f} ms to launch forward and backward")
         for ms, launches, kernel in profile(both):
             print(f"  {ms:9.4f} ms {launches:4d} × {kernel[:90]}")
     for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):

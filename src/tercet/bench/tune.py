@@ -1,5 +1,5 @@
-"""Finds launch parameters for this GPU: times every kernel of the compressed and window branches over candidates,
-and prints the rows to add to `attention/kernels/settings.py`. A candidate whose result differs from the shipped
+"""Finds launch parameters for this GPU: times every kernel of the compressed and window branches over candidates (in
+CUDA graphs: the kernel, not the host), and prints the rows to add to `attention/kernels/settings.py`. A candidate whose result differs from the shipped
 setting's is left out.
 
     python -m tercet.bench.tune --shapes P64k,C1x16k
@@ -27,7 +27,7 @@ from tercet.attention.kernels.settings import Launch, settings
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
 from tercet.attention.spec import NSAConfig
-from tercet.bench.attention import SHAPES, Shape, make_inputs, milliseconds, relative_error
+from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
 
 CANDIDATES: dict[str, list[Launch]] = {
     "compressed_forward": [
@@ -108,7 +108,7 @@ def tune(name: str, kernels: Sequence[str], config: NSAConfig, share: tuple[int,
                     row["error"] = max(
                         relative_error(g[w.isfinite()], w[w.isfinite()]) for g, w in zip(got or (), wanted, strict=True)
                     )
-                    row["ms"] = milliseconds(partial(call, launch), 0.05)
+                    row["ms"] = milliseconds(graphed(partial(call, launch)), 0.05)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
             got = None

@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.kernels.launching import call
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows"])
 def _combine(
-    O0, O1, O2, GATES, OUT, rows, gate_t, gate_h, gate_c,
+    SOME, O0, O1, O2, GATES, OUT, rows, gate_t, gate_h, gate_c,
     HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +25,8 @@ def _combine(
     inside = row < rows
     at = row[:, None] * D + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
-    gates = GATES + row // H * gate_t + row % H * gate_h
+    if GATED:
+        gates = GATES + row // H * gate_t + row % H * gate_h
     out = tl.zeros([R, DP], tl.float32)
     if HAS0:
         o = tl.load(O0 + at, mask=mask, other=0.0).to(tl.float32)
@@ -43,9 +46,9 @@ def _combine(
     tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_sums(
-    O0, O1, O2, DOUT, GATES, SUMS, PLANES, DGATES, rows, do_t, do_h, gate_t, gate_h, gate_c,
+    DOUT, O0, O1, O2, GATES, SUMS, PLANES, DGATES, rows, do_t, do_h, gate_t, gate_h, gate_c,
     HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +85,10 @@ def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
     B, T, H, D = some.shape
     rows = B * T * H
     strides = (0, 0, 0) if gates is None else gates.stride()[1:]
-    _combine[(triton.cdiv(rows, _ROWS),)](
-        *outputs, gates if gates is not None else some, out, rows, *strides, *(o is not None for o in outputs),
-        gates is not None, H, D, triton.next_power_of_2(D), _ROWS, num_warps=4,
+    call(
+        _combine, (triton.cdiv(rows, _ROWS),), (some, *outputs, gates, out), (rows,),
+        (*strides, *(o is not None for o in outputs), gates is not None, H, D, triton.next_power_of_2(D), _ROWS),
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -103,8 +107,10 @@ def row_sums(
     if gates is not None:
         planes, strides = torch.empty_like(sums), gates.stride()[1:]
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
-    _row_sums[(triton.cdiv(rows, _ROWS),)](
-        *outputs, dout, gates, sums, planes, dgates, rows, dout.stride(1), dout.stride(2), *strides,
-        *(o is not None for o in outputs), gates is not None, H, D, triton.next_power_of_2(D), _ROWS, num_warps=4,
+    call(
+        _row_sums, (triton.cdiv(rows, _ROWS),), (dout, *outputs, gates, sums, planes, dgates), (rows,),
+        (dout.stride(1), dout.stride(2), *strides, *(o is not None for o in outputs), gates is not None, H, D,
+         triton.next_power_of_2(D), _ROWS),
+        num_warps=4,
     )  # fmt: skip
     return sums, planes, dgates

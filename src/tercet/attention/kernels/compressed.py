@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
 from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
 from tercet.attention.kernels.tiles import (
     attend,
@@ -25,10 +26,10 @@ from tercet.attention.kernels.tiles import (
 )
 from tercet.attention.spec import NSAConfig
 
-_PER_BATCH = ["docs", "length", "per_sequence"]
+_PER_BATCH = ["docs", "length", "per_sequence", "compressed_length", "token_length", "span", "parts"]
 
 
-@triton.jit(do_not_specialize=_PER_BATCH)
+@triton.jit(do_not_specialize=_PER_BATCH[:4])
 def _forward(
     Q, K, V, KD, VD, O, LSE, CU, CCU, docs, length, per_sequence, compressed_length,
     q_t, q_h, k_t, k_h, v_t, v_h, scale,
@@ -66,7 +67,7 @@ def _forward(
         finish(O, LSE, token, head, inside, m, l, acc, G * HEADS, DV, DVP)
 
 
-@triton.jit(do_not_specialize=[*_PER_BATCH, "token_length", "span"])
+@triton.jit(do_not_specialize=_PER_BATCH[:3] + _PER_BATCH[4:6])
 def _key_gradients(
     Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, token_length, span,
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
@@ -112,7 +113,7 @@ def _key_gradients(
     store_rows(DVP_ + g * DV, place, G * DV, always, dv, DV, DVP)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH)
+@triton.jit(do_not_specialize=_PER_BATCH[:3] + _PER_BATCH[6:])
 def _sum_parts(
     PK, PV, DK_, DV_, CCU, docs, length, per_sequence, parts,
     GK: tl.constexpr, GKP: tl.constexpr, GV: tl.constexpr, GVP: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
@@ -124,7 +125,7 @@ def _sum_parts(
     inside = first + i < count
     dk = tl.zeros([R, GKP], tl.float32)
     dv = tl.zeros([R, GVP], tl.float32)
-    for part in tl.range(0, parts):
+    for part in tl.range(0, parts, loop_unroll_factor=4):
         place = (part * tl.num_programs(0) + tile).to(tl.int64) * N + i
         dk += load_rows(PK, place, GK, inside, GK, GKP)
         dv += load_rows(PV, place, GV, inside, GV, GVP)
@@ -142,11 +143,13 @@ def forward(
     launch = launch or settings("compressed_forward", q, v)
     rows, queries = query_tile(H // G, launch.rows)
     kd, vd = key_descriptors(launch, k, v)
-    _forward[(documents.token_tiles(queries), G)](
-        q, k, v, kd, vd, o, lse, *_with_ccu(documents, queries), documents.compressed_length,
-        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
+    cu, *bounds = documents.tokens(queries)
+    call(
+        _forward, (documents.token_tiles(queries), G),
+        (q, k, v, kd, vd, o, lse, cu, documents.ccu), (*bounds, documents.compressed_length),
+        (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
-        DV, padded(DV), queries, rows, launch.keys, documents.packed, kd is not None,
+        DV, padded(DV), queries, rows, launch.keys, documents.packed, kd is not None),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return o, lse
@@ -172,26 +175,24 @@ def key_gradients(
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
     qd, dod = query_descriptors(launch, q, dout, H // G, rows)
     ccu, *bounds = documents.compressed(N)
-    _key_gradients[(tiles, parts, G)](
-        q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu, *bounds, documents.length, span,
-        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
+    call(
+        _key_gradients, (tiles, parts, G),
+        (q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu), (*bounds, documents.length, span),
+        (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
-        DV, padded(DV), queries, rows, N, documents.packed, qd is not None, gate is not None,
+        DV, padded(DV), queries, rows, N, documents.packed, qd is not None, gate is not None),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     # padding after the last document's compressed tokens belongs to no tile
     fresh = torch.zeros if documents.packed else torch.empty
     dk = fresh(k.shape, dtype=k.dtype, device=k.device)
     dv = fresh(v.shape, dtype=v.dtype, device=v.device)
-    R = min(N, max(1, 8192 // triton.next_power_of_2(G * max(DK, DV))))
-    _sum_parts[(tiles, N // R)](
-        pk, pv, dk, dv, ccu, *bounds, parts, G * DK, triton.next_power_of_2(G * DK), G * DV,
-        triton.next_power_of_2(G * DV), N, R, documents.packed, num_warps=4,
+    # few numbers per program: the sum waits for memory, and many programs wait at once
+    R = min(N, max(1, 1024 // triton.next_power_of_2(G * max(DK, DV))))
+    call(
+        _sum_parts, (tiles, N // R), (pk, pv, dk, dv, ccu), (*bounds, parts),
+        (G * DK, triton.next_power_of_2(G * DK), G * DV, triton.next_power_of_2(G * DV), N, R, documents.packed),
+        num_warps=4,
     )  # fmt: skip
     return dk, dv
-
-
-def _with_ccu(documents: Documents, rows: int) -> tuple:
-    cu, *bounds = documents.tokens(rows)
-    return cu, documents.ccu, *bounds

@@ -10,9 +10,11 @@ Missing branches are None going in and empty tensors coming out.
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tercet.attention.kernels.combine import combine, row_sums
 from tercet.attention.kernels.compressed import forward as compressed_forward
@@ -20,12 +22,10 @@ from tercet.attention.kernels.compressed import key_gradients as compressed_key_
 from tercet.attention.kernels.documents import Documents, compressed_bounds
 from tercet.attention.kernels.query_gradient import query_gradients
 from tercet.attention.kernels.score import select
-from tercet.attention.kernels.selected import selected_backward, selected_forward, selected_saved_like
+from tercet.attention.kernels.selected import SAVED, selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
 from tercet.attention.spec import NSAConfig
-
-_SAVED = 7  # at most so many tensors go from selected_forward to selected_backward
 
 
 def flat(x: Tensor) -> Tensor:
@@ -37,6 +37,11 @@ def flat(x: Tensor) -> Tensor:
 
 def _flat(*tensors: Tensor | None) -> list:
     return [None if x is None else flat(x) for x in tensors]
+
+
+@lru_cache(maxsize=64)
+def _config(sizes: tuple[int, ...]) -> NSAConfig:
+    return NSAConfig(*sizes)
 
 
 def _documents(q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None) -> Documents:
@@ -72,7 +77,7 @@ def nsa_compressed(
     q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
 ) -> tuple[Tensor, Tensor]:
     q, kc, vc = _flat(q, kc, vc)
-    return compressed_forward(q, kc, vc, NSAConfig(*config), _documents(q, kc, cu, ccu))
+    return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu))
 
 
 @nsa_compressed.register_fake
@@ -85,12 +90,12 @@ def _(
 @torch.library.custom_op("tercet::nsa_select", mutates_args=())
 def nsa_select(q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]) -> Tensor:
     q, kc = _flat(q, kc)
-    return select(q, kc, lse, NSAConfig(*config), _documents(q, kc, cu, ccu))
+    return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu))
 
 
 @nsa_select.register_fake
 def _(q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]) -> Tensor:
-    count = NSAConfig(*config).select_count
+    count = _config(tuple(config)).select_count
     return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
 
 
@@ -113,11 +118,15 @@ def nsa_attend(
     cu: Tensor | None,
     ccu: Tensor | None,
     config: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, o of selected, its lse, o of window, its lse, and the seven index tensors that selected attention can
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, o of selected, its lse, o of window, its lse, and the index tensors that selected attention can
     use again). Without gates and with one branch, out is that o."""
+    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, _config(tuple(config)))
+    return tuple(_none(q) if x is None else x for x in found)
+
+
+def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes):
     q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
-    sizes = NSAConfig(*config)
     documents = _documents(q, kc, cu, ccu)
     o_s = lse_s = o_w = lse_w = None
     saved: tuple[Tensor, ...] = ()
@@ -130,8 +139,7 @@ def nsa_attend(
         out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
     else:
         out = combine(outputs, gates)
-    saved = (*saved, *(None,) * (_SAVED - len(saved)))
-    return out, *(_none(q) if x is None else x for x in (o_s, lse_s, o_w, lse_w, *saved))
+    return out, o_s, lse_s, o_w, lse_w, *saved, *(None,) * (SAVED - len(saved))
 
 
 @nsa_attend.register_fake
@@ -145,8 +153,8 @@ def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, conf
     saved = ()
     if ks is not None:
         documents = _documents(q, kc, cu, ccu)
-        saved = selected_saved_like(q, ks, vs, block_indices, NSAConfig(*config), documents)
-    return out, o_s, lse_s, o_w, lse_w, *saved, *(_none(q) for _ in range(_SAVED - len(saved)))
+        saved = selected_saved_like(q, ks, vs, block_indices, _config(tuple(config)), documents)
+    return out, o_s, lse_s, o_w, lse_w, *saved, *(_none(q) for _ in range(SAVED - len(saved)))
 
 
 # ------------------------------------------------------------ backward
@@ -176,8 +184,17 @@ def nsa_backward(
     config: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are."""
+    grads = _gradients(
+        dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved,
+        _config(tuple(config)),
+    )  # fmt: skip
+    return tuple(_none(q) if x is None else x for x in grads)
+
+
+def _gradients(
+    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes
+):
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
-    sizes = NSAConfig(*config)
     documents = _documents(q, kc, cu, ccu)
     sums, planes, dgates = row_sums([o_c, o_s, o_w], dout, gates)
     g_c, g_s, g_w = (None, None, None) if planes is None else planes.unbind(0)
@@ -199,8 +216,7 @@ def nsa_backward(
         dq, dks, dvs = selected_backward(
             q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, documents, saved, dq=dq
         )
-    grads = (dq, dkc, dvc, dks, dvs, dkw, dvw, dgates)
-    return tuple(_none(q) if x is None else x for x in grads)
+    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
 
 
 @nsa_backward.register_fake
@@ -210,32 +226,56 @@ def _(
     return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates))
 
 
-def _save_attend(ctx, inputs, output):
-    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config = inputs
+def _keep(ctx, inputs, output) -> None:
+    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config = inputs
     out, o_s, lse_s, o_w, lse_w, *saved = output
-    if ks is not None and o_s.numel() == 0:
+    # a branch alone and without gates: its output is the result
+    if ks is not None and (o_s is None or o_s.numel() == 0):
         o_s = out
-    if kw is not None and o_w.numel() == 0:
+    if kw is not None and (o_w is None or o_w.numel() == 0):
         o_w = out
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s if ks is not None else None, lse_s,
-        o_w if kw is not None else None, lse_w, block_indices, cu, ccu, *(x for x in saved if x.numel()),
+        o_w if kw is not None else None, lse_w, block_indices, cu, ccu, *saved,
     )  # fmt: skip
-    ctx.config = config
+
+
+_KEPT = 17  # tensors before `saved`
 
 
 def _attend_gradient(ctx, dout, *_unused):
-    nothing = (None,) * 6
     if dout is None:
-        return *(None,) * 8, *nothing
-    saved = ctx.saved_tensors
-    grads = torch.ops.tercet.nsa_backward(dout, *saved[:17], list(saved[17:]), ctx.config)
-    there = saved[:8]
-    return *(None if x is None else g for x, g in zip(there, grads, strict=True)), *nothing
+        return (None,) * 14
+    kept = ctx.saved_tensors
+    grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config)
+    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 6
 
 
-nsa_attend.register_autograd(_attend_gradient, setup_context=_save_attend)
+nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
+
+
+class _Attend(torch.autograd.Function):
+    """nsa_attend and nsa_backward without the dispatcher, which costs more than the kernels on short sequences."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _attend(*inputs)
+        _keep(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        kept = ctx.saved_tensors
+        if dout is None:
+            return (None,) * 14
+        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config), *(None,) * 6
+
+
+def _watched() -> bool:
+    """Whether someone looks at operators: the compiler, or a dispatch mode such as a checkpointing policy."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _save_compressed(ctx, inputs, output):
@@ -274,33 +314,58 @@ def nsa(
     branches: tuple[str, ...] = ("compressed", "selected", "window"),
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    sizes = list(astuple(config))
-    ccu = _bounds(cu_seqlens, config)
     choose = block_indices is None and "selected" in branches
-    o_c = lse_c = None
+    ops = torch.ops.tercet if _watched() else _Direct
+    sizes = _listed(config) if _watched() else config
+    o_c = lse_c = ccu = None
+    if cu_seqlens is not None:
+        ccu = ops.nsa_compressed_bounds(cu_seqlens, config.compress_block, config.compress_stride)
     # the gradient of these belongs to nsa_attend: autograd must not follow it twice
     with torch.no_grad():
         if choose or "compressed" in branches:
-            o_c, lse_c = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
+            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
         if choose:
-            block_indices = torch.ops.tercet.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes)
-            block_indices = torch.ops.tercet.keep_selection(block_indices)
+            block_indices = ops.keep_selection(ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes))
     if "compressed" not in branches:
         kc = vc = o_c = lse_c = None
     if "selected" not in branches:
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    out, *_ = torch.ops.tercet.nsa_attend(
-        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes
-    )
-    return out, block_indices
+    found = ops.nsa_attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes)
+    return found if ops is _Direct else found[0], block_indices
+
+
+class _Direct:
+    """The operators' bodies, called when nobody watches."""
+
+    nsa_compressed_bounds = staticmethod(compressed_bounds)
+    nsa_attend = _Attend.apply
+
+    @staticmethod
+    def nsa_compressed(q, kc, vc, cu, ccu, config):
+        q, kc, vc = _flat(q, kc, vc)
+        return compressed_forward(q, kc, vc, config, _documents(q, kc, cu, ccu))
+
+    @staticmethod
+    def nsa_select(q, kc, lse, cu, ccu, config):
+        q, kc = _flat(q, kc)
+        return select(q, kc, lse, config, _documents(q, kc, cu, ccu))
+
+    @staticmethod
+    def keep_selection(block_indices):
+        return block_indices
+
+
+@lru_cache(maxsize=64)
+def _listed(config: NSAConfig) -> list[int]:
+    return list(astuple(config))
 
 
 def compressed_select(
     q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    sizes = list(astuple(config))
+    sizes = _listed(config)
     ccu = _bounds(cu_seqlens, config)
     out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
     with torch.no_grad():
@@ -313,7 +378,7 @@ def selected_attention(
 ) -> Tensor:
     none = (None,) * 3
     return torch.ops.tercet.nsa_attend(
-        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, list(astuple(config))
+        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, _listed(config)
     )[0]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
 from tercet.attention.kernels.tiles import load_keys, load_rows, query_gradient, query_rows, store_rows
 from tercet.attention.kernels.window import window_tiles
@@ -31,7 +32,7 @@ def _row_values(LSE, SUM, GATE, token, head, inside, H: tl.constexpr, M: tl.cons
     return lse, gate, gate * row_sum
 
 
-@triton.jit(do_not_specialize=["docs", "length", "per_sequence"])
+@triton.jit(do_not_specialize=["docs", "length", "per_sequence", "compressed_length"])
 def _query_gradient(
     Q, DO, DQ, KC, VC, KCD, VCD, LSEC, SUMC, GATEC, KW, VW, KWD, VWD, LSEW, SUMW, GATEW,
     CU, CCU, docs, length, per_sequence, compressed_length,
@@ -111,14 +112,16 @@ def query_gradients(
     kwd, vwd = (None, None) if window is None else key_descriptors(launch, kw, vw)
     gate = gate_c if compressed is not None else gate_w
     cu, *bounds = documents.tokens(queries)
-    _query_gradient[(documents.token_tiles(queries), G)](
-        q, dout, dq, kc, vc, kcd, vcd, lse_c, sum_c, gate_c, kw, vw, kwd, vwd, lse_w, sum_w, gate_w,
-        cu, documents.ccu, *bounds, documents.compressed_length,
-        q.stride(1), q.stride(2), dout.stride(1), dout.stride(2),
+    call(
+        _query_gradient, (documents.token_tiles(queries), G),
+        (q, dout, dq, kc, vc, kcd, vcd, lse_c, sum_c, gate_c, kw, vw, kwd, vwd, lse_w, sum_w, gate_w,
+         cu, documents.ccu),
+        (*bounds, documents.compressed_length),
+        (q.stride(1), q.stride(2), dout.stride(1), dout.stride(2),
         *_strides(kc), *_strides(vc), *_strides(kw), *_strides(vw), DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, config.window, G, H // G,
         DK, padded(DK), DV, padded(DV), queries, rows, launch.keys, documents.packed,
-        kcd is not None, kwd is not None, compressed is not None, window is not None, gate is not None,
+        kcd is not None, kwd is not None, compressed is not None, window is not None, gate is not None),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return dq

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
 from tercet.attention.kernels.tiles import load_keys, load_rows
 from tercet.attention.spec import NSAConfig
 
 SCRATCH_BYTES = 256 << 20
 WIDEST = 1024  # scores that one program chooses from; longer rows are chosen from in two rounds
-_PER_BATCH = ["docs", "length", "per_sequence", "tile0", "blocks", "tiles"]
+_PER_BATCH = ["docs", "length", "per_sequence", "tile0", "blocks", "compressed_length"]
 
 
 @triton.jit
@@ -86,6 +87,7 @@ def _score(
         weights = (overlap.to(tl.float32) / L).to(tl.float16 if SPLIT else tl.float32)
         spill = tl.maximum(i * S + L - N * S, 0).to(tl.float32) / L  # what reaches into the next tile's first block
         carry = tl.zeros([M], tl.float32)
+        blocks = tl.multiple_of(blocks, 4)
         t = tl.arange(0, QT)
         out = SCORES + ((local_tile * QT + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
         store = (first + t < size)[:, None] & (b < NB)[None, :]
@@ -125,16 +127,21 @@ def _best(key, wanted):
 
 
 @triton.jit
-def _choose_range(SCORES, OUT, begin, end, WANTED: tl.constexpr, NP: tl.constexpr):
-    block = begin + tl.arange(0, NP)
-    score = tl.load(SCORES + block, mask=block < end, other=-1.0)
+def _load_keys(SCORES, block, end, INITIAL: tl.constexpr):
+    """Scores as whole numbers of the same order; -1 where a block is forced or not there."""
+    score = tl.load(SCORES + block, mask=block < end, other=0.0)
     score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
-    key = tl.where(block < end, score.to(tl.int32, bitcast=True), -1)
-    taken = _best(key, WANTED)
+    return tl.where((block >= INITIAL) & (block < end), score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _choose_range(SCORES, OUT, end, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr):
+    block = tl.arange(0, NP)
+    taken = _best(_load_keys(SCORES, block, end, INITIAL), WANTED)
     tl.store(OUT + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH)
+@triton.jit(do_not_specialize=_PER_BATCH[:5])
 def _choose(
     SCORES, INDICES, CU, docs, length, per_sequence, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
@@ -155,17 +162,17 @@ def _choose(
             forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
             tl.store(out + slot, forced, mask=(slot < COUNT) & ((slot < INITIAL) | (slot >= COUNT - LOCAL)))
             if WANTED > 0:
-                scores = SCORES + (row.to(tl.int64) * G + g) * blocks
+                scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4)
                 end = current - LOCAL + 1
                 if (NP >= 128) & (end <= NP // 4):
-                    _choose_range(scores, out + INITIAL, INITIAL, end, WANTED, NP // 4 if NP >= 128 else NP)
+                    _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 4 if NP >= 128 else NP)
                 elif (NP >= 128) & (end <= NP // 2):
-                    _choose_range(scores, out + INITIAL, INITIAL, end, WANTED, NP // 2 if NP >= 128 else NP)
+                    _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 2 if NP >= 128 else NP)
                 else:
-                    _choose_range(scores, out + INITIAL, INITIAL, end, WANTED, NP)
+                    _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH)
+@triton.jit(do_not_specialize=_PER_BATCH[:5])
 def _shortlist(
     SCORES, KEYS, PLACES, CU, docs, length, per_sequence, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
@@ -182,11 +189,8 @@ def _shortlist(
     if (position < size) & (position // BLOCK >= COUNT):
         slot = tl.arange(0, WP)
         out = ((row.to(tl.int64) * G + g) * CHUNKS + chunk) * WANTED
-        begin = INITIAL + chunk * NP
-        block = begin + tl.arange(0, NP)
-        score = tl.load(SCORES + (row.to(tl.int64) * G + g) * blocks + block, mask=block < end, other=-1.0)
-        score = tl.where(score >= 0, score, 0.0)
-        key = tl.where(block < end, score.to(tl.int32, bitcast=True), -1)
+        block = chunk * NP + tl.arange(0, NP)
+        key = _load_keys(SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4), block, end, INITIAL)
         taken = _best(key, WANTED)
         place = tl.cumsum(taken.to(tl.int32), 0) - 1
         number = tl.sum(taken.to(tl.int32), 0)
@@ -195,7 +199,7 @@ def _shortlist(
         tl.store(PLACES + out + place, block, mask=taken)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH)
+@triton.jit(do_not_specialize=_PER_BATCH[:4])
 def _choose_shortlisted(
     KEYS, PLACES, INDICES, CU, docs, length, per_sequence, tile0,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
@@ -239,10 +243,11 @@ def select(
     indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
     blocks = config.num_blocks(T)
     tiles = documents.token_tiles(queries)
-    chunks = -(-(blocks - initial - local) // widest) if blocks > count and wanted else 1
+    chunks = -(-(blocks - local) // widest) if blocks > count and wanted else 1
     per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
     step = max(1, min(tiles, scratch_bytes // per_tile))
     scored = wanted > 0 and blocks > count
+    blocks = -(-blocks // 4) * 4  # rows of scores begin at 16 bytes
     scores = torch.empty(step * queries * G * blocks if scored else 0, dtype=torch.float32, device=q.device)
     listed = chunks * wanted
     if chunks > 1:
@@ -253,26 +258,30 @@ def select(
     for tile0 in range(0, tiles, step):
         here = min(step, tiles - tile0)
         if scored:
-            _score[(here, G)](
-                q, k, kd, lse, scores, cu, documents.ccu, *bounds, tile0, blocks, documents.compressed_length,
-                q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
+            call(
+                _score, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
+                (*bounds, tile0, blocks, documents.compressed_length),
+                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
                 config.compress_block, config.compress_stride, block, count, local,
                 G, heads, spread, DK, padded(DK), queries, keys, documents.packed, kd is not None,
-                q.dtype != torch.float32, num_warps=launch.warps, num_stages=launch.stages,
+                q.dtype != torch.float32), num_warps=launch.warps, num_stages=launch.stages,
             )  # fmt: skip
         slots = triton.next_power_of_2(count)
         if chunks > 1:
-            _shortlist[(here * queries, G, chunks)](
-                scores, shortlist[0], shortlist[1], cu, *bounds, tile0, blocks, *sizes, G, queries, widest, chunks,
-                triton.next_power_of_2(wanted), documents.packed, num_warps=1,
+            call(
+                _shortlist, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
+                (*bounds, tile0, blocks),
+                (*sizes, G, queries, widest, chunks, triton.next_power_of_2(wanted), documents.packed), num_warps=1,
             )  # fmt: skip
-            _choose_shortlisted[(here * queries, G)](
-                shortlist[0], shortlist[1], indices, cu, *bounds, tile0, *sizes, slots, G, queries, listed,
-                triton.next_power_of_2(listed), documents.packed, num_warps=1,
+            call(
+                _choose_shortlisted, (here * queries, G), (shortlist[0], shortlist[1], indices, cu), (*bounds, tile0),
+                (*sizes, slots, G, queries, listed, triton.next_power_of_2(listed), documents.packed), num_warps=1,
             )  # fmt: skip
         else:
-            _choose[(here * queries, G)](
-                scores, indices, cu, *bounds, tile0, blocks, *sizes, slots, G, queries,
-                triton.next_power_of_2(max(32, blocks - initial - local)), documents.packed, num_warps=1,
+            call(
+                _choose, (here * queries, G), (scores, indices, cu), (*bounds, tile0, blocks),
+                (*sizes, slots, G, queries, triton.next_power_of_2(max(32, blocks - local)),
+                 documents.packed),
+                num_warps=1,
             )  # fmt: skip
     return indices

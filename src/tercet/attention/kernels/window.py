@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
 from tercet.attention.kernels.documents import Documents, locate
+from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
 from tercet.attention.kernels.tiles import (
     attend,
@@ -133,11 +134,12 @@ def forward(
     launch = launch or settings("window_forward", q, v)
     rows, queries = query_tile(H // G, launch.rows)
     kd, vd = key_descriptors(launch, k, v)
-    _forward[(documents.token_tiles(queries), G)](
-        q, k, v, kd, vd, o, lse, *documents.tokens(queries),
-        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
+    cu, *bounds = documents.tokens(queries)
+    call(
+        _forward, (documents.token_tiles(queries), G), (q, k, v, kd, vd, o, lse, cu), tuple(bounds),
+        (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, kd is not None, num_warps=launch.warps, num_stages=launch.stages,
+        documents.packed, kd is not None), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return o, lse
 
@@ -154,11 +156,13 @@ def key_gradients(
     qd, dod = query_descriptors(launch, q, dout, H // G, rows)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _key_gradients[(documents.token_tiles(launch.keys), G)](
-        q, dout, k, v, lse, row_sum, gate, dk, dv, qd, dod, *documents.tokens(launch.keys),
-        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
+    cu, *bounds = documents.tokens(launch.keys)
+    call(
+        _key_gradients, (documents.token_tiles(launch.keys), G),
+        (q, dout, k, v, lse, row_sum, gate, dk, dv, qd, dod, cu), tuple(bounds),
+        (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, qd is not None, gate is not None, num_warps=launch.warps, num_stages=launch.stages,
+        documents.packed, qd is not None, gate is not None), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return dk, dv

@@ -1,0 +1,11 @@
+"""Triton decides when it is imported whether kernels are compiled or interpreted, and the process then keeps to it. The
+files named here need the interpreter: test_in_interpreter.py runs each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+NEED_INTERPRETER = ["test_laws.py", "test_selection.py", "test_operators.py", "test_selected.py"]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore = ["test_in_interpreter.py", "test_compiles.py"] if INTERPRETING else NEED_INTERPRETER

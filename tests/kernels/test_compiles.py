@@ -1,0 +1,85 @@
+"""Every launch of the operator compiles for Ampere, Hopper and Blackwell without a GPU; Hopper's shipped settings keep
+all values in registers up to head size 128."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.offline import Compiled, compiling
+from tercet.attention.kernels import ops
+from tercet.attention.spec import NSAConfig
+
+# sequence, query heads, KV heads, Dk, Dv
+SHAPES = {
+    "P": (16384, 64, 4, 128, 128),
+    "C": (2048, 12, 2, 64, 64),
+    "one head per group": (4096, 8, 8, 64, 64),
+    "head 96": (4096, 12, 2, 96, 96),
+    "paper": (4096, 32, 2, 192, 128),
+}
+# Spills that were measured and chosen, or that no setting tried avoids: (kernel, shape) -> bytes per thread
+CHOSEN: dict[tuple[str, str], int] = {}
+
+
+def operator(shape: str, *, packed: bool = False, dtype: torch.dtype = torch.bfloat16, backward: bool = True) -> None:
+    T, H, G, DK, DV = SHAPES[shape]
+    config = NSAConfig()
+    sizes = list(astuple(config))
+
+    def tensor(tokens: int, heads: int, size: int) -> torch.Tensor:
+        return torch.empty(1, tokens, heads, size, dtype=dtype)
+
+    q, gates = tensor(T, H, DK), tensor(T, H, 3)
+    Tc = config.num_compressed(T)
+    kc, vc = tensor(Tc, G, DK), tensor(Tc, G, DV)
+    ks, vs, kw, vw = tensor(T, G, DK), tensor(T, G, DV), tensor(T, G, DK), tensor(T, G, DV)
+    cu = torch.zeros(5, dtype=torch.int32) if packed else None
+    ccu = None if cu is None else ops.nsa_compressed_bounds._init_fn(cu, 32, 16)
+    o_c, lse_c = ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, sizes)
+    blocks = ops.nsa_select._init_fn(q, kc, lse_c, cu, ccu, sizes)
+    out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, sizes
+    )
+    if backward:
+        ops.nsa_backward._init_fn(
+            out, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, cu, ccu, saved, sizes
+        )
+
+
+def spilled(found: list[Compiled], shape: str) -> list[Compiled]:
+    return [c for c in found if c.stack > CHOSEN.get((c.name, shape), 0)]
+
+
+def test_hopper_keeps_all_values_in_registers() -> None:
+    with compiling(90) as found:
+        operator("C")
+    assert len(found) >= 12
+    assert spilled(found, "C") == []
+    assert all(c.shared <= 227 * 1024 for c in found)
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_forward_compiles_for_ampere_and_blackwell(capability: int) -> None:
+    with compiling(capability, resources=False) as found:
+        operator("C", backward=False)
+    assert len(found) >= 6
+    assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["bf16", "packed", "fp16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(variant, torch.bfloat16)
+    with compiling(capability) as found:
+        operator(shape, packed=variant == "packed", dtype=dtype)
+    # what one block may use: 163 KiB on A100 (sm_80), 227 KiB since Hopper
+    assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found
+    if capability == 90 and variant != "fp32" and max(SHAPES[shape][3:]) <= 128:
+        assert spilled(found, shape) == []

@@ -1,0 +1,102 @@
+"""The kernels as PyTorch operators: traced whole, seen by dispatch modes, refused with a reason; interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tercet
+from cases import attend, inputs
+from tercet.attention import kernels
+
+CONFIG = tercet.NSAConfig(
+    compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
+)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def sample(tokens: int = 40):
+    return inputs(CONFIG, tokens, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
+
+
+def test_compiled_whole_it_gives_the_same_bits() -> None:
+    x = sample().leaves()
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return tercet.nsa_attention(*tensors, config=CONFIG, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    out, wanted = compiled(*x.tensors()), call(*x.tensors())
+    assert torch.equal(out, wanted)
+    dout = torch.randn_like(out)
+    for found, right in zip(
+        torch.autograd.grad(out, x.tensors(), dout), torch.autograd.grad(wanted, x.tensors(), dout), strict=True
+    ):
+        assert torch.equal(found, right)
+
+
+def test_a_dispatch_mode_sees_the_selection_and_changes_no_bit() -> None:
+    x = sample().leaves()
+    wanted = attend(x, CONFIG, "triton")
+    with Seen() as seen:
+        out = attend(x, CONFIG, "triton")
+    ours = [name for name in seen.names if name.startswith("tercet.")]
+    assert ours == [
+        "tercet.nsa_compressed.default",
+        "tercet.nsa_select.default",
+        "tercet.keep_selection.default",
+        "tercet.nsa_attend.default",
+    ]
+    assert torch.equal(out, wanted)
+
+
+def test_stages_are_differentiable_one_by_one() -> None:
+    x = sample()
+    exact = x.map(lambda t: t.double())
+    given = torch.zeros(1, 40, 1, 2, dtype=torch.int32)
+    given[..., 1] = -1
+    from tercet.attention import reference
+
+    for name, k, v, call in (
+        ("compressed", "kc", "vc", lambda q, k, v: kernels.compressed_select(q, k, v, CONFIG)[0]),
+        ("selected", "ks", "vs", lambda q, k, v: kernels.selected(q, k, v, given, CONFIG)),
+        ("window", "kw", "vw", lambda q, k, v: kernels.window(q, k, v, CONFIG)),
+    ):
+        right = {
+            "compressed": lambda q, k, v: reference.compressed_attention(q, k, v, CONFIG)[0],
+            "selected": lambda q, k, v: reference.selected_attention(q, k, v, given, CONFIG),
+            "window": lambda q, k, v: reference.window_attention(q, k, v, CONFIG),
+        }[name]
+        mine = [getattr(x, n).clone().requires_grad_() for n in ("q", k, v)]
+        theirs = [getattr(exact, n).clone().requires_grad_() for n in ("q", k, v)]
+        out, wanted = call(*mine), right(*theirs)
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, mine, dout)
+        wanted_grads = torch.autograd.grad(wanted, theirs, dout.double())
+        for found, exactly in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+            torch.testing.assert_close(found.double(), exactly, atol=2e-5, rtol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"select_block": 24, "compress_block": 8}, "select_block=24 is not a power of two"),
+        ({"select_block": 8}, "select_block=8 is not within 16"),
+    ],
+)
+def test_what_the_kernels_cannot_do_has_a_reason(changes: dict[str, int], reason: str) -> None:
+    cfg = tercet.NSAConfig(**{"compress_block": 8, "compress_stride": 4, "select_block": 16, **changes})
+    x = inputs(cfg, 20, groups=1, per_group=1, key_size=16, value_size=16, dtype=torch.float32)
+    assert reason in kernels.unsupported(*x.tensors()[:7], cfg)
+    double = x.map(lambda t: t.double())
+    assert "float64" in kernels.unsupported(*double.tensors()[:7], CONFIG)

@@ -1,0 +1,101 @@
+"""Exact choice of blocks by the kernels: ties, forced sets, long rows, packed documents; fp32 and fp16, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tercet
+from cases import cu, inputs, judge, wrong_sets
+from tercet.attention.kernels import compressed_select
+from tercet.attention.kernels.compressed import forward
+from tercet.attention.kernels.documents import Documents, compressed_bounds
+from tercet.attention.kernels.score import select
+
+
+def config(**changes: int) -> tercet.NSAConfig:
+    small = {"compress_block": 8, "compress_stride": 4, "select_block": 16, "select_count": 4, "window": 8}
+    return tercet.NSAConfig(**{**small, **changes})
+
+
+def test_equal_scores_take_the_lowest_index() -> None:
+    cfg = config(select_initial=0, select_local=1, select_count=3)
+    x = inputs(cfg, 100, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
+    x = x.with_(q=torch.zeros_like(x.q))
+    _, chosen = compressed_select(x.q, x.kc, x.vc, cfg)
+    # with q = 0 all compressed tokens weigh the same, and so do all inner blocks; block 0 has one half less
+    assert chosen[0, 99, 0].tolist() == [1, 2, 6]
+    assert chosen[0, 47, 0].tolist() == [0, 1, 2]
+    assert chosen[0, 20, 0].tolist() == [0, 1, -1]
+    assert wrong_sets(judge(x, cfg), chosen, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"select_initial": 2, "select_local": 2, "select_count": 4},
+        {"select_initial": 0, "select_local": 1, "select_count": 2},
+        {"compress_block": 16, "compress_stride": 2, "select_count": 3, "select_local": 1},
+        {"compress_block": 16, "compress_stride": 16, "select_count": 3, "select_local": 1},
+    ],
+    ids=["all forced", "one forced", "long overlap", "no overlap"],
+)
+def test_any_valid_sizes(changes: dict[str, int]) -> None:
+    cfg = config(**changes)
+    x = inputs(cfg, 83, groups=1, per_group=3, key_size=16, value_size=16, dtype=torch.float32)
+    _, chosen = compressed_select(x.q, x.kc, x.vc, cfg)
+    assert wrong_sets(judge(x, cfg), chosen, 1e-6) == []
+
+
+def test_packed_documents_equal_documents_one_by_one() -> None:
+    cfg = config(select_count=3, select_local=1)
+    lengths = (50, 0, 3, 66)
+    x = inputs(cfg, 119, groups=2, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
+    out, chosen = compressed_select(x.q, x.kc, x.vc, cfg, cu(lengths))
+    token = compressed = 0
+    for n in lengths:
+        m = cfg.num_compressed(n)
+        if n:
+            part = compressed_select(
+                x.q[:, token : token + n],
+                x.kc[:, compressed : compressed + m],
+                x.vc[:, compressed : compressed + m],
+                cfg,
+            )
+            torch.testing.assert_close(out[:, token : token + n], part[0], atol=1e-6, rtol=1e-6)
+            assert torch.equal(chosen[:, token : token + n], part[1])
+        token, compressed = token + n, compressed + m
+
+
+def test_ranges_of_queries_and_rounds_of_blocks_change_nothing() -> None:
+    cfg = config(select_count=3, select_local=1)
+    x = inputs(cfg, 110, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
+    documents = Documents(1, 110, x.kc.shape[1], None, None)
+    _, lse = forward(x.q, x.kc, x.vc, cfg, documents)
+    once = select(x.q, x.kc, lse, cfg, documents)
+    assert torch.equal(select(x.q, x.kc, lse, cfg, documents, scratch_bytes=2000), once)
+    assert torch.equal(select(x.q, x.kc, lse, cfg, documents, widest=2), once)
+
+
+def test_half_precision_inputs_select_as_exact_arithmetic_does() -> None:
+    cfg = config(select_count=3, select_local=1)
+    x = inputs(cfg, 120, groups=1, per_group=4, key_size=16, value_size=16, dtype=torch.float16, sharpness=3.0)
+    _, chosen = compressed_select(x.q, x.kc, x.vc, cfg)
+    assert wrong_sets(judge(x, cfg), chosen, 1e-5) == []
+
+
+def test_not_a_number_never_gives_an_index_outside_the_document() -> None:
+    cfg = config()
+    x = inputs(cfg, 100, groups=1, per_group=1, key_size=16, value_size=16, dtype=torch.float32)
+    q = x.q.clone()
+    q[:, 80:] = float("nan")
+    _, chosen = compressed_select(q, x.kc, x.vc, cfg)
+    own = torch.arange(100)[None, :, None, None] // 16
+    assert ((chosen >= -1) & (chosen <= own)).all()
+    assert (chosen[:, 80:].diff(dim=-1) > 0).all()
+
+
+def test_bounds_of_compressed_tokens() -> None:
+    cfg = config()
+    bounds = cu((5, 8, 0, 300, 9, 1) * 60)
+    assert torch.equal(compressed_bounds(bounds, 8, 4), cfg.compressed_cu_seqlens(bounds))
