@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,6 +68,34 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(source, tmp
     prepare(source, broken, workers=1, shard_tokens=1500)
     assert contents(broken) == contents(straight)
     verify(broken)
+
+
+def runs(process: str) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers through /proc")
+def test_no_worker_outlives_a_killed_preparation(tmp_path):
+    code = """if True:
+        import sys, pathlib, tercet.data.prepare as module
+        from tercet.config.data import DataConfig
+        module.CHUNK_BYTES = 20000
+        module.prepare(DataConfig(), pathlib.Path(sys.argv[1]), workers=2, shard_tokens=1 << 16)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out" / "shard-00000.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    assert len(children) >= 2
+    while any(map(runs, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(runs, children))
 
 
 def test_going_on_does_not_read_finished_shards_again(source, tmp_path, small_chunks, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -237,6 +238,15 @@ def _start_worker(spec: str, eos_token: str) -> None:
     # The processes are the parallelism; threads in each would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = load_tokenizer(spec, eos_token)
+    # A worker holds both ends of its queue, so it would wait for ever for work from a parent that was killed.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work_here(records: list[Record]) -> tuple[list[tuple[np.ndarray, int]], list[int]]:
