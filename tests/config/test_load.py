@@ -165,6 +165,15 @@ def test_describe_shows_what_is_not_a_default():
     assert len(describe(loaded.config, loaded.origins, changed_only=False)) == len(all_keys())
 
 
+def test_describe_of_a_repeated_run_is_no_longer_than_the_first(tmp_path):
+    loaded = load("tiny", None, {"train.clip": 1.0})
+    write_config(loaded.config, loaded.origins, tmp_path)
+    again = load(file=tmp_path / "config.toml")
+    first, second = ([line.split("  (")[0].strip() for line in describe(x.config, x.origins)] for x in (loaded, again))
+    assert "train.clip = 1.0" in first
+    assert set(second) == set(first) - {"train.clip = 1.0"}
+
+
 def test_every_key_says_what_it_is_for():
     assert [path for path, key in all_keys().items() if not key.about.strip()] == []
 

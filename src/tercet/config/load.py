@@ -18,9 +18,11 @@ from pydantic import ValidationError
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.schema import RunConfig
 from tercet.config.toml import dumps
+from tercet.config.toml import value as as_toml
 from tercet.errors import TercetError
 
 DEFAULT = "default"
+FLAG = "flag"
 # Where a run is kept is not part of what it computes: repeating a saved config starts a new folder.
 NOT_SAVED = ("run.dir",)
 
@@ -49,7 +51,7 @@ class Loaded:
 
 def load(preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
     """Defaults, then the preset, then the file, then the flags (dotted key -> value)."""
-    return merge([*read_layers(preset, file), Layer("flag", flags or {})])
+    return merge([*read_layers(preset, file), Layer(FLAG, flags or {})])
 
 
 def read_layers(preset: str | None = None, file: str | Path | None = None) -> list[Layer]:
@@ -123,13 +125,18 @@ def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
 
 
 def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True) -> list[str]:
-    """`key = value  (origin)`, one line each; by default those that are not defaults."""
-    from tercet.config.toml import value as as_toml
+    """`key = value  (origin)`, one line each; by default what differs from the defaults or was given as a flag.
 
-    lines = [(path, as_toml(value), origins.get(path, DEFAULT)) for path, value in flatten(config).items()]
-    shown = [line for line in lines if not changed_only or line[2] != DEFAULT]
-    width = max((len(f"{path} = {text}") for path, text, _ in shown), default=0)
-    return [f"{f'{path} = {text}':<{min(width, 60)}}  ({origin})" for path, text, origin in shown]
+    A saved configuration gives every value, and repeating it should not print them all.
+    """
+    defaults = flatten(RunConfig())
+    shown = [
+        (f"{path} = {as_toml(value)}", origins.get(path, DEFAULT))
+        for path, value in flatten(config).items()
+        if not changed_only or value != defaults[path] or origins.get(path) == FLAG
+    ]
+    width = min(max((len(text) for text, _ in shown), default=0), 60)
+    return [f"{text:<{width}}  ({origin})" for text, origin in shown]
 
 
 def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]:
