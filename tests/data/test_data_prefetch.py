@@ -38,8 +38,10 @@ def test_a_reader_killed_at_any_moment_goes_on_without_losing_or_repeating_a_bat
     for kill in range(5):
         reader = os.fork()  # not a new interpreter: importing torch five times would be most of the test
         if reader == 0:
-            read_until_killed(data, state, log)
-            os._exit(1)
+            try:
+                read_until_killed(data, state, log)
+            finally:
+                os._exit(1)
         wanted = log.stat().st_size + 7000 * (kill + 1)
         deadline = time.monotonic() + 60
         while log.stat().st_size < wanted and time.monotonic() < deadline:

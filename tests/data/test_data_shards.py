@@ -56,10 +56,13 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(source, tmp
         done = len(list(broken.glob("shard-*.json")))
         child = os.fork()
         if child == 0:
-            module.write_shard = slowly
-            prepare(source, broken, workers=1, shard_tokens=1500)
-            os._exit(0)
-        while not (broken / f"shard-{done:05d}.json").exists():
+            try:
+                module.write_shard = slowly
+                prepare(source, broken, workers=1, shard_tokens=1500)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 30
+        while not (broken / f"shard-{done:05d}.json").exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
