@@ -231,3 +231,23 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TercetError, match=r"model\.vocab_size=100 is smaller than the tokenizer's 256"):
         train(small(run__dir=str(tmp_path / "run"), model__vocab_size=100), origins={})
+
+
+def test_records_left_out_are_counted_in_every_log_line_and_named_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(20)]
+    (tmp_path / "texts.jsonl").write_text("\n".join([lines[0], "{rubbish", *lines[1:]]) + "\n")
+    config = small(
+        run__dir=str(tmp_path / "run"),
+        data__source="jsonl",
+        data__path=(str(tmp_path / "texts.jsonl"),),
+        data__bad_records="skip",
+        data__validation_fraction=0.0,
+        train__steps=20,
+    )
+    assert train(config, origins={}) == 0
+    assert int(rows(tmp_path / "run" / "training.csv")[-1]["bad_records"]) >= 1
+    out = capsys.readouterr().out
+    assert "bad records were left out" in out
+    assert "texts.jsonl" in out

@@ -67,6 +67,7 @@ class StepLogged(Event):
     memory_gib: float  # allocated at most so far, on this rank's device (resident memory on a CPU)
     skipped: int  # non-finite steps since the start of the run
     epoch: int
+    bad_records: int = 0  # left out since the start of the run, where data.bad_records allows it
     first_step: int  # of the interval
     losses: list[float]
     grad_norms: list[float]

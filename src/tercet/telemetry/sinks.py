@@ -22,6 +22,7 @@ TRAINING_COLUMNS = (
     "memory_gib",
     "skipped",
     "epoch",
+    "bad_records",
     "time",
 )
 VALIDATION_COLUMNS = ("step", "loss", "tokens", "seconds", "time")

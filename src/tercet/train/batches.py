@@ -32,6 +32,7 @@ class StepBatches:
         self._accumulation = accumulation
         self.cursor = cursor  # after the last batch handed out: what a checkpoint must hold
         self.epoch = 0
+        self.bad_records = 0
 
     def next_step(self) -> list[Batch]:
         """The next step's batches. Fewer at the end of the data, where the last step is smaller; then none."""
@@ -39,4 +40,5 @@ class StepBatches:
         if batches:
             self.cursor = batches[-1].state
             self.epoch = batches[-1].stats.epoch
+            self.bad_records = batches[-1].stats.skipped
         return batches

@@ -256,6 +256,7 @@ class Trainer:
                 memory_gib=peak_memory_gib(state.device),
                 skipped=state.guard.total(),
                 epoch=self.batches.epoch,
+                bad_records=self.batches.bad_records,
                 first_step=measured[0].step,
                 losses=[m.loss for m in measured],
                 grad_norms=[m.grad_norm for m in measured],
@@ -384,6 +385,9 @@ class Trainer:
                 f"go on with --resume auto --run.dir {self.folder.path}"
             )
             return
+        if self.batches.bad_records:
+            said = "; ".join(self.loader.bad_records)
+            self.screen.say(f"warning: {self.batches.bad_records} bad records were left out: {said}", "bold yellow")
         losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
         self.screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {self.folder.path}")
 

@@ -30,6 +30,8 @@ FREE = (
     "run.device",
     "run.threads",
     "log.",
+    "health.",
+    "profile.",
     "checkpoint.",
     "parallel.",
     "data.prefetch",

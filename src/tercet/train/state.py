@@ -56,7 +56,7 @@ class TrainState:
 def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: restore.Found | None) -> TrainState:
     """A fresh state, or the one of the checkpoint `start`."""
     seed_all(config.run.seed)
-    model = strategy.make(lambda: Transformer(config.model), device)
+    model = strategy.make(lambda: _draw(config), device)
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
     if compiles(config, device):
@@ -71,6 +71,16 @@ def build_state(config: RunConfig, device: torch.device, strategy: Strategy, sta
     elif config.train.init_from is not None:
         _initialise(state, config)
     return state
+
+
+def _draw(config: RunConfig) -> nn.Module:
+    """The model with its first weights. Building draws as well, though not on the meta device: the generator is set
+    again after it, so that weights are the same wherever, and whenever, they are drawn."""
+    model = Transformer(config.model)
+    seed_all(config.run.seed)
+    if not any(p.is_meta for p in model.parameters()):
+        model.init_weights()
+    return model
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
