@@ -34,4 +34,15 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU the numbers of cu_seqlens are read, as that costs no synchronisation there: read them no more."""
     for name in ("check_cu_seqlens", "check_packed_compressed"):
         monkeypatch.setattr(f"tercet.attention.checks.{name}", lambda *_, **__: None)
-    monkeypatch.setattr("tercet.attention.layout.Packing.bounds", None)
+    monkeypatch.setattr("tercet.attention.layout._read_bounds", lambda *_: None)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN: by torch's own switch, which also reaches allocations inside operators."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,17 +26,6 @@ def test_same_inputs_give_the_same_bits(documents, backend: str):
     outcome(inputs(cfg, 33, seed=9), cfg, backend)  # what ran in between must not matter
     second = outcome(x, cfg, backend, cu_seqlens=cu(documents))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory holds NaN: by torch's own switch, which also reaches allocations inside operators."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])

@@ -72,7 +72,10 @@ def test_one_document_equals_no_cu_seqlens(backend: str):
     assert torch.equal(plain_aux.block_indices, packed_aux.block_indices)
 
 
-def test_padding_after_the_compressed_tokens_is_ignored_whatever_it_holds(backend: str):
+@pytest.mark.parametrize("bounds_readable", [True, False])
+def test_padding_after_the_compressed_tokens_is_ignored_whatever_it_holds(bounds_readable, backend: str, request):
+    if not bounds_readable:
+        request.getfixturevalue("as_on_a_device")
     cfg = config()
     documents = (17, 2, 26)
     x = inputs(cfg, 45, documents=documents)

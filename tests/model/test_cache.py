@@ -177,6 +177,16 @@ def test_a_row_may_stand_still_while_others_go_on():
     torch.testing.assert_close(last[1:], layer(x[1:])[:, 10:14], **CLOSE)
 
 
+@pytest.mark.parametrize("max_len", [None, 60], ids=["growing", "preallocated"])
+def test_poisoned_memory_changes_nothing(max_len, request):
+    layer = make()
+    x = torch.randn(2, 45, 12, dtype=torch.float64)
+    clean, _ = feed(layer, x, [7, 1, 1, 20, 16], max_len)
+    request.getfixturevalue("poisoned")
+    dirty, _ = feed(layer, x, [7, 1, 1, 20, 16], max_len)
+    torch.testing.assert_close(clean, dirty, rtol=0, atol=0)
+
+
 # --- counted ---
 
 

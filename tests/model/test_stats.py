@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import oracle
 import tercet
@@ -142,7 +143,7 @@ def test_distances_fall_into_doubling_bins():
 def test_updating_never_needs_a_value_on_the_host():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     x = inputs(CFG, 40, dtype=torch.float32)
     _, aux = attend(x, CFG, return_aux=True)
     with mode:
@@ -185,6 +186,17 @@ def test_a_layer_that_is_not_asked_counts_nothing_and_computes_the_same(monkeypa
     layer.stats.enabled = True
     assert torch.equal(layer(x), quiet)
     assert layer.stats.read() != {}
+
+
+def test_what_activation_checkpointing_computes_again_is_counted_once(monkeypatch):
+    layer, _ = layer_with_captured_stats(monkeypatch)
+    layer.stats.enabled = True
+    x = torch.randn(1, 50, 32, requires_grad=True)
+    layer(x).sum().backward()
+    plain = layer.stats.read(), layer.stats.read_distances()
+    layer.stats.reset()
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert (layer.stats.read(), layer.stats.read_distances()) == plain
 
 
 def test_statistics_are_no_part_of_the_state_of_a_layer(monkeypatch):
