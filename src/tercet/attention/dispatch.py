@@ -12,6 +12,8 @@ from tercet.attention.spec import NSAConfig
 
 BACKENDS = ("auto", "reference", "triton")
 
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
 
 class Route(str):
     """The backend that a branch ran on. Compares as its name; `reason` says why it was not a faster one."""
@@ -27,25 +29,28 @@ class Route(str):
         return f"'{self}'" if self.reason is None else f"'{self}' ({self.reason})"
 
 
-def choose(backend: str, tensors: dict[str, Tensor], config: NSAConfig) -> Route:
-    """`tensors` holds q and the keys and values, by the names of nsa_attention's arguments."""
+def choose(backend: str, tensors: dict[str, Tensor], config: NSAConfig) -> tuple[str, str | None]:
+    """(backend, why not a faster one). `tensors` holds q, keys and values by the names of nsa_attention's arguments.
+
+    Plain strings rather than a Route: torch.compile traces this, and knows no subclasses of str.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
     if backend == "reference":
-        return Route("reference", "asked for")
+        return "reference", "asked for"
     reason = why_not_triton(tensors, config)
     if reason is None:
-        return Route("triton")
+        return "triton", None
     if backend == "triton":
         raise RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" takes the reference instead')
     if tensors["q"].is_cuda:
         _warn_once(reason)
-    return Route("reference", reason)
+    return "reference", reason
 
 
 def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
     q = tensors["q"]
-    if not triton_installed():
+    if not TRITON_INSTALLED:
         return "Triton is not installed (pip install 'tercet[kernels]')"
     if not q.is_cuda and not _interpreting():
         return f"q is on {q.device} and the kernels need a CUDA device"
@@ -53,11 +58,6 @@ def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
 
     order = ("q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window")
     return kernels.unsupported(*(tensors[name] for name in order), config)
-
-
-@lru_cache(maxsize=1)
-def triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _interpreting() -> bool:

@@ -77,6 +77,34 @@ def nsa_attention(
     """
     checks.check_config(config)
     branches = check_branches(branches)
+    if packing is None and cu_seqlens is not None:
+        packing = _pack(cu_seqlens, q, k_compressed, config, validate)
+    out, block_indices, route = run_nsa(
+        q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates,
+        config=config, packing=packing, backend=backend, branches=branches, block_indices=block_indices,
+    )  # fmt: skip
+    if not return_aux:
+        return out
+    return out, AttentionAux(block_indices, dict.fromkeys(branches, Route(*route)))
+
+
+def run_nsa(
+    q: Tensor,
+    k_compressed: Tensor,
+    v_compressed: Tensor,
+    k_selected: Tensor,
+    v_selected: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    packing: Packing | None = None,
+    backend: str = "auto",
+    branches: tuple[str, ...] = BRANCHES,
+    block_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
+    """What nsa_attention does, for callers that torch.compile traces: (out, block_indices, (backend, reason))."""
     keys = {"compressed": k_compressed, "selected": k_selected, "window": k_window}
     values = {"compressed": v_compressed, "selected": v_selected, "window": v_window}
     tensors = {"q": q}
@@ -84,22 +112,18 @@ def nsa_attention(
         tensors |= {f"k_{branch}": keys[branch], f"v_{branch}": values[branch]}
     checks.check_tensors(tensors | {"gates": gates})
     length = q.shape[1]
-    packed = cu_seqlens is not None or packing is not None
     for branch in BRANCHES:
         tokens: int | None = length
         if branch == "compressed":
-            tokens = None if packed else config.num_compressed(length)
+            tokens = None if packing is not None else config.num_compressed(length)
         checks.check_keys(q, keys[branch], values[branch], branch, tokens)
     checks.check_same_groups(keys, values)
     checks.check_gates(gates, q)
     if block_indices is not None:
         checks.check_block_indices(block_indices, q, k_selected.shape[2], config)
-    if packing is None and cu_seqlens is not None:
-        packing = _pack(cu_seqlens, q, k_compressed, config, validate)
-
     route = choose(backend, tensors, config)
     with torch.autocast(q.device.type, enabled=False):
-        if route == "triton":
+        if route[0] == "triton":
             from tercet.attention import kernels
 
             out, block_indices = kernels.nsa(
@@ -112,9 +136,7 @@ def nsa_attention(
             )
         else:
             out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices)
-    if not return_aux:
-        return out
-    return out, AttentionAux(block_indices, dict.fromkeys(branches, route))
+    return out, block_indices, route
 
 
 def _reference(
@@ -296,6 +318,8 @@ def _stage(
 
 
 def _pack(cu_seqlens: Tensor, q: Tensor, k_compressed: Tensor | None, config: NSAConfig, validate: bool) -> Packing:
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        checks.check_tensors({"q": q})
     # on the CPU reading the numbers costs nothing, so they are always checked there
     readable = validate or cu_seqlens.device.type == "cpu"
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device, values=readable)

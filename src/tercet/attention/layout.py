@@ -6,7 +6,6 @@ T tokens of all documents stand one after another, and so do their Tc compressed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,59 +27,60 @@ class Span:
 WHOLE = Span()
 
 
-@dataclass(frozen=True)
 class Packing:
-    """Positions within documents, made once from `cu_seqlens` and shared by all layers of a forward pass."""
+    """Positions within documents, made once from `cu_seqlens` and shared by all layers of a forward pass.
 
-    cu_seqlens: Tensor  # int32 [docs + 1]
-    length: int  # T
-    compressed_length: int  # Tc, padding included
-    config: NSAConfig
+    All is worked out at once: torch.compile traces the layers that read it, and stumbles over what is made on demand.
+    """
 
-    @cached_property
-    def compressed_cu_seqlens(self) -> Tensor:
-        return self.config.compressed_cu_seqlens(self.cu_seqlens)
+    cu_seqlens: Tensor
+    """int32 [docs + 1]: the documents' bounds."""
+    length: int
+    """T"""
+    compressed_length: int
+    """Tc, padding included."""
+    document: Tensor
+    """[T] int64: the document each token belongs to."""
+    position: Tensor
+    """[T] int64: 0 at each document's first token."""
+    compressed_cu_seqlens: Tensor
+    """[docs + 1]: bounds of the documents' compressed tokens."""
+    compressed_document: Tensor
+    """[Tc] int64: the document each compressed token belongs to; the number of documents for padding."""
+    compressed_index: Tensor
+    """[Tc] int64: i, counted within the document."""
+    compressed_first_token: Tensor
+    """[Tc] int64: the packed index of the first token under each compressed token (padding: clamped)."""
+    bounds: list[tuple[int, int, int, int]] | None
+    """Each document's (first token, end, first compressed token, end), where reading them costs no synchronisation;
+    None on a device."""
 
-    @cached_property
-    def document(self) -> Tensor:
-        """[T] int64: the document each token belongs to."""
-        return _document(self.cu_seqlens, self.length)
-
-    @cached_property
-    def position(self) -> Tensor:
-        """[T] int64: 0 at each document's first token."""
-        return torch.arange(self.length, device=self.cu_seqlens.device) - self.cu_seqlens[self.document]
-
-    @cached_property
-    def compressed_document(self) -> Tensor:
-        """[Tc] int64: the document each compressed token belongs to; the number of documents for padding."""
-        return _document(self.compressed_cu_seqlens, self.compressed_length)
-
-    @cached_property
-    def compressed_index(self) -> Tensor:
-        """[Tc] int64: i, counted within the document."""
-        first = self.compressed_cu_seqlens[self.compressed_document.clamp(max=self.num_documents - 1)]
-        return torch.arange(self.compressed_length, device=first.device) - first
-
-    @cached_property
-    def compressed_first_token(self) -> Tensor:
-        """[Tc] int64: the packed index of the first token under each compressed token (padding: clamped)."""
-        document = self.compressed_document.clamp(max=self.num_documents - 1)
-        token = self.cu_seqlens[document] + self.compressed_index * self.config.compress_stride
-        return token.clamp(max=max(self.length - self.config.compress_block, 0))
+    def __init__(self, cu_seqlens: Tensor, length: int, compressed_length: int, config: NSAConfig) -> None:
+        self.cu_seqlens, self.length, self.compressed_length, self.config = (
+            cu_seqlens, length, compressed_length, config,
+        )  # fmt: skip
+        device, last = cu_seqlens.device, cu_seqlens.shape[0] - 2
+        self.compressed_cu_seqlens = config.compressed_cu_seqlens(cu_seqlens)
+        self.document = _document(cu_seqlens, length)
+        self.position = torch.arange(length, device=device) - cu_seqlens[self.document]
+        self.compressed_document = _document(self.compressed_cu_seqlens, compressed_length)
+        document = self.compressed_document.clamp(max=last)
+        index = torch.arange(compressed_length, device=device)
+        self.compressed_index = index - self.compressed_cu_seqlens[document]
+        first = cu_seqlens[document] + self.compressed_index * config.compress_stride
+        self.compressed_first_token = first.clamp(max=max(length - config.compress_block, 0))
+        self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
 
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.shape[0] - 1
 
-    @cached_property
-    def bounds(self) -> list[tuple[int, int, int, int]] | None:
-        """Each document's (first token, end, first compressed token, end), where reading them costs no
-        synchronisation; None on a device."""
-        if self.cu_seqlens.device.type != "cpu":
-            return None
-        tokens, compressed = self.cu_seqlens.tolist(), self.compressed_cu_seqlens.tolist()
-        return list(zip(tokens[:-1], tokens[1:], compressed[:-1], compressed[1:], strict=True))
+
+def _read_bounds(cu_seqlens: Tensor, compressed_cu_seqlens: Tensor) -> list[tuple[int, int, int, int]] | None:
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    tokens, compressed = cu_seqlens.tolist(), compressed_cu_seqlens.tolist()
+    return list(zip(tokens[:-1], tokens[1:], compressed[:-1], compressed[1:], strict=True))
 
 
 def _document(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -86,7 +86,8 @@ def group_importance(importance: Tensor) -> Tensor:
 def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     """I_t (Eq. 11): forced blocks, then the best others by (score descending, index ascending), up to min(n, c+1).
 
-    scores: [..., C, NB]; t: [C], or one row of it for each leading axis. Returns int32 [..., C, n], ascending, padded with -1.
+    scores: [..., C, NB]; t: [C], or one row of it for each leading axis.
+    Returns int32 [..., C, n], ascending, padded with -1.
     """
     num_blocks, n = scores.shape[-1], config.select_count
     j = torch.arange(num_blocks, device=scores.device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tercet.attention.checks import check_config, check_cu_seqlens
 from tercet.attention.dispatch import BACKENDS, Route
-from tercet.attention.functional import nsa_attention
+from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing
 from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size, check_sizes
 from tercet.model.cache import DenseCache, NSACache
@@ -77,7 +77,16 @@ class NativeSparseAttention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
         self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim) for _ in range(kv_sets)) if qk_norm else None
         self.stats = AttentionStats(self.config)
-        self.routes: dict[str, Route] = {}
+        self._ran: dict[str, Route] | tuple[str, str | None] = {}
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """The backend that each branch of the last call really ran on, and why not a faster one."""
+        return self._ran if isinstance(self._ran, dict) else dict.fromkeys(self.branches, Route(*self._ran))
+
+    @routes.setter
+    def routes(self, routes: dict[str, Route]) -> None:
+        self._ran = routes
 
     @torch.no_grad()
     def init_weights(self, std: float, output_std: float) -> None:
@@ -126,12 +135,11 @@ class NativeSparseAttention(nn.Module):
         q, raw, keys, values = self.project(x, None if packing is None else packing.position)
         k_compressed, v_compressed = self._compress(raw, values["compressed"], packing)
         gates = self.gate(x)
-        out, aux = nsa_attention(
+        out, block_indices, self._ran = run_nsa(
             q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
-            gates, config=self.config, packing=packing, backend=self.backend, branches=self.branches, return_aux=True,
+            gates, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
         )  # fmt: skip
-        self.routes = aux.routes
-        self.stats.update(gates, aux.block_indices, packing)
+        self.stats.update(gates, block_indices, packing)
         return self.o_proj(out.flatten(2))
 
     # ------------------------------------------------------------ parts
@@ -178,7 +186,7 @@ class NativeSparseAttention(nn.Module):
     def _packing(self, cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:
         if cu_seqlens is None or isinstance(cu_seqlens, Packing):
             return cu_seqlens
-        check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=cu_seqlens.device.type == "cpu")
+        check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=_readable(cu_seqlens))
         return Packing(cu_seqlens, x.shape[1], x.shape[1] // self.config.compress_stride, self.config)
 
     @torch.no_grad()  # a cache is for inference: kept tokens must not keep their graphs
@@ -193,7 +201,7 @@ class NativeSparseAttention(nn.Module):
             k_compressed, v_compressed = self._compress(raw, values["compressed"], None)
             cache.append_compressed(step, k_compressed[:, : step.emitted], v_compressed[:, : step.emitted])
             cache.reads = None
-            out = nsa_attention(
+            out, _, self._ran = run_nsa(
                 q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
                 gates, config=self.config, backend=self.backend, branches=self.branches,
             )  # fmt: skip
@@ -280,7 +288,7 @@ class DenseAttention(nn.Module):
         if isinstance(cu_seqlens, Packing):
             packing = cu_seqlens
         elif cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=cu_seqlens.device.type == "cpu")
+            check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=_readable(cu_seqlens))
             packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
         q, k, v = self.project(x, None if packing is None else packing.position)
         return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
@@ -304,6 +312,11 @@ class DenseAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, turn), rotate(k, turn), v
+
+
+def _readable(cu_seqlens: Tensor) -> bool:
+    """Reading the numbers costs nothing: they are on the CPU, and nobody is tracing."""
+    return cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_input(x: Tensor, dim: int) -> None:

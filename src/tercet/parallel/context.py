@@ -55,7 +55,7 @@ class ContextShare:
         packing = Packing(bounds, layout.length, layout.compressed_bounds[-1], layout.config)
         tokens, compressed = layout.bounds, layout.compressed_bounds
         known = list(zip(tokens[:-1], tokens[1:], compressed[:-1], compressed[1:], strict=True))
-        packing.__dict__["bounds"] = known  # where cached_property would keep it
+        packing.bounds = known
         return packing
 
     @cached_property

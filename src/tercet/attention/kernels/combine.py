@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.launching import call
+from tercet.attention.kernels.settings import power_of_2
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,8 +87,8 @@ def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
     rows = B * T * H
     strides = (0, 0, 0) if gates is None else gates.stride()[1:]
     call(
-        _combine, (triton.cdiv(rows, _ROWS),), (some, *outputs, gates, out), (rows,),
-        (*strides, *(o is not None for o in outputs), gates is not None, H, D, triton.next_power_of_2(D), _ROWS),
+        _combine, (-(-rows // _ROWS),), (some, *outputs, gates, out), (rows,),
+        (*strides, *(o is not None for o in outputs), gates is not None, H, D, power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
     return out
@@ -108,9 +109,9 @@ def row_sums(
         planes, strides = torch.empty_like(sums), gates.stride()[1:]
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     call(
-        _row_sums, (triton.cdiv(rows, _ROWS),), (dout, *outputs, gates, sums, planes, dgates), (rows,),
+        _row_sums, (-(-rows // _ROWS),), (dout, *outputs, gates, sums, planes, dgates), (rows,),
         (dout.stride(1), dout.stride(2), *strides, *(o is not None for o in outputs), gates is not None, H, D,
-         triton.next_power_of_2(D), _ROWS),
+         power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
     return sums, planes, dgates

@@ -13,7 +13,7 @@ from torch import Tensor
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
 from tercet.attention.kernels.documents import Documents, locate, visible
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, query_tile, settings
 from tercet.attention.kernels.tiles import (
     attend,
     finish,
@@ -150,7 +150,7 @@ def forward(
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
         DV, padded(DV), queries, rows, launch.keys, documents.packed, kd is not None),
-        num_warps=launch.warps, num_stages=launch.stages,
+        **launch.options,
     )  # fmt: skip
     return o, lse
 
@@ -182,17 +182,17 @@ def key_gradients(
         DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
         DV, padded(DV), queries, rows, N, documents.packed, qd is not None, gate is not None),
-        num_warps=launch.warps, num_stages=launch.stages,
+        **launch.options,
     )  # fmt: skip
     # padding after the last document's compressed tokens belongs to no tile
     fresh = torch.zeros if documents.packed else torch.empty
     dk = fresh(k.shape, dtype=k.dtype, device=k.device)
     dv = fresh(v.shape, dtype=v.dtype, device=v.device)
     # few numbers per program: the sum waits for memory, and many programs wait at once
-    R = min(N, max(1, 1024 // triton.next_power_of_2(G * max(DK, DV))))
+    R = min(N, max(1, 1024 // power_of_2(G * max(DK, DV))))
     call(
         _sum_parts, (tiles, N // R), (pk, pv, dk, dv, ccu), (*bounds, parts),
-        (G * DK, triton.next_power_of_2(G * DK), G * DV, triton.next_power_of_2(G * DV), N, R, documents.packed),
+        (G * DK, power_of_2(G * DK), G * DV, power_of_2(G * DV), N, R, documents.packed),
         num_warps=4,
     )  # fmt: skip
     return dk, dv

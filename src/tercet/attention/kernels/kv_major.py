@@ -178,6 +178,50 @@ def merge(
         tl.store(LSE + at, tl.where(some, top + tl.log2(l), 1e30), mask=ok)
 
 
+@triton.jit
+def backward_step(
+    Q, DOUT, GATE, LSE, ROW_SUM, ORDER, PARTIAL_DQ, k, v, dk, dv,
+    i, end, first, begin, qi, hh, fits, scale, qt, qh, ot, oh, gt, gh,
+    G: tl.constexpr, h: tl.constexpr, n: tl.constexpr, BS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr, WITH_DQ: tl.constexpr, GATED: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """Entries i.. of a piece. MASK: they may not see all of the block."""
+    d = tl.arange(0, DKP)
+    c = tl.arange(0, DVP)
+    ok = fits & (i + qi < end)
+    e = tl.load(ORDER + i + qi, mask=ok, other=begin * (G * n)).to(tl.int32)
+    t = e // (G * n) - begin
+    q = tl.load(
+        Q + offsets(t, hh, qt, qh, WIDE)[:, None] + d[None, :], mask=in_columns(ok, d, DK, DKP), other=0.0
+    )
+    do = tl.load(
+        DOUT + offsets(t, hh, ot, oh, WIDE)[:, None] + c[None, :], mask=in_columns(ok, c, DV, DVP), other=0.0
+    )
+    lse = tl.load(LSE + t * (G * h) + hh, mask=ok, other=1e30)
+    row_sum = tl.load(ROW_SUM + t * (G * h) + hh, mask=ok, other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    p = tl.exp2(s * scale - lse[:, None])
+    if MASK:
+        p = tl.where((t + (begin - first))[:, None] >= tl.arange(0, BS)[None, :], p, 0.0)
+    if GATED:
+        # In fp32 it is fetched ahead like the rest; Triton's pipeline takes no loads of two bytes.
+        p = p * tl.load(GATE + offsets(t, hh, gt, gh, WIDE), mask=ok, other=0.0).to(tl.float32)[:, None]
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
+    ds = (p * (dp - row_sum[:, None])).to(q.dtype)
+    dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+    if WITH_DQ:
+        dq = tl.dot(ds, k, input_precision="ieee")
+        to = (e - begin * (G * n)) * h + hh
+        tl.store(
+            PARTIAL_DQ + (to * DK)[:, None] + d[None, :],
+            dq.to(PARTIAL_DQ.dtype.element_ty),
+            mask=in_columns(ok, d, DK, DKP),
+        )
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=["r", "begin", "lists", "slots", "L"])
 def backward(
     Q,
@@ -230,6 +274,8 @@ def backward(
     DKP: tl.constexpr,
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
+    SP: tl.constexpr,
+    SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
     TMA: tl.constexpr,
     DECIDE: tl.constexpr,
@@ -265,40 +311,24 @@ def backward(
         do_base = DOUT + (at * ot + b64 * ob + head * oh)
         gate_base = GATE + (at * gt + b64 * gb + head * gh)
         row_base = at * (G * h) + head
-        for i in tl.range(start, end, BQ):
-            ok = fits & (i + qi < end)
-            e = tl.load(ORDER + i + qi, mask=ok, other=begin * (G * n)).to(tl.int32)
-            t = e // (G * n) - begin
-            q = tl.load(
-                q_base + offsets(t, hh, qt, qh, WIDE)[:, None] + dk_[None, :],
-                mask=in_columns(ok, dk_, DK, DKP),
-                other=0.0,
-            )
-            do = tl.load(
-                do_base + offsets(t, hh, ot, oh, WIDE)[:, None] + dv_[None, :],
-                mask=in_columns(ok, dv_, DV, DVP),
-                other=0.0,
-            )
-            lse = tl.load(LSE + row_base + t * (G * h) + hh, mask=ok, other=1e30)
-            row_sum = tl.load(ROW_SUM + row_base + t * (G * h) + hh, mask=ok, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            p = tl.exp2(s * scale - lse[:, None])
-            p = tl.where((t + (begin - first))[:, None] >= key[None, :], p, 0.0)
-            if GATED:
-                gate = tl.load(gate_base + offsets(t, hh, gt, gh, WIDE), mask=ok, other=0.0)
-                p = p * gate.to(tl.float32)[:, None]
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
-            ds = (p * (dp - row_sum[:, None])).to(q.dtype)
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-            if WITH_DQ:
-                dq = tl.dot(ds, k, input_precision="ieee")
-                to = (e - begin * (G * n)) * h + hh
-                tl.store(
-                    PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
-                    dq.to(PARTIAL_DQ.dtype.element_ty),
-                    mask=in_columns(ok, dk_, DK, DKP),
-                )
+        free = start
+        if SPLIT:
+            # Free entries stand before forced ones and see the whole block.
+            within = tl.arange(0, SP)
+            names = tl.load(KEYS + start + within, mask=start + within < end, other=1)
+            free = start + tl.sum(((names & 1) == 0).to(tl.int32))
+            for i in tl.range(start, free, BQ):
+                dk, dv = backward_step(
+                    q_base, do_base, gate_base, LSE + row_base, ROW_SUM + row_base, ORDER, PARTIAL_DQ, k, v, dk, dv,
+                    i, free, first, begin, qi, hh, fits, scale, qt, qh, ot, oh, gt, gh, G, h, n, BS, DK, DV, DKP, DVP,
+                    WIDE, WITH_DQ, GATED, False,
+                )  # fmt: skip
+        for i in tl.range(free, end, BQ):
+            dk, dv = backward_step(
+                q_base, do_base, gate_base, LSE + row_base, ROW_SUM + row_base, ORDER, PARTIAL_DQ, k, v, dk, dv,
+                i, end, first, begin, qi, hh, fits, scale, qt, qh, ot, oh, gt, gh, G, h, n, BS, DK, DV, DKP, DVP,
+                WIDE, WITH_DQ, GATED, True,
+            )  # fmt: skip
         # An uncut list adds to its sum at once: earlier ranges were earlier launches.
         whole = tl.load(LISTS + lists + lst) - tl.load(LISTS + lst) <= SEGMENT
         slot = tl.where(whole, slots + lst % (G * L), tl.program_id(0))

@@ -122,7 +122,7 @@ def query_gradients(
         config.compress_block, config.compress_stride, config.window, G, H // G,
         DK, padded(DK), DV, padded(DV), queries, rows, launch.keys, documents.packed,
         kcd is not None, kwd is not None, compressed is not None, window is not None, gate is not None),
-        num_warps=launch.warps, num_stages=launch.stages,
+        **launch.options,
     )  # fmt: skip
     return dq
 

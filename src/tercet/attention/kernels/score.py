@@ -18,7 +18,7 @@ from torch import Tensor
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.documents import Documents, locate, visible
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
 from tercet.attention.kernels.tiles import load_keys, load_rows
 from tercet.attention.spec import NSAConfig
 
@@ -234,7 +234,7 @@ def select(
     """block_indices of every query, from the compressed keys and the log-sum-exp of compressed attention."""
     B, T, H, DK = q.shape
     G = k.shape[2]
-    heads, spread = H // G, triton.next_power_of_2(H // G)
+    heads, spread = H // G, power_of_2(H // G)
     count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
     launch = launch or settings("score", q, k)
     keys = max(launch.keys, block // config.compress_stride)
@@ -264,23 +264,23 @@ def select(
                 (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
                 config.compress_block, config.compress_stride, block, count, local,
                 G, heads, spread, DK, padded(DK), queries, keys, documents.packed, kd is not None,
-                q.dtype != torch.float32), num_warps=launch.warps, num_stages=launch.stages,
+                q.dtype != torch.float32), **launch.options,
             )  # fmt: skip
-        slots = triton.next_power_of_2(count)
+        slots = power_of_2(count)
         if chunks > 1:
             call(
                 _shortlist, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
                 (*bounds, tile0, blocks),
-                (*sizes, G, queries, widest, chunks, triton.next_power_of_2(wanted), documents.packed), num_warps=1,
+                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed), num_warps=1,
             )  # fmt: skip
             call(
                 _choose_shortlisted, (here * queries, G), (shortlist[0], shortlist[1], indices, cu), (*bounds, tile0),
-                (*sizes, slots, G, queries, listed, triton.next_power_of_2(listed), documents.packed), num_warps=1,
+                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed), num_warps=1,
             )  # fmt: skip
         else:
             call(
                 _choose, (here * queries, G), (scores, indices, cu), (*bounds, tile0, blocks),
-                (*sizes, slots, G, queries, triton.next_power_of_2(max(32, blocks - local)),
+                (*sizes, slots, G, queries, power_of_2(max(32, blocks - local)),
                  documents.packed),
                 num_warps=1,
             )  # fmt: skip

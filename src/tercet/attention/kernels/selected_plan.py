@@ -12,14 +12,16 @@ import triton
 
 @dataclass(frozen=True)
 class SelectedSettings:
-    rows: int = 64  # (query, head) rows of a tile
+    rows: int = 64  # (query, head) rows of a union tile
+    attend_rows: int = 64  # and of a KV-major step
+    backward_rows: int = 64
     segment_rows: int = 2048  # rows that one KV-major program works through at most
     warps: int = 4
     union_stages: int = 3
     union_dq_stages: int = 2
     attend_stages: int = 1
     backward_stages: int = 2
-    sum_warps: int = 4
+    split: bool = False  # masks only for entries that may need them, in a loop of their own
     tma: bool = True  # the copy engine loads K and V, where the device has one and strides allow it
     # KV-major runs above this many union blocks per tile, as a multiple of select_count.
     forward_limit: float = 2.4
@@ -29,11 +31,15 @@ class SelectedSettings:
 
 def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
     if dtype == torch.float32:
-        return SelectedSettings(rows=32, union_stages=1, union_dq_stages=1, backward_stages=1)
+        return SelectedSettings(
+            rows=32, attend_rows=32, backward_rows=32, union_stages=1, union_dq_stages=1, backward_stages=1
+        )
     if max(dk, dv) > 128 or select_block > 64:
         return SelectedSettings(warps=8, union_stages=2, union_dq_stages=1, backward_stages=1)
     if max(dk, dv) <= 64:
-        return SelectedSettings(union_stages=2, forward_limit=3.4)
+        return SelectedSettings(
+            union_dq_stages=3, attend_stages=3, backward_rows=128, forward_limit=2.8, backward_limit=1.5
+        )
     return SelectedSettings()
 
 
@@ -63,7 +69,10 @@ class Plan:
     tile_tokens: int  # queries per union tile
     tile_rows: int
     tiles: int
-    queries: int  # queries per KV-major step
+    kv_head_tile: int
+    kv_head_tiles: int
+    attend_queries: int  # queries per KV-major step
+    backward_queries: int
     segment: int  # entries per piece, at most
     ranges: int
     range_tokens: int
@@ -109,9 +118,10 @@ def make_plan(
         raise ValueError(f"select_count={n} exceeds 1023: the kernels keep slot numbers in 10 bits")
     head_tile = min(h, settings.rows)
     head_tiles = -(-h // head_tile)
-    queries = settings.rows // head_tile
-    tile_tokens = min(queries, 32)
-    segment = max(queries, settings.segment_rows // head_tile)
+    tile_tokens = min(settings.rows // head_tile, 32)
+    kv_head_tile = min(h, settings.attend_rows, settings.backward_rows)
+    kv_head_tiles = -(-h // kv_head_tile)
+    segment = max(1, settings.segment_rows // kv_head_tile)
     blocks_per_sequence = -(-T // select_block)
     limits = (settings.forward_limit * n, settings.backward_limit * n)
 
@@ -122,7 +132,7 @@ def make_plan(
         tokens = -(-tokens // tile_tokens) * tile_tokens
         return -(-N // tokens), tokens
 
-    piece_bytes = select_block * (dk + dv) * 4 * head_tiles / segment
+    piece_bytes = select_block * (dk + dv) * 4 * kv_head_tiles / segment
     ranges, range_tokens = cut(max(h * (max(dk, dv) * itemsize + 4), piece_bytes))
     # Over a whole sequence, a tile sees half of its blocks on average.
     largest_mean = blocks_per_sequence / 2 + 1.5 if ranges == 1 else blocks_per_sequence
@@ -149,7 +159,10 @@ def make_plan(
         tile_tokens=tile_tokens,
         tile_rows=max(16, triton.next_power_of_2(tile_tokens * head_tile)),
         tiles=-(-N // tile_tokens),
-        queries=queries,
+        kv_head_tile=kv_head_tile,
+        kv_head_tiles=kv_head_tiles,
+        attend_queries=settings.attend_rows // kv_head_tile,
+        backward_queries=settings.backward_rows // kv_head_tile,
         segment=segment,
         ranges=ranges,
         range_tokens=range_tokens,

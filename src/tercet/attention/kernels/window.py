@@ -139,7 +139,7 @@ def forward(
         _forward, (documents.token_tiles(queries), G), (q, k, v, kd, vd, o, lse, cu), tuple(bounds),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, kd is not None), num_warps=launch.warps, num_stages=launch.stages,
+        documents.packed, kd is not None), **launch.options,
     )  # fmt: skip
     return o, lse
 
@@ -163,6 +163,6 @@ def key_gradients(
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, qd is not None, gate is not None), num_warps=launch.warps, num_stages=launch.stages,
+        documents.packed, qd is not None, gate is not None), **launch.options,
     )  # fmt: skip
     return dk, dv

@@ -1,0 +1,36 @@
+"""torch.compile sees the layer as one graph: what stands around the kernels does not break it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tercet
+from tercet.attention import dispatch
+from tercet.attention.layout import Packing
+
+CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
+
+
+def stands_in_for_the_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices):  # type: ignore[no-untyped-def]
+    """Of the kernels' signature and shapes; they themselves are single operators to the compiler."""
+    indices = torch.zeros(*q.shape[:2], ks.shape[2], config.select_count, dtype=torch.int32)
+    return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, statistics: bool) -> None:
+    kernels = pytest.importorskip("tercet.attention.kernels")
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+    monkeypatch.setattr(kernels, "nsa", stands_in_for_the_kernels)
+    layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=CONFIG)
+    layer.stats.enabled = statistics
+    x = torch.randn(1, 70, 32)
+    bounds = torch.tensor([0, 30, 70], dtype=torch.int32)
+    documents = Packing(bounds, 70, 70 // CONFIG.compress_stride, CONFIG) if packed else None
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+    assert layer.routes == dict.fromkeys(layer.branches, "triton")
+    assert bool(layer.stats.read()) == statistics
