@@ -365,6 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     config = NSAConfig()
     device = torch.cuda.get_device_name()
+    # a model's backward hands over to autograd's thread once, not once per operator
+    torch.autograd.set_multithreading_enabled(False)
     print(f"{device}, torch {torch.__version__}, bf16, {config}")
     results = []
     for name in names:

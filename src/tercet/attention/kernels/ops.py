@@ -315,8 +315,9 @@ def nsa(
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     choose = block_indices is None and "selected" in branches
-    ops = torch.ops.tercet if _watched() else _Direct
-    sizes = _listed(config) if _watched() else config
+    watched = _watched()
+    ops = torch.ops.tercet if watched else _Direct
+    sizes = list(astuple(config)) if watched else config
     o_c = lse_c = ccu = None
     if cu_seqlens is not None:
         ccu = ops.nsa_compressed_bounds(cu_seqlens, config.compress_block, config.compress_stride)
@@ -333,7 +334,7 @@ def nsa(
     if "window" not in branches:
         kw = vw = None
     found = ops.nsa_attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes)
-    return found if ops is _Direct else found[0], block_indices
+    return found[0] if watched else found, block_indices
 
 
 class _Direct:
@@ -357,15 +358,10 @@ class _Direct:
         return block_indices
 
 
-@lru_cache(maxsize=64)
-def _listed(config: NSAConfig) -> list[int]:
-    return list(astuple(config))
-
-
 def compressed_select(
     q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    sizes = _listed(config)
+    sizes = list(astuple(config))
     ccu = _bounds(cu_seqlens, config)
     out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
     with torch.no_grad():
@@ -378,7 +374,7 @@ def selected_attention(
 ) -> Tensor:
     none = (None,) * 3
     return torch.ops.tercet.nsa_attend(
-        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, _listed(config)
+        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, list(astuple(config))
     )[0]
 
 

@@ -1,0 +1,182 @@
+"""The laws on a GPU, at real sizes: bf16 against fp32 and fp64, bit for bit, poisoned, without synchronisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import tercet
+from tercet.attention import kernels
+from tercet.bench.attention import Shape, check_rows, make_inputs, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = tercet.NSAConfig()
+NAMES = ("q", "kc", "vc", "ks", "vs", "kw", "vw", "gates")
+
+
+def leaves(shape: Shape, kind: str = "random", dtype: torch.dtype = torch.bfloat16, seed: int = 0):
+    return [x.requires_grad_() for x in make_inputs(shape, CONFIG, kind, 0.996, dtype=dtype, seed=seed).all()]
+
+
+def both(x, dout=None, **options):
+    out, aux = tercet.nsa_attention(*x, config=CONFIG, backend="triton", return_aux=True, **options)
+    dout = torch.randn_like(out) if dout is None else dout
+    return out.detach(), aux.block_indices, torch.autograd.grad(out, x, dout)
+
+
+def against_reference(x, found, dout, limit: float, **options) -> None:
+    exact = [t.detach().float().requires_grad_() for t in x]
+    out, blocks, grads = found
+    wanted = tercet.nsa_attention(*exact, config=CONFIG, backend="reference", block_indices=blocks, **options)
+    wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
+    errors = {"out": relative_error(out, wanted)}
+    errors |= {n: relative_error(g, w) for n, g, w in zip(NAMES, grads, wanted_grads, strict=True)}
+    assert max(errors.values()) < limit, errors
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"),
+    [(64, 4, 128), (12, 2, 64), (16, 1, 64), (4, 4, 64), (6, 3, 96), (8, 2, 128), (24, 2, 32), (3, 1, 128)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_any_heads(heads: int, groups: int, size: int, dtype: torch.dtype) -> None:
+    x = leaves(Shape(1, 3001, heads, groups, size), dtype=dtype)
+    dout = torch.randn(1, 3001, heads, size, device="cuda", dtype=dtype)
+    against_reference(x, both(x, dout), dout, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_the_papers_head_sizes(dtype: torch.dtype) -> None:
+    x = leaves(Shape(2, 1500, 16, 1, 192), dtype=dtype)
+    x = [t if i in (0, 1, 3, 5, 7) else t.detach()[..., :128].contiguous().requires_grad_() for i, t in enumerate(x)]
+    dout = torch.randn(2, 1500, 16, 128, device="cuda", dtype=dtype)
+    against_reference(x, both(x, dout), dout, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_gradients_of_packed_documents() -> None:
+    lengths = [1, 700, 31, 0, 2100, 64, 1104]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    total = sum(lengths)
+    compressed = sum(CONFIG.num_compressed(n) for n in lengths) + 5
+    x = leaves(Shape(1, total, 12, 2, 64))
+    x[1], x[2] = (t.detach()[:, :compressed].contiguous().requires_grad_() for t in x[1:3])
+    dout = torch.randn(1, total, 12, 64, device="cuda", dtype=torch.bfloat16)
+    against_reference(x, both(x, dout, cu_seqlens=cu), dout, 1e-2, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        (Shape(1, 65536, 64, 4, 128), "random"),
+        (Shape(1, 32768, 12, 2, 64), "smooth"),
+        (Shape(1, 16384, 4, 4, 64), "random"),
+        (Shape(1, 300_000, 16, 2, 64), "random"),
+    ],
+    ids=["P 64k", "C 32k", "one head per group", "300k"],
+)
+def test_rows_and_selection_at_full_length(shape: Shape, kind: str) -> None:
+    """Selected slots agree with fp64 in at least 99.95%; addresses beyond 2^31 bytes are right."""
+    x = make_inputs(shape, CONFIG, kind, 0.996)
+    with torch.no_grad():
+        out, aux = tercet.nsa_attention(*x.all(), config=CONFIG, backend="triton", return_aux=True)
+    rows = [33, *torch.linspace(shape.T // 4, shape.T - 1, 40).long().tolist()]
+    error, same = check_rows(x, CONFIG, out, aux.block_indices, rows)
+    assert error < 1.5e-2
+    assert same >= 0.9995
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 8192, 64, 4, 128), Shape(4, 2048, 12, 2, 64)], ids=["P", "C"])
+def test_same_bits_every_time_and_under_poison(shape: Shape) -> None:
+    x = leaves(shape)
+    dout = torch.randn(shape.B, shape.T, shape.H, shape.D, device="cuda", dtype=torch.bfloat16)
+    out, blocks, grads = both(x, dout)
+    again = both(x, dout)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        assert torch.empty(4, device="cuda").isnan().all()
+        poisoned = both(x, dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for o, b, g in (again, poisoned):
+        assert torch.equal(o, out)
+        assert torch.equal(b, blocks)
+        assert all(torch.equal(p, q) for p, q in zip(g, grads, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_synchronisation(packed: bool) -> None:
+    x = leaves(Shape(1, 8192, 12, 2, 64))
+    cu = torch.tensor([0, 3000, 8192], dtype=torch.int32, device="cuda") if packed else None
+    both(x, cu_seqlens=cu)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both(x, cu_seqlens=cu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_cuda_graph_replays_the_same_bits() -> None:
+    x = leaves(Shape(2, 4096, 12, 2, 64))
+    dout = torch.randn(2, 4096, 12, 64, device="cuda", dtype=torch.bfloat16)
+    out, _, grads = both(x, dout)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both(x, dout)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed, _, replayed_grads = both(x, dout)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(replayed, out)
+    assert all(torch.equal(p, q) for p, q in zip(replayed_grads, grads, strict=True))
+
+
+def test_compiled_whole_it_gives_the_same_bits() -> None:
+    x = leaves(Shape(1, 2048, 12, 2, 64))
+    dout = torch.randn(1, 2048, 12, 64, device="cuda", dtype=torch.bfloat16)
+    out, _, grads = both(x, dout)
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return tercet.nsa_attention(*tensors, config=CONFIG, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True)(*x)
+    assert torch.equal(compiled, out)
+    assert all(torch.equal(p, q) for p, q in zip(torch.autograd.grad(compiled, x, dout), grads, strict=True))
+
+
+def test_checkpointing_keeps_the_selection() -> None:
+    x = leaves(Shape(1, 4096, 12, 2, 64))
+    dout = torch.randn(1, 4096, 12, 64, device="cuda", dtype=torch.bfloat16)
+    out, _, grads = both(x, dout)
+    ran: list[str] = []
+
+    def policy(ctx, op, *args, **kwargs):
+        if not ctx.is_recompute:
+            ran.append(str(op))
+        keep = op in (torch.ops.tercet.keep_selection.default, torch.ops.tercet.nsa_select.default)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return tercet.nsa_attention(*tensors, config=CONFIG, backend="triton")
+
+    again = checkpoint(call, *x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    assert "tercet.nsa_select.default" in ran
+    assert torch.equal(again, out)
+    assert all(torch.equal(p, q) for p, q in zip(torch.autograd.grad(again, x, dout), grads, strict=True))
+
+
+def test_routes_say_that_the_kernels_ran() -> None:
+    x = leaves(Shape(1, 512, 12, 2, 64))
+    _, aux = tercet.nsa_attention(*x, config=CONFIG, return_aux=True)
+    assert set(aux.routes.values()) == {"triton"}
+    assert kernels.unsupported(*x[:7], CONFIG) is None
