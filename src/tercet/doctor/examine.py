@@ -34,7 +34,7 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
         if not short:
             found.append(("triton", kernels.triton_works))
         found.append(("kernel parity", lambda: kernels.parity(model, short=short)))
-    found.append(("disk", lambda: storage.disk(place, config, megabytes=8 if short else 256)))
+    found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
     if not short:
         found += [
             ("arithmetic", machine.arithmetic),

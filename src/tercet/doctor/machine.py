@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -28,10 +30,13 @@ def versions() -> Finding:
     """Python and the packages that a run needs."""
     seen, wrong = [f"Python {platform.python_version()}"], []
     for package, least, below in NEEDED:
+        if importlib.util.find_spec(package) is None:
+            wrong.append(f"{package} is missing")
+            continue
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            wrong.append(f"{package} is missing")
+            seen.append(f"{package} of an unknown version")  # brought along as a bare folder
             continue
         seen.append(f"{package} {version}")
         numbers = version_numbers(version)
@@ -47,8 +52,8 @@ def version_numbers(version: str) -> tuple[int, ...]:
     """2.11.0+cu130 -> (2, 11, 0)."""
     numbers: list[int] = []
     for part in version.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not part[:1].isdigit():
+        digits = "".join(itertools.takewhile(str.isdigit, part))
+        if not digits:
             break
         numbers.append(int(digits))
     return tuple(numbers)

@@ -13,6 +13,8 @@ from tercet.doctor.finding import FAILED, OK, WARNING, Finding
 from tercet.model.cost import parameters
 
 SLOW_MB_S = 50.0
+# Less than this says nothing about speed, only that the disk can be written.
+ENOUGH_MB = 32
 
 
 def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) -> Finding:
@@ -25,7 +27,9 @@ def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) 
     except OSError as error:
         return Finding("disk", FAILED, f"{place} cannot be written ({error.strerror})", "pick another --run.dir")
     free = shutil.disk_usage(place).free
-    told = f"{speed:.0f} MB/s with fsync, {free / 2**30:.1f} GiB free in {place}"
+    told = f"{free / 2**30:.1f} GiB free in {place}"
+    if megabytes >= ENOUGH_MB:
+        told = f"{speed:.0f} MB/s with fsync, {told}"
     if config is not None:
         one = 12 * parameters(config.model).total  # fp32 weights and two moments
         needed = one * (config.checkpoint.keep + 1)
@@ -36,7 +40,7 @@ def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) 
         if free < needed:
             mend = f"free {(needed - free) / 2**30:.1f} GiB, lower checkpoint.keep, or pick another --run.dir"
             return Finding("disk", FAILED if free < 2 * one else WARNING, told, mend)
-    if speed < SLOW_MB_S:
+    if speed < SLOW_MB_S and megabytes >= ENOUGH_MB:
         return Finding("disk", WARNING, told, "checkpoints will be slow here: pick a local disk with --run.dir")
     return Finding("disk", OK, told)
 

@@ -368,7 +368,7 @@ def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Ga
         blocked = sum(e.blocked_seconds for e in saved)
         share = blocked / (total + blocked) if total else 0.0
         case.show("standing still", f"{blocked:.2f} s in all ({100 * share:.2f}%)")
-        if share > limits.checkpoint_blocked:
+        if share > limits.checkpoint_blocked and run.step >= limits.min_steps:  # of a short run it says nothing
             case.against(f"{100 * share:.0f}% of the time went into saving", "raise checkpoint.every, or async_save")
     resumes = [e for e in run.started if e.resumed_from is not None]
     went_on = [r for r in resumes if any(e.step > r.step and e.time >= r.time for e in run.steps)]

@@ -32,11 +32,16 @@ class LayerProbe:
     def count_routes(self) -> None:
         """Call after each forward pass. Reads what is on the host already."""
         for i, layer in enumerate(self.layers):
-            on_gpu = layer.q_proj.weight.is_cuda
+            on_gpu = self.on_gpu(layer)
             for branch, route in layer.routes.items():
                 reason = getattr(route, "reason", None) or ""
                 fallback = on_gpu and route == "reference" and reason != "asked for"
                 self._calls[i, branch, str(route), reason, fallback] += 1
+
+    @staticmethod
+    def on_gpu(layer: NativeSparseAttention | DenseAttention) -> bool:
+        """Whether its kernels could run: elsewhere the reference is not a fallback but all there is."""
+        return layer.q_proj.weight.is_cuda
 
     def routes(self, step: int) -> RoutesCounted:
         """Passes so far."""

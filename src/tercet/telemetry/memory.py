@@ -58,16 +58,23 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(seen.values())
 
 
-def snapshot(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Everything that mem_*.json holds."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+def gradients(model: nn.Module) -> dict[str, Any]:
+    """Bytes and types of the gradients, while there are any: between the backward pass and the update."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return {"mib": bytes_of(found) / 2**20, "dtypes": _counted(found)}
+
+
+def snapshot(
+    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, grads: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything that mem_*.json holds; `grads` as `gradients` gave them."""
     record: dict[str, Any] = {
         "step": step,
         **device_memory(device),
         "host_gib": resident_gib(),
         "host_total_gib": host_total_gib(),
         "parameters_mib": bytes_of(model.parameters()) / 2**20,
-        "gradients_mib": bytes_of(gradients) / 2**20,
+        "gradients_mib": grads.get("mib", 0.0),
         "optimizer_mib": optimizer_bytes(optimizer) / 2**20,
         "buffers_mib": bytes_of(model.buffers()) / 2**20,
     }
@@ -95,23 +102,16 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return bytes_of(optimizer_tensors(optimizer))
 
 
-def dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, compute: str) -> list[str]:
+def dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, compute: str, grads: dict[str, Any]) -> list[str]:
     """Lines of dtypes_report.txt: what is kept, and computed, in which type."""
-
-    def counted(tensors: Iterable[Tensor]) -> str:
-        sizes: Counter[str] = Counter()
-        for tensor in tensors:
-            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-        return ", ".join(f"{name} {n}" for name, n in sorted(sizes.items())) or "none"
-
     # The step counter of AdamW is one number per tensor, in fp32 always: not what anybody asks about.
     moments = [t for t in optimizer_tensors(optimizer) if t.numel() > 1]
     return [
         "kind: dtype elements",
-        f"parameters: {counted(model.parameters())}",
-        f"gradients: {counted(p.grad for p in model.parameters() if p.grad is not None)}",
-        f"optimizer: {counted(moments)}",
-        f"buffers: {counted(model.buffers())}",
+        f"parameters: {_counted(model.parameters())}",
+        f"gradients: {grads.get('dtypes', 'none')}",
+        f"optimizer: {_counted(moments)}",
+        f"buffers: {_counted(model.buffers())}",
         f"compute: {compute}",
     ]
 
@@ -120,3 +120,10 @@ def write_after_first_step(folder: Path, optimizer: torch.optim.Optimizer, lines
     """opt_state_mb.txt and dtypes_report.txt: the optimizer has its state only after the first update."""
     (folder / "opt_state_mb.txt").write_text(f"{optimizer_bytes(optimizer) / 2**20:.3f}\n", encoding="utf-8")
     (folder / "dtypes_report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _counted(tensors: Iterable[Tensor]) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return ", ".join(f"{name} {n}" for name, n in sorted(sizes.items())) or "none"

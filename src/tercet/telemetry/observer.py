@@ -6,10 +6,9 @@ The trainer calls it at fixed points and otherwise knows nothing of it. Between 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,15 +22,19 @@ from tercet.telemetry.profile import Profiler
 from tercet.telemetry.timing import PhaseClock
 
 
-@dataclass(frozen=True)
-class DataCounts:
-    """What has been read since the start of the run, over all ranks."""
+class Counts(Protocol):
+    """What the loader has counted since the start of the run, over all ranks."""
 
-    documents: int = 0
-    tokens: int = 0
-    padding: int = 0
-    skipped: int = 0
-    left_out: int = 0
+    @property
+    def documents(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def padding(self) -> int: ...
+    @property
+    def skipped(self) -> int: ...
+    @property
+    def left_out(self) -> int: ...
 
 
 class Observer:
@@ -48,18 +51,19 @@ class Observer:
         log: EventLog,
         compute: str,
         all_sum: Callable[[torch.Tensor], torch.Tensor],
+        excluded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`excluded` is put around what takes long and is no training: writing a profile."""
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._model, self._optimizer, self._log, self._compute = model, optimizer, log, compute
-        self._all_sum = all_sum
+        self._all_sum, self._excluded = all_sum, excluded
         self._clock = PhaseClock(device)
         self._probe = LayerProbe(model)
         self._profiler = Profiler(folder, rank, config.profile, device)
         self._health = HealthMonitor(config.health)
         self._seen_first_step = False
         self._steps = 0  # since the last log line
-        self._dtypes: list[str] = []
-        self.data = DataCounts()
+        self._gradients: dict[str, Any] = {}
         self._outside = {"checkpoint": 0.0, "validation": 0.0}
         self._snapshot("boot", 0)
 
@@ -75,7 +79,7 @@ class Observer:
         """A part of the step: forward, backward, optimizer or communication."""
         if name == "optimizer" and not self._seen_first_step:
             # Gradients exist now, and are gone when the step returns.
-            self._dtypes = memory.dtypes(self._model, self._optimizer, self._compute)
+            self._gradients = memory.gradients(self._model)
         with self._clock.phase(name), self._profiler.range(name):
             yield
         if name == "forward":
@@ -83,8 +87,9 @@ class Observer:
 
     def after_step(self, step: int) -> None:
         self._steps += 1
-        if written := self._profiler.after_step(step):
-            self._log.emit(Noted(step=step, text=f"profile: {', '.join(written)}"))
+        if self._profiler.ends_with(step):
+            with self._excluded():
+                self._told_profile(step)
         if not self._seen_first_step:
             self._seen_first_step = True
             self._after_first_step(step)
@@ -98,10 +103,10 @@ class Observer:
 
     # ------------------------------------------------------------ at a log line
 
-    def after_log(self, logged: StepLogged) -> list[HealthFired]:
+    def after_log(self, logged: StepLogged, counts: Counts | None = None) -> list[HealthFired]:
         """Emit what the interval showed, and each finding of the health rules; returns those that ask to halt."""
         found = self._health.observe(logged)
-        self._log.emit(self._resources(logged))
+        self._log.emit(self._resources(logged, counts))
         if layers := self._probe.read(logged.step, self._all_sum):
             self._log.emit(layers)
             found += self._health.observe(layers)
@@ -123,12 +128,12 @@ class Observer:
 
     def close(self) -> None:
         """Write a profile that the run's end has cut short."""
-        if written := self._profiler.close():
-            self._log.emit(Noted(step=0, text=f"profile, cut short: {', '.join(written)}"))
+        if self._profiler.active:
+            self._told_profile(self._profiler.last)
 
     # ------------------------------------------------------------ parts
 
-    def _resources(self, logged: StepLogged) -> ResourcesObserved:
+    def _resources(self, logged: StepLogged, counts: Counts | None) -> ResourcesObserved:
         steps = max(1, self._steps)
         phases: dict[str, Any] = {f"{name}_seconds": t / steps for name, t in self._clock.read().items()}
         known = logged.data_seconds + sum(phases.values())
@@ -143,21 +148,22 @@ class Observer:
             validation_seconds=outside["validation"],
             **used,
             host_gib=memory.resident_gib(),
-            documents=self.data.documents,
-            real_tokens=self.data.tokens,
-            padding=self.data.padding,
-            bad_records=self.data.skipped,
-            left_out=self.data.left_out,
+            documents=counts.documents if counts else 0,
+            real_tokens=counts.tokens if counts else 0,
+            padding=counts.padding if counts else 0,
+            bad_records=counts.skipped if counts else 0,
+            left_out=counts.left_out if counts else 0,
         )
+
+    def _told_profile(self, step: int) -> None:
+        self._log.emit(Noted(step=step, text=f"profile: {', '.join(self._profiler.close())}"))
 
     def _after_first_step(self, step: int) -> None:
         self._snapshot(f"step{step}", step)
         if self._rank == 0:
-            gradients = next((line for line in self._dtypes if line.startswith("gradients:")), "")
-            lines = memory.dtypes(self._model, self._optimizer, self._compute)
-            lines = [gradients if line.startswith("gradients:") else line for line in lines]
+            lines = memory.dtypes(self._model, self._optimizer, self._compute, self._gradients)
             memory.write_after_first_step(self._folder, self._optimizer, lines)
 
     def _snapshot(self, name: str, step: int) -> None:
-        record = memory.snapshot(self._device, self._model, self._optimizer, step)
+        record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients)
         memory.write_snapshot(self._folder, self._rank, name, record)

@@ -17,13 +17,13 @@ from tercet.config.profile import ProfileConfig
 
 
 class Profiler:
-    """`before_step` and `after_step` around every step; `range` around its parts; `close` at the end of the run."""
+    """`before_step`; `range` around the parts of a step; `close` when `ends_with` says so, and at the end."""
 
     def __init__(self, folder: Path, rank: int, config: ProfileConfig, device: torch.device) -> None:
         self._folder, self._rank, self._config, self._device = folder / "profile", rank, config, device
         self._range = config.range()
         self._profile: Any = None
-        self._first = self._last = 0
+        self._first = self.last = 0
 
     @property
     def active(self) -> bool:
@@ -43,15 +43,13 @@ class Profiler:
         self._profile = torch.profiler.profile(
             activities=activities, with_stack=self._config.stacks, profile_memory=self._config.memory
         )
-        self._first = self._last = step
+        self._first = self.last = step
         self._profile.start()
 
-    def after_step(self, step: int) -> list[str]:
-        """The files that were written, if this was the last step to trace."""
-        if not self.active or self._range is None:
-            return []
-        self._last = step
-        return self.close() if step >= self._range[1] else []
+    def ends_with(self, step: int) -> bool:
+        """Whether this was the last step to trace: then `close`."""
+        self.last = max(self.last, step) if self.active else self.last
+        return self.active and self._range is not None and step >= self._range[1]
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -79,7 +77,7 @@ class Profiler:
             torch.cuda.synchronize(self._device)
         profile.stop()
         self._folder.mkdir(exist_ok=True)
-        name = f"rank{self._rank}_steps{self._first}-{self._last}"
+        name = f"rank{self._rank}_steps{self._first}-{self.last}"
         written = [self._folder / f"trace_{name}.json.gz", self._folder / f"kernels_{name}.txt"]
         profile.export_chrome_trace(str(written[0]))
         order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
