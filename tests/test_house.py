@@ -15,8 +15,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "tercet"
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"plan", "bench", "report", "doctor", "inference", "interop"},
+    {"plan", "bench", "report", "inference", "interop"},
     {"train"},
+    {"doctor"},
     {"parallel", "telemetry", "data"},
     {"config"},
     {"model"},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tercet.data.loader import Batch
+from tercet.data.packing import LoaderStats
 from tercet.parallel.strategy import Single, Strategy
 from tercet.train.step import MicroBatch
 
@@ -32,6 +33,7 @@ class StepBatches:
         self._accumulation = accumulation
         self.cursor = cursor  # after the last batch handed out: what a checkpoint must hold
         self.epoch = 0
+        self.stats: LoaderStats | None = None
         self.bad_records = 0
 
     def next_step(self) -> list[Batch]:
@@ -40,5 +42,6 @@ class StepBatches:
         if batches:
             self.cursor = batches[-1].state
             self.epoch = batches[-1].stats.epoch
+            self.stats = batches[-1].stats
             self.bad_records = batches[-1].stats.skipped
         return batches

@@ -7,12 +7,16 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
+from tercet.doctor.before import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token, parameters
 from tercet.parallel.launch import Launch
@@ -20,10 +24,13 @@ from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, read_events
 from tercet.telemetry.heartbeat import Heartbeat
+from tercet.telemetry.observer import Observer
 from tercet.telemetry.peak import peak_flops
 from tercet.telemetry.progress import Screen, duration, quantity
 from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
 from tercet.telemetry.summary import summarise
+from tercet.telemetry.tables import layer_and_route_tables
+from tercet.telemetry.watchdog import Watchdog
 from tercet.train import manifest
 from tercet.train.batches import StepBatches, to_device
 from tercet.train.checkpoint import Checkpointer
@@ -55,6 +62,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         start, said = strategy.first(lambda: find_start(config, resume, folder))
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
         strategy.first(lambda: check_fit(config, tokenizer, folder))
+        examined = strategy.first(lambda: examine_before_training(config, folder.path))
         state = build_state(config, device, strategy, start)
         loader = stack.enter_context(
             build_loader(
@@ -80,16 +88,39 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         strategy.watch(lambda: (beat.step, beat.doing))
         past = strategy.first(lambda: list(read_events(log.path)))
         if strategy.rank == 0:
-            log.readers += [screen, *csv_sinks(folder.path, past)]
+            log.readers += [screen, *csv_sinks(folder.path, past), *layer_and_route_tables(folder.path, past)]
             if config.log.tensorboard:
                 log.readers.append(TensorBoardSink(folder.path / "tb", state.step))
-        trainer = Trainer(config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past)
+        dog = stack.enter_context(Watchdog(folder.path, strategy.rank, config.health, beat, log))
+        log.readers.append(dog.observe)
+        observer = stack.enter_context(closing(_observer(config, state, strategy, device, folder, log)))
+        trainer = Trainer(config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer)
         log.emit(trainer.started(start.path if start else None, superseded))
+        if examined is not None:
+            log.emit(examined)
         return trainer.run()
 
 
+def _observer(
+    config: RunConfig, state: TrainState, strategy: Strategy, device: torch.device, folder: RunFolder, log: EventLog
+) -> Observer:
+    compute = precision_of(config, device)
+    return Observer(
+        config,
+        folder.path,
+        strategy.rank,
+        device,
+        state.model,
+        state.optimizer,
+        log,
+        compute,
+        strategy.all_sum,
+        state.interval.excluded,
+    )
+
+
 class Halted(TercetError):
-    """Too many steps were not finite."""
+    """Too many steps were not finite, or a health rule that may halt the run has fired."""
 
 
 @dataclass
@@ -107,6 +138,7 @@ class Trainer:
     screen: Screen
     stop: StopSignals
     past: list[events.Event]  # of earlier processes of this run
+    observer: Observer
     _began: float = field(default_factory=time.time)
     _recent: dict[int, list[Batch]] = field(default_factory=dict)  # since the last log line, for a dump
     _first_told: bool = False
@@ -186,6 +218,7 @@ class Trainer:
         state, config = self.state, self.config.train
         step = state.step + 1
         self.beat.at(step, "training")
+        self.observer.before_step(step)
         result = train_step(
             state.model,
             state.optimizer,
@@ -196,7 +229,9 @@ class Trainer:
             precision=config.precision,
             guard=state.guard,
             strategy=self.strategy,
+            observer=self.observer,
         )
+        self.observer.after_step(step)
         state.step = step
         state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.data_ranks
         state.cursor = self.batches.cursor
@@ -237,34 +272,42 @@ class Trainer:
         timed = max(1, state.interval.steps_timed)
         waited = self.loader.wait_seconds
         speed = config.train.tokens_per_step / seconds
+        # The next interval begins here: what telling of this one costs is part of its time.
+        state.interval.clear()
         skipped = [m.step for m in measured if m.bad]
+        halting = []
         if skipped:
-            self.log.emit(events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total()))
+            told = events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total())
+            self.log.emit(told)
+            halting += self.observer.observe(told)
             if state.guard.halted_at():
                 self._halt(state.guard.halted_at(), len(skipped))
-        self.log.emit(
-            events.StepLogged(
-                step=state.step,
-                loss=measured[-1].loss,
-                lr=learning_rate(config.train, state.step),
-                grad_norm=measured[-1].grad_norm,
-                tokens=state.tokens,
-                tokens_per_s=speed,
-                step_seconds=seconds,
-                data_seconds=(waited - self._waited) / timed,
-                mfu=self._flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
-                memory_gib=peak_memory_gib(state.device),
-                skipped=state.guard.total(),
-                epoch=self.batches.epoch,
-                bad_records=self.batches.bad_records,
-                first_step=measured[0].step,
-                losses=[m.loss for m in measured],
-                grad_norms=[m.grad_norm for m in measured],
-            )
+        logged = events.StepLogged(
+            step=state.step,
+            loss=measured[-1].loss,
+            lr=learning_rate(config.train, state.step),
+            grad_norm=measured[-1].grad_norm,
+            tokens=state.tokens,
+            tokens_per_s=speed,
+            step_seconds=seconds,
+            data_seconds=(waited - self._waited) / timed,
+            mfu=self._flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
+            memory_gib=peak_memory_gib(state.device),
+            skipped=state.guard.total(),
+            epoch=self.batches.epoch,
+            bad_records=self.batches.bad_records,
+            first_step=measured[0].step,
+            losses=[m.loss for m in measured],
+            grad_norms=[m.grad_norm for m in measured],
         )
+        self.log.emit(logged)
+        halting += self.observer.after_log(logged, self.batches.stats)
         self._waited = waited
         self._recent.clear()
-        state.interval.clear()
+        if self.strategy.any_rank(bool(halting)):
+            said = halting[0].sentence if halting else "see the other ranks' events"
+            rule = f"health.{halting[0].rule}=halt" if halting else "a health rule on another rank"
+            raise Halted(f"stopped by {rule} after step {state.step}: {said}")
 
     def _halt(self, step: int, skipped: int) -> None:
         """Weights have been frozen since `step` passed the limit, so they are those that `step` ran with."""
@@ -285,8 +328,10 @@ class Trainer:
         self.beat.at(self.state.step, "validating")
         begun = time.perf_counter()
         with self.state.interval.excluded():
-            loss, tokens = self.validation.loss(self.state.model, self.state.device)
+            progress = partial(self.beat.at, self.state.step, "validating")
+            loss, tokens = self.validation.loss(self.state.model, self.state.device, progress)
         seconds = time.perf_counter() - begun
+        self.observer.outside("validation", seconds)
         self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds))
 
     def _sample(self) -> None:
@@ -335,6 +380,7 @@ class Trainer:
             return
         if saved is not None:
             self._failed_saves = 0
+            self.observer.outside("checkpoint", saved.blocked_seconds)
             self.log.emit(
                 events.CheckpointSaved(
                     step=saved.step,

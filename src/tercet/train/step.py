@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,20 @@ class MicroBatch:
     tokens: Tensor  # [b, T], or [1, b*T] with cu_seqlens
     targets: Tensor  # likewise; IGNORED_TARGET where there is nothing to predict
     cu_seqlens: Any  # int32 [docs+1]; under context parallelism what this rank's layers must know; or None
+
+
+class Observes(Protocol):
+    """Whoever wants to know when the parts of a step begin and end."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around forward, backward, optimizer or communication."""
+
+
+class Unobserved:
+    """Nobody does."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ def train_step(
     precision: str,
     guard: NonFiniteGuard,
     strategy: Strategy,
+    observer: Observes | None = None,
 ) -> StepResult:
     """One update over all micro-batches together.
 
@@ -66,18 +81,23 @@ def train_step(
     documents leave a different number of targets in each, and a mean of means would weigh them unequally.
     """
     device = batches[0].tokens.device
+    phase = (observer or Unobserved()).phase
     targets = torch.stack([(b.targets != IGNORED_TARGET).sum() for b in batches]).sum()
-    targets = strategy.all_sum(targets).clamp(min=1)
+    with phase("communication"):
+        targets = strategy.all_sum(targets).clamp(min=1)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for i, batch in enumerate(batches):
         with strategy.gradient_sync(model, last=i == len(batches) - 1):
-            with autocast(device, precision):
+            with phase("forward"), autocast(device, precision):
                 loss = loss_sum(model, batch)
-            # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
-            (loss * (strategy.world_size / targets)).backward()
+            with phase("backward"):
+                # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
+                (loss * (strategy.world_size / targets)).backward()
         total += loss.detach()
-    mean = strategy.all_sum(total) / targets
-    norm = global_norm(model.parameters())
-    bad, skip = guard.judge(step, mean, norm)
-    update(optimizer, lr, clip, norm, skip)
+    with phase("communication"):
+        mean = strategy.all_sum(total) / targets
+    with phase("optimizer"):
+        norm = global_norm(model.parameters())
+        bad, skip = guard.judge(step, mean, norm)
+        update(optimizer, lr, clip, norm, skip)
     return StepResult(mean, norm, bad)

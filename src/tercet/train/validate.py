@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -23,14 +24,20 @@ class Validation:
         self._config, self._strategy, self._tokenizer = config, strategy, tokenizer
         self._batches: list[Batch] | None = None
 
-    def loss(self, model: nn.Module, device: torch.device) -> tuple[float, int]:
-        """Mean nats per target token over all ranks, and the number of those tokens. Waits for the device."""
+    def loss(
+        self, model: nn.Module, device: torch.device, progress: Callable[[], None] = lambda: None
+    ) -> tuple[float, int]:
+        """Mean nats per target token over all ranks, and the number of those tokens. Waits for the device.
+
+        `progress` is called at each batch: a long validation is not a stall.
+        """
         total = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         was_training = model.training
         model.eval()
         with torch.no_grad():
             for batch in self._read():
+                progress()
                 part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
                     loss = model(part.tokens, part.cu_seqlens, part.targets)

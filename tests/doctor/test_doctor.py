@@ -1,0 +1,158 @@
+"""The doctor finds what is wrong, says what to do about it, and never dies of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import small
+from tercet.doctor import collectives, kernels, machine, storage
+from tercet.doctor.before import examine_before_training
+from tercet.doctor.commands import doctor
+from tercet.doctor.examine import checks, exit_code, lines
+from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.errors import TercetError
+from tercet.train.loop import train
+
+
+def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):
+    assert machine.versions().verdict == OK
+    monkeypatch.setattr(machine, "NEEDED", (("torch", (99,), None), ("no_such_package", (1,), None)))
+    found = machine.versions()
+    assert found.verdict == FAILED
+    assert "is not >=99" in found.finding
+    assert "no_such_package is missing" in found.finding
+    assert found.mend
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"), [("2.11.0+cu130", (2, 11, 0)), ("3.0rc1", (3, 0)), ("2.13.0.dev2026", (2, 13, 0))]
+)
+def test_version_numbers(version, numbers):
+    assert machine.version_numbers(version)[:2] == numbers[:2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_asking_for_a_gpu_that_is_not_there_fails_with_a_mend():
+    found = machine.device("cuda")
+    assert found.verdict == FAILED
+    assert "--run.device cpu" in found.mend
+
+
+def test_a_folder_that_cannot_be_written_fails(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    found = timed("disk", lambda: storage.disk(blocked / "runs"))
+    assert found.verdict == FAILED
+    assert found.mend
+
+
+def test_a_disk_too_small_for_the_checkpoints_fails(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 2**30, 1000))
+    found = storage.disk(tmp_path, small(), megabytes=1)
+    assert found.verdict == FAILED
+    assert "checkpoint.keep" in found.mend
+    assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_data_that_is_not_there_fails_in_one_line(tmp_path):
+    config = small(data__source="jsonl", data__path=(str(tmp_path / "nowhere.jsonl"),))
+    found = timed("data", lambda: storage.data(config))
+    assert found.verdict == FAILED
+    assert "nowhere.jsonl" in found.finding
+    assert "\n" not in found.finding
+
+
+def test_a_vocabulary_that_does_not_fit_fails():
+    found = storage.data(small(model__vocab_size=64))
+    assert found.verdict == FAILED
+    assert "--model.vocab-size" in found.mend
+
+
+def test_kernels_are_held_against_the_reference():
+    # Any backend can be examined so; the reference agrees with itself, up to the rounding of its inputs.
+    model, here = small().model, {"device": "cpu", "length": 64, "backend": "reference"}
+    forward, backward, slots = kernels.compare(model, torch.float32, **here)
+    assert forward == backward == 0
+    assert slots == 1
+    forward, backward, _ = kernels.compare(model, torch.bfloat16, **here)
+    assert 0 < forward < kernels.TOLERANCE["bfloat16"]
+    assert 0 < backward < kernels.TOLERANCE["bfloat16"]
+
+
+def test_kernels_that_disagree_fail(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "compare", lambda *_, **__: (1e-3, 0.5, 1.0))
+    found = kernels.parity(small().model)
+    assert found.verdict == FAILED
+    assert "model.backend=reference" in found.mend
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_kernels_are_not_tested_rather_than_passed():
+    assert kernels.parity(small().model).verdict == NOT_TESTED
+
+
+def test_a_check_that_breaks_is_a_finding():
+    def breaks() -> Finding:
+        raise RuntimeError("two\nlines")
+
+    found = timed("odd", breaks)
+    assert (found.check, found.verdict, found.finding) == ("odd", FAILED, "RuntimeError: two lines")
+    assert found.mend
+
+
+def test_only_failures_fail_the_command():
+    findings = [Finding("a", OK, ""), Finding("b", WARNING, "", "mend"), Finding("c", NOT_TESTED, "")]
+    assert exit_code(findings) == 0
+    assert exit_code([*findings, Finding("d", FAILED, "", "mend")]) == 1
+    assert "→ mend" in lines(findings[1], 5)[1]
+
+
+def test_the_short_form_prints_json_and_an_exit_code(capsys):
+    assert doctor(preset="tiny", short=True, json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"versions", "device", "disk"} <= {f["check"] for f in told["findings"]}
+
+
+def test_the_long_form_asks_for_everything():
+    names = [name for name, _ in checks(small(), short=False)]
+    assert {"versions", "device", "triton", "kernel parity", "disk", "arithmetic", "collectives", "data"} <= set(names)
+
+
+def test_a_failure_stops_a_training_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "NEEDED", (("torch", (99,), None),))
+    with pytest.raises(TercetError, match=r"doctor: versions: torch .* is not >=99"):
+        train(small(run__dir=str(tmp_path / "run")), origins={})
+    assert not (tmp_path / "run" / "events_rank0.jsonl").exists()
+    assert examine_before_training(small(health__doctor=False), tmp_path) is None
+
+
+@pytest.mark.slow
+def test_ranks_of_this_machine_can_speak_to_each_other():
+    assert collectives.collectives().verdict == OK
+
+
+@pytest.mark.slow
+def test_triton_compiles_here():
+    assert kernels.triton_works().verdict == OK
+
+
+@pytest.mark.gpu
+def test_kernels_agree_with_the_reference_on_this_device():
+    found = kernels.parity(small().model.model_copy(update={"head_dim": 64}))
+    assert found.verdict == OK, found.finding
+
+
+def test_the_place_to_write_is_that_of_the_run(tmp_path):
+    found = storage.disk(tmp_path / "not" / "made" / "yet", megabytes=1)
+    assert found.verdict == OK
+    assert str(tmp_path) in found.finding
+    assert not (tmp_path / "not").exists()
+    assert Path(tmp_path).exists()

@@ -1,0 +1,165 @@
+"""The page: whole, escaped, without a single request, and there for every kind of run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from tercet.errors import TercetError
+from tercet.report import render
+from tercet.report.commands import report
+from tercet.report.figure import _VARIABLES
+from watched import copy, verdict
+
+NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and the text between them."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.text, self.ids = [], "", []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without plots: drawing is slow, and some tests are about the rest."""
+    monkeypatch.setattr(render, "all_plots", lambda *_: [])
+
+
+@pytest.fixture(scope="module")
+def page(healthy):
+    return render.page(healthy, verdict(healthy))
+
+
+def test_the_page_asks_nobody_for_anything(page):
+    for tag, attrs in Tags(page).tags:
+        assert tag not in ("script", "iframe", "object", "embed")
+        for name in ("src", "href", "xlink:href", "data", "action", "srcset"):
+            value = attrs.get(name)
+            assert value is None or value.startswith(("#", "data:")), (tag, name, value)
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_every_link_leads_somewhere(page):
+    tags = Tags(page).tags
+    ids = {attrs["id"] for _, attrs in tags if "id" in attrs}
+    for _, attrs in tags:
+        if attrs.get("href", "").startswith("#"):
+            assert attrs["href"][1:] in ids
+
+
+def test_plots_take_their_colours_from_the_page(page):
+    assert page.count("<svg") >= 8
+    assert not [c for c in _VARIABLES if c in page]
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_all_text_of_a_run_is_escaped(healthy, tmp_path, undrawn):
+    def nasty(lines):
+        for line in lines:
+            for field in ("name", "reason", "text", "prompt", "path"):
+                if field in line:
+                    line[field] = NASTY
+        lines.insert(-1, lines[-1] | {"kind": "note", "text": NASTY})
+
+    found = copy(healthy, tmp_path / "run", nasty)
+    for file, key in (("env.json", "host"), ("origins.json", "train.lr")):
+        (found.folder / file).write_text(json.dumps({key: NASTY}))
+    from tercet.report.read import read_run
+
+    found = read_run(found.folder)
+    judged = verdict(found)
+    page = render.page(found, judged)
+    parsed = Tags(page)
+    assert not [t for t, _ in parsed.tags if t == "script"]
+    assert not [a for t, a in parsed.tags if t == "img"]
+    assert parsed.text.count('<script>alert("x")</script>') >= 4  # shown, not obeyed
+    assert "<script>" not in render.markdown(found, judged)
+
+
+def test_what_was_not_tested_stands_at_the_top(page, healthy):
+    text = Tags(page).text
+    assert text.index("Not tested, and how to test it") < text.index("Needs:")
+    for g in verdict(healthy).gates:
+        assert g.sentence in text
+
+
+def test_a_crashed_run_gets_a_page(healthy, tmp_path, undrawn):
+    found = copy(healthy, tmp_path / "run", lambda lines: lines.pop())
+    page = render.page(found, verdict(found))
+    assert "ended without a word" in Tags(page).text
+
+
+def test_a_run_that_has_only_started_gets_a_page(healthy, tmp_path):
+    def only_started(lines):
+        del lines[1:]
+
+    found = copy(healthy, tmp_path / "run", only_started)
+    judged = verdict(found)
+    assert judged.verdict == "NO-GO"
+    assert "Nothing was logged" in Tags(render.page(found, judged)).text
+    assert render.markdown(found, judged)
+
+
+def test_the_command_writes_page_markdown_and_verdict_and_gives_the_exit_code(healthy, tmp_path, capsys):
+    code = report([healthy.folder], out=tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert code == told["exit_code"] == 4
+    assert told["verdict"] == "NOT TESTED"
+    assert told["run"]["step"] == 60
+    assert {g["name"] for g in told["gates"]} >= {"stability", "routing", "numerics"}
+    assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
+    assert "**NOT TESTED**" in (tmp_path / "out" / "report.md").read_text()
+    assert "NOT TESTED  routing" in capsys.readouterr().out
+
+
+def test_fewer_steps_cannot_be_asked_for(healthy, tmp_path):
+    with pytest.raises(TercetError, match="min_steps=10 is below 500"):
+        report([healthy.folder], out=tmp_path, min_steps=10)
+
+
+def test_two_runs_stand_side_by_side_with_their_differences(healthy, tmp_path, undrawn):
+    def nasty(lines):
+        for line in lines:
+            if line["kind"] == "run_started":
+                line["name"] = NASTY
+
+    other = copy(healthy, tmp_path / "other", nasty)
+    text = (other.folder / "config.toml").read_text()
+    (other.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
+    code = report([healthy.folder, other.folder], out=tmp_path / "both")
+    page = (tmp_path / "both" / "report.html").read_text()
+    text = Tags(page).text
+    assert code == 4
+    assert "model.attention" in text
+    assert "1 keys differ" in text
+    assert len(json.loads((tmp_path / "both" / "verdict.json").read_text())) == 2
+    assert not [t for t, _ in Tags(page).tags if t in ("script", "img")]
+    assert text.count('<script>alert("x")</script>') >= 8  # in the plots' legends too
+    for _, attrs in Tags(page).tags:
+        if attrs.get("href", "").endswith("report.html"):
+            assert (tmp_path / "both" / attrs["href"]).resolve().exists()
+
+
+def test_reading_a_run_needs_no_torch():
+    code = (
+        "import sys, tercet.report.commands, tercet.report.watch, tercet.report.render, tercet.report.plots;"
+        "print(sorted(m for m in sys.modules if m == 'torch' or m.startswith(('torch.', 'tercet.train'))))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

@@ -1,0 +1,237 @@
+"""A verdict is what the run's own record shows, and nothing can talk it into more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tercet.errors import TercetError
+from tercet.report.gates import Thresholds, not_a_twin
+from tercet.report.read import read_run
+from tercet.report.verdict import judge
+from watched import FEW, copy, gate, rules, verdict
+
+
+def verdicts(judged):
+    return {g.name: g.verdict for g in judged.gates}
+
+
+def test_a_healthy_run_passes_what_it_tested_and_says_what_it_did_not(healthy):
+    judged = verdict(healthy)
+    assert verdicts(judged) == {
+        "record": "GO",
+        "stability": "GO",
+        "memory": "GO",
+        "throughput": "NOT TESTED",
+        "routing": "NOT TESTED",
+        "selection health": "GO",
+        "fallbacks": "NOT TESTED",
+        "checkpoint and resume": "GO",
+        "data": "GO",
+        "numerics": "GO",
+    }, "\n".join(f"{g.name}: {g.sentence}" for g in judged.gates)
+    assert (judged.verdict, judged.exit_code) == ("NOT TESTED", 4)
+    assert rules(healthy) == set()
+    assert judged.findings == ()
+
+
+def test_every_gate_names_its_threshold_and_every_gap_its_mend(healthy):
+    for g in verdict(healthy).gates:
+        assert g.threshold
+        assert g.evidence
+        assert g.verdict == "GO" or g.mend
+
+
+def test_too_few_steps_are_not_tested_whatever_they_show(healthy):
+    judged = judge(healthy)  # 60 steps, 500 are needed
+    passed = {name for name, v in verdicts(judged).items() if v == "GO"}
+    assert passed == {"record", "checkpoint and resume"}
+    assert "only 60 steps were made, 500 are needed" in gate(judged, "stability").sentence
+
+
+def test_a_stated_target_is_held_against_the_median(healthy):
+    fast = judge(healthy, limits=Thresholds(min_steps=40, tokens_per_s=1.0))
+    slow = judge(healthy, limits=Thresholds(min_steps=40, tokens_per_s=1e12))
+    assert gate(fast, "throughput").verdict == "GO"
+    assert gate(slow, "throughput").verdict == "NO-GO"
+
+
+# ------------------------------------------------------------ records that are not whole
+
+
+def last(lines, kind):
+    return max(i for i, line in enumerate(lines) if line["kind"] == kind)
+
+
+def without_end(lines):
+    del lines[-1]
+
+
+def without_a_step(lines):
+    del lines[[i for i, line in enumerate(lines) if line["kind"] == "step"][7]]
+
+
+def without_the_start(lines):
+    del lines[0]
+
+
+def thirty_steps_called_sixty(lines):
+    lines[:] = [line for line in lines if line["step"] <= 30 or line["kind"] in ("run_started", "run_ended")]
+
+
+def a_better_loss(lines):
+    lines[last(lines, "step")]["loss"] = 0.01
+
+
+def more_tokens(lines):
+    for line in lines:
+        if line["kind"] == "step":
+            line["tokens"] *= 10
+
+
+def faster(lines):
+    for line in lines:
+        if line["kind"] == "step":
+            line["tokens_per_s"] *= 3
+
+
+def repeated(lines):
+    lines.insert(-1, dict(lines[last(lines, "step")]))
+
+
+def backwards(lines):
+    lines[-1]["time"] -= 3600
+
+
+def a_second_rank(lines):
+    for line in lines:
+        if line["kind"] == "run_started":
+            line["world_size"] = 2
+
+
+def a_longer_plan(lines):
+    for line in lines:
+        if line["kind"] == "run_started":
+            line["steps"] = 5000
+
+
+def a_number_that_is_none(lines):
+    lines[last(lines, "step")]["grad_norm"] = "fine"
+
+
+def a_word_for_a_step(lines):
+    lines[last(lines, "step")]["step"] = "60"
+
+
+def a_column_too_short(lines):
+    lines[last(lines, "routes")]["calls"].pop()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_end,
+        without_a_step,
+        without_the_start,
+        thirty_steps_called_sixty,
+        a_better_loss,
+        more_tokens,
+        faster,
+        repeated,
+        backwards,
+        a_second_rank,
+        a_longer_plan,
+        a_number_that_is_none,
+        a_word_for_a_step,
+        a_column_too_short,
+    ],
+)
+def test_a_record_that_is_cut_or_contradicts_itself_is_never_go(healthy, tmp_path, change):
+    # Everything else would pass: the one thing wrong must be what stops it.
+    limits = Thresholds(min_steps=1, tokens_per_s=1.0)
+    judged = judge(copy(healthy, tmp_path / "run", change), limits=limits)
+    assert judged.verdict == "NO-GO"
+    if change is not without_end:  # a process that vanished is told by the stability gate
+        assert gate(judged, "record").verdict == "NO-GO"
+        assert "GO" not in verdicts(judged).values()
+
+
+def test_unreadable_lines_are_counted_not_skipped_in_silence(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run")
+    with (found.folder / "events_rank0.jsonl").open("a") as stream:
+        stream.write("{not json}\n[1, 2]\n" + '{"kind": "step"')
+    problems = read_run(found.folder).problems
+    assert any("2 unreadable lines" in p for p in problems)
+    assert any("cut off" in p for p in problems)
+
+
+@pytest.mark.parametrize("name", ["training.csv", "config.toml"])
+def test_a_missing_file_is_a_gap_in_the_record(healthy, tmp_path, name):
+    found = copy(healthy, tmp_path / "run")
+    (found.folder / name).unlink()
+    assert gate(verdict(read_run(found.folder)), "record").verdict == "NO-GO"
+
+
+def test_figures_that_disagree_with_the_events_are_found(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run")
+    metrics = json.loads((found.folder / "metrics.json").read_text())
+    (found.folder / "metrics.json").write_text(json.dumps(metrics | {"step": 500}))
+    assert "metrics.json says" in gate(verdict(read_run(found.folder)), "record").sentence
+
+
+def test_a_rank_that_lags_behind_is_missing(healthy, tmp_path):
+    def two_ranks(lines):
+        a_second_rank(lines)
+
+    found = copy(healthy, tmp_path / "run", two_ranks)
+    shutil.copy(found.folder / "events_rank0.jsonl", found.folder / "events_rank1.jsonl")
+    whole = gate(verdict(read_run(found.folder)), "record")
+    assert whole.verdict == "GO"
+    lines = (found.folder / "events_rank1.jsonl").read_text().splitlines(keepends=True)
+    (found.folder / "events_rank1.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    assert "rank 1 logged up to step" in gate(verdict(read_run(found.folder)), "record").sentence
+
+
+def test_a_checkpoint_that_lost_a_file_is_no_checkpoint(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run")
+    newest = max((found.folder / "checkpoints").iterdir())
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    assert gate(verdict(read_run(found.folder)), "checkpoint and resume").verdict == "NO-GO"
+
+
+def test_a_run_that_was_never_resumed_has_not_tested_resume(healthy, tmp_path):
+    def one_process(lines):
+        for line in lines:
+            if line["kind"] == "run_started":
+                line["resumed_from"] = None
+
+    judged = verdict(copy(healthy, tmp_path / "run", one_process))
+    assert gate(judged, "checkpoint and resume").verdict == "NOT TESTED"
+
+
+def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
+    twin = copy(healthy, tmp_path / "twin")
+    assert "model.attention" in not_a_twin(healthy, twin)
+    text = (twin.folder / "config.toml").read_text()
+    (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
+    dense = read_run(twin.folder)
+    assert not_a_twin(healthy, dense) == ""
+    assert gate(judge(healthy, dense, FEW), "throughput").verdict == "GO"  # as fast as itself
+    (twin.folder / "config.toml").write_text(
+        (twin.folder / "config.toml").read_text().replace("seq_len = 64", "seq_len = 32")
+    )
+    other = read_run(twin.folder)
+    assert "data.seq_len" in not_a_twin(healthy, other)
+    assert gate(judge(healthy, other, FEW), "throughput").verdict == "NOT TESTED"
+
+
+def test_a_folder_without_events_is_an_error(tmp_path):
+    with pytest.raises(TercetError, match="has no events"):
+        read_run(tmp_path)
+    (tmp_path / "events_rank0.jsonl").write_text("")
+    with pytest.raises(TercetError, match="has no events"):
+        read_run(tmp_path)
+    with pytest.raises(TercetError, match="is not a folder"):
+        read_run(tmp_path / "nowhere")

@@ -1,0 +1,108 @@
+"""The files that people know by name are in every run folder, with headers and true contents."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tercet.report.read import read_run
+from tercet.telemetry.events import Noted
+from watched import corpus, run, settings
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    data = corpus(tmp_path_factory.mktemp("corpus"))
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    found, code = run(folder, data, train__steps=10, health__memory_every=4, profile__steps="3:5")
+    assert code == 0
+    return found
+
+
+def table(path: Path):
+    with path.open() as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_all_artefacts_are_there(made):
+    names = {
+        "env.json", "training.csv", "val.csv", "heartbeat_rank0.jsonl", "dtypes_report.txt", "k_stats.csv",
+        "fallback_counters.csv", "mem_boot.json", "mem_step1.json", "mem_step4.json", "mem_step8.json",
+        "opt_state_mb.txt", "metrics.json", "checkpoints", "events_rank0.jsonl", "config.toml", "origins.json",
+    }  # fmt: skip
+    assert names <= {p.name for p in made.folder.iterdir()}
+
+
+def test_layer_statistics_of_all_layers_at_every_log_line(made):
+    rows = table(made.folder / "k_stats.csv")
+    assert [(r["step"], r["layer"]) for r in rows] == [(str(s), str(i)) for s in (2, 4, 6, 8, 10) for i in (0, 1)]
+    for row in rows:
+        shares = [float(row[f"gate_share_{b}"]) for b in ("compressed", "selected", "window")]
+        assert sum(shares) == pytest.approx(1)
+    # 8 blocks, 5 of them selected: the c-th block's queries select min(5, c + 1).
+    assert float(rows[0]["selected_blocks"]) <= 5
+
+
+def test_routes_count_every_forward_pass_of_training(made):
+    rows = table(made.folder / "fallback_counters.csv")
+    assert [(r["layer"], r["branch"], r["route"], r["calls"]) for r in rows] == [
+        (str(i), b, "reference", "10") for i in (0, 1) for b in ("compressed", "selected", "window")
+    ]
+
+
+def test_optimizer_state_and_types(made):
+    parameters = made.started[0].parameters
+    assert float((made.folder / "opt_state_mb.txt").read_text()) == pytest.approx(2 * 4 * parameters / 2**20, rel=0.05)
+    lines = (made.folder / "dtypes_report.txt").read_text().splitlines()
+    assert f"parameters: float32 {parameters}" in lines
+    assert f"gradients: float32 {parameters}" in lines
+    assert f"optimizer: float32 {2 * parameters}" in lines
+
+
+def test_memory_by_part(made):
+    record = json.loads((made.folder / "mem_step1.json").read_text())
+    assert record["parameters_mib"] == pytest.approx(record["gradients_mib"])
+    assert record["optimizer_mib"] == pytest.approx(2 * record["parameters_mib"], rel=0.05)
+    assert record["host_total_gib"] > record["host_gib"] > 0
+
+
+def test_the_parts_of_a_step_add_up_to_it(made):
+    for used, logged in zip(made.resources, made.steps, strict=True):
+        parts = [used.forward_seconds, used.backward_seconds, used.optimizer_seconds, used.other_seconds]
+        assert min(parts) >= 0
+        assert used.forward_seconds > 0
+        assert used.backward_seconds > 0
+        assert sum(parts) + used.data_seconds + used.communication_seconds == pytest.approx(
+            logged.step_seconds, rel=0.05
+        )
+
+
+def test_a_profile_starts_ends_and_is_written_by_itself(made):
+    trace = made.folder / "profile" / "trace_rank0_steps3-5.json.gz"
+    with gzip.open(trace, "rt") as stream:
+        names = [e.get("name") for e in json.load(stream)["traceEvents"]]
+    for phase in ("forward", "backward", "optimizer"):
+        assert names.count(phase) == 3  # balanced: one for each of steps 3, 4, 5
+    assert "Self CPU" in (made.folder / "profile" / "kernels_rank0_steps3-5.txt").read_text()
+    assert any("profile:" in e.text for e in made.of(Noted))
+
+
+def test_killed_in_the_middle_a_run_loses_only_its_last_interval(tmp_path, nursery):
+    data = corpus(tmp_path)
+    config = settings(tmp_path / "run", data, train__steps=5000, checkpoint__every=0, train__val_tokens=0)
+    child = nursery.start(config)
+    child.until("step   20/5000", seconds=120)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    found = read_run(tmp_path / "run")
+    assert found.state == "gone"
+    told = max(int(n) for n in re.findall(r"step +(\d+)/5000", child.output))
+    assert found.step >= told  # whatever was on the screen is on the disk
+    assert found.problems == ()

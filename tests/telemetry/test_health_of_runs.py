@@ -1,0 +1,177 @@
+"""Every health rule, provoked by a run that really has the fault; a healthy run is silent (tests/report)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tercet.train.step as step_module
+from tercet.config.health import HealthConfig
+from tercet.telemetry.events import HealthFired, StepLogged
+from tercet.telemetry.health import RULES, HealthMonitor
+from tercet.telemetry.layers import LayerProbe
+from watched import corpus, even_clock, gate, rules, run, verdict
+
+SHORT = {"train__steps": 12, "train__val_tokens": 0, "checkpoint__every": 0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def bent(monkeypatch: pytest.MonkeyPatch, bend) -> None:
+    """Training goes on with another loss: `bend(n, loss)` for the n-th forward pass."""
+    counter = itertools.count(1)
+    true = step_module.loss_sum
+    monkeypatch.setattr(step_module, "loss_sum", lambda model, batch: bend(next(counter), true(model, batch)))
+
+
+def gate_bias(monkeypatch: pytest.MonkeyPatch, *bias: float) -> None:
+    """Every layer's gates begin at these logits instead of at zero."""
+    from tercet.model.gate import Gate
+
+    @torch.no_grad()
+    def init(self):
+        nn.init.zeros_(self.proj.weight)
+        self.proj.bias.copy_(torch.tensor(bias).repeat(self.proj.out_features // 3))
+
+    monkeypatch.setattr(Gate, "init_weights", init)
+
+
+def test_collapsed_gates_are_found(tmp_path, data, monkeypatch):
+    gate_bias(monkeypatch, 8.0, -8.0, -8.0)
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT)
+    assert rules(found) == {"gate_collapse", "dead_branch"}
+    assert gate(verdict(found), "selection health").verdict == "NO-GO"
+
+
+def test_a_dead_branch_is_found_and_named(tmp_path, data, monkeypatch):
+    gate_bias(monkeypatch, 0.0, -9.0, 0.0)
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT)
+    assert rules(found) == {"dead_branch"}
+    assert "layer 0: the selected branch" in found.of(HealthFired)[0].sentence
+    assert gate(verdict(found), "selection health").verdict == "NO-GO"
+
+
+def test_a_selection_of_forced_blocks_alone_is_found(tmp_path, data):
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT, model__nsa__select_count=3)
+    assert rules(found) == {"selection_stuck"}
+    assert gate(verdict(found), "selection health").verdict == "NO-GO"
+
+
+def test_a_nan_is_found_skipped_and_no_go(tmp_path, data, monkeypatch):
+    bent(monkeypatch, lambda n, loss: loss * float("nan") if n in (5, 6) else loss)
+    with even_clock():
+        found, code = run(tmp_path / "run", data, **SHORT)
+    assert code == 0
+    assert rules(found) == {"nonfinite"}
+    assert gate(verdict(found), "numerics").verdict == "NO-GO"
+
+
+def test_nans_past_the_limit_halt_the_run_and_its_stability(tmp_path, data, monkeypatch):
+    bent(monkeypatch, lambda n, loss: loss * float("nan") if n > 4 else loss)
+    with even_clock():
+        found, said = run(tmp_path / "run", data, **SHORT, train__max_skipped_in_row=2)
+    assert "were not finite" in str(said)
+    judged = verdict(found)
+    assert gate(judged, "stability").verdict == gate(judged, "numerics").verdict == "NO-GO"
+
+
+def test_zero_gradients_are_found(tmp_path, data, monkeypatch):
+    bent(monkeypatch, lambda n, loss: loss * 0 + 100.0)
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT)
+    assert "zero_grad" in rules(found)
+    assert gate(verdict(found), "numerics").verdict == "NO-GO"
+
+
+def test_a_loss_spike_is_found_and_no_go_while_it_lasts(tmp_path, data, monkeypatch):
+    bent(monkeypatch, lambda n, loss: loss * 5 if n > 14 else loss)
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT | {"train__steps": 24})
+    assert rules(found) == {"loss_spike"}
+    assert [f.step for f in found.of(HealthFired)] == [16]  # told once, at the first log line after it
+    assert gate(verdict(found), "stability").verdict == "NO-GO"
+
+
+def test_a_rule_that_may_halt_stops_the_run(tmp_path, data, monkeypatch):
+    bent(monkeypatch, lambda n, loss: loss * 5 if n > 14 else loss)
+    with even_clock():
+        found, said = run(tmp_path / "run", data, **SHORT | {"train__steps": 24}, health__loss_spike="halt")
+    assert "stopped by health.loss_spike=halt after step 16" in str(said)
+    assert found.ended is not None
+    assert found.ended.outcome == "halted"
+    assert gate(verdict(found), "stability").verdict == "NO-GO"
+
+
+def test_a_rule_that_is_off_is_silent(tmp_path, data):
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT, model__nsa__select_count=3, health__selection_stuck="off")
+    assert rules(found) == set()
+    # The report holds every run to the same thresholds, whatever its own were.
+    assert gate(verdict(found), "selection health").verdict == "NO-GO"
+
+
+def test_a_starved_loader_is_found(tmp_path, data, monkeypatch):
+    import tercet.data.loader as loader
+
+    slow = loader.pack
+
+    def dripping(*args, **kwargs):
+        for packed in slow(*args, **kwargs):
+            time.sleep(0.06)
+            yield packed
+
+    monkeypatch.setattr(loader, "pack", dripping)
+    monkeypatch.setattr("tercet.train.interval.Interval.seconds_per_step", lambda self: 0.08)
+    found, _ = run(tmp_path / "run", data, **SHORT, data__prefetch=0)
+    assert "data_starvation" in rules(found)
+    assert gate(verdict(found), "data").verdict == "NO-GO"
+
+
+def test_a_drop_in_speed_is_found(tmp_path, data, monkeypatch):
+    seconds = itertools.chain([0.02] * 6, itertools.repeat(0.05))
+    monkeypatch.setattr("tercet.train.interval.Interval.seconds_per_step", lambda self: next(seconds))
+    monkeypatch.setattr("tercet.data.loader.Loader.wait_seconds", property(lambda self: 0.0))
+    found, _ = run(tmp_path / "run", data, **SHORT | {"train__steps": 24})
+    assert rules(found) == {"throughput_drop"}
+    assert gate(verdict(found), "throughput").verdict == "NO-GO"
+
+
+def test_a_fallback_is_counted_told_and_no_go(tmp_path, data, monkeypatch):
+    # The layers run on the reference, as they do here; that this is slower than the device is what is pretended.
+    monkeypatch.setattr(LayerProbe, "on_gpu", staticmethod(lambda layer: True))
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT)
+    assert rules(found) == {"fallback"}
+    judged = verdict(found)
+    assert gate(judged, "fallbacks").verdict == "NO-GO"
+    assert dict(gate(judged, "fallbacks").evidence)["fallbacks"] == "72"  # 12 steps, 2 layers, 3 branches
+    rows = (found.folder / "fallback_counters.csv").read_text().splitlines()
+    assert rows[0] == "layer,branch,route,reason,fallback,calls"
+    assert all(row.endswith(",True,12") for row in rows[1:])
+
+
+def test_every_rule_has_an_action_of_its_own():
+    assert {name for name in RULES if name in HealthConfig.model_fields} == set(RULES)
+
+
+def test_a_finding_is_told_once_per_episode():
+    monitor = HealthMonitor(HealthConfig())
+    event = StepLogged(
+        step=1, loss=1.0, lr=0.1, grad_norm=0.0, tokens=1, tokens_per_s=1.0, step_seconds=1.0, data_seconds=0.0,
+        mfu=None, memory_gib=1.0, skipped=0, epoch=0, first_step=1, losses=[1.0], grad_norms=[0.0],
+    )  # fmt: skip
+    well = dataclasses.replace(event, grad_norms=[0.5])
+    told = [len(monitor.observe(e)) for e in (event, event, well, event)]
+    assert told == [1, 0, 0, 1]

@@ -1,0 +1,48 @@
+"""The live view reads what is there: whole runs, several ranks, runs that only begin."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tercet.errors import TercetError
+from tercet.report.commands import watch
+from watched import corpus, even_clock, run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    data = corpus(tmp_path_factory.mktemp("corpus"))
+    with even_clock():
+        found, _ = run(tmp_path_factory.mktemp("runs") / "run", data, train__steps=8, run__name="na[bold]me")
+    return found
+
+
+def test_one_frame_tells_step_loss_gates_and_ranks(made, capsys):
+    assert watch(made.folder, once=True) == 0
+    out = capsys.readouterr().out
+    assert "8/8 steps" in out
+    assert "completed" in out
+    assert f"{made.steps[-1].loss:.4f}" in out
+    assert "gate shares by layer" in out
+    assert "na[bold]me" in out  # shown, not obeyed
+
+
+def test_every_rank_has_a_line(made, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(made.folder, folder)
+    for kind in ("events", "heartbeat"):
+        text = (folder / f"{kind}_rank0.jsonl").read_text()
+        (folder / f"{kind}_rank1.jsonl").write_text(text.replace('"rank": 0', '"rank": 1'))
+    beat = json.loads((folder / "heartbeat_rank1.jsonl").read_text().splitlines()[-1]) | {"step": 3, "doing": "waiting"}
+    (folder / "heartbeat_rank1.jsonl").write_text(json.dumps(beat) + "\n")
+    watch(folder, once=True)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "3", "waiting"] in [row[:3] for row in rows]
+
+
+def test_a_folder_without_events_is_an_error(tmp_path):
+    with pytest.raises(TercetError, match="has no events"):
+        watch(tmp_path, once=True)

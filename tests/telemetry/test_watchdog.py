@@ -1,0 +1,148 @@
+"""Slow is not stuck: the watchdog knows a run's own pace, and writes everything down when nothing moves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import tercet.report.read as read_module
+from tercet.config.health import HealthConfig
+from tercet.report.read import read_run
+from tercet.report.watch import View
+from tercet.telemetry.events import EventLog, Stalled, StepLogged, read_events
+from tercet.telemetry.heartbeat import Heartbeat
+from tercet.telemetry.watchdog import STALLED_EXIT, Watchdog
+from watched import corpus, gate, settings, verdict
+
+
+def step_event(seconds: float) -> StepLogged:
+    return StepLogged(
+        step=10, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, tokens_per_s=1.0, step_seconds=seconds, data_seconds=0.0,
+        mfu=None, memory_gib=1.0, skipped=0, epoch=0, first_step=1, losses=[1.0] * 10, grad_norms=[1.0] * 10,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def parts(tmp_path: Path):
+    beat = Heartbeat(tmp_path, 0, 0.05)
+    log = EventLog(tmp_path)
+    yield tmp_path, beat, log
+    beat.close()
+    log.close()
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stalls(log: EventLog) -> list[Stalled]:
+    return [e for e in read_events(log.path) if isinstance(e, Stalled)]
+
+
+def test_the_limit_follows_the_runs_own_pace(parts):
+    folder, beat, log = parts
+    dog = Watchdog(folder, 0, HealthConfig(), beat, log)
+    assert dog.limit() == 900  # nothing is known yet: the first step may compile
+    dog.observe(step_event(0.1))
+    assert dog.limit() == 180  # 1 s between log lines: the floor
+    for _ in range(3):
+        dog.observe(step_event(60.0))
+    assert dog.limit() == 3000  # 600 s between log lines
+
+
+def test_a_stuck_step_is_dumped_with_its_stack_and_told_when_it_moves_again(parts):
+    folder, beat, log = parts
+    config = HealthConfig(stall_seconds=0.2, stall_start_seconds=0.2)
+
+    def the_step_that_hangs() -> None:
+        wait_for(lambda: stalls(log))
+
+    with Watchdog(folder, 0, config, beat, log):
+        beat.at(7, "training")
+        the_step_that_hangs()
+        beat.at(8, "training")
+        wait_for(lambda: len(stalls(log)) == 2)
+    first, second = stalls(log)
+    assert (first.step, first.doing, first.over, second.over) == (6, "training", False, True)
+    text = (folder / first.dump).read_text()
+    assert "the_step_that_hangs" in text
+    assert "thread MainThread" in text
+    assert "rank 0: step 7, training" in text  # the heartbeats of every rank
+    assert "no CUDA device in use" in text
+
+
+def test_a_slow_run_is_left_alone(parts):
+    folder, beat, log = parts
+    with Watchdog(folder, 0, HealthConfig(stall_seconds=0.1, stall_start_seconds=5.0), beat, log) as dog:
+        dog.observe(step_event(0.2))  # 2 s between log lines, five times that is the limit
+        beat.at(1, "training")
+        time.sleep(0.6)
+    assert stalls(log) == []
+
+
+def test_sigusr1_writes_stacks_and_training_goes_on(parts, capfd):
+    folder, beat, log = parts
+    with Watchdog(folder, 0, HealthConfig(), beat, log):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: list(folder.glob("stack_rank0_2*.txt")))
+        wait_for(lambda: "SIGUSR1: stacks" in capfd.readouterr().err)
+    assert "test_sigusr1_writes_stacks" in next(folder.glob("stack_rank0_2*.txt")).read_text()
+    assert stalls(log) == []
+
+
+def test_signals_are_given_back(parts):
+    folder, beat, log = parts
+    before = signal.getsignal(signal.SIGUSR1)
+    with Watchdog(folder, 0, HealthConfig(), beat, log):
+        assert signal.getsignal(signal.SIGUSR1) != before
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert not list(folder.glob("stack_rank0_locked.txt"))
+
+
+def test_a_frozen_process_is_told_from_a_dead_one_and_a_stuck_one_can_end_itself(tmp_path, monkeypatch, nursery):
+    monkeypatch.setattr(read_module, "FRESH_SECONDS", 0.5)
+    monkeypatch.setattr("tercet.report.watch.STALE_SECONDS", 0.5)
+    data = corpus(tmp_path)
+    folder = tmp_path / "run"
+    # After the freeze the process finds that its own clock has gone on without it: with health.stall=end it leaves.
+    config = settings(
+        folder, data, train__steps=100000, train__val_tokens=0, checkpoint__every=0, log__heartbeat_seconds=0.05,
+        health__stall="end", health__stall_seconds=2.0, health__stall_start_seconds=60.0,
+    )  # fmt: skip
+    child = nursery.start(config)
+    child.until("step     20/100000", seconds=120)
+    assert read_run(folder).state == "running"
+    assert gate(verdict(read_run(folder)), "stability").verdict == "NOT TESTED"
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: read_run(folder).state == "silent")
+        judged = verdict(read_run(folder))
+        assert gate(judged, "stability").verdict == "NO-GO"
+        assert "lives but has not spoken" in gate(judged, "stability").sentence
+        view = View(folder)
+        view.look()
+        assert "frozen or gone" in drawn(view)
+        time.sleep(2.0)
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    code = child.wait()
+    found = read_run(folder)
+    assert code == STALLED_EXIT
+    assert [e.over for e in found.of(Stalled)] == [False]
+    assert found.state == "gone"
+    assert gate(verdict(found), "stability").verdict == "NO-GO"
+
+
+def drawn(view: View) -> str:
+    from rich.console import Console
+
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(view.draw())
+    return console.export_text()

@@ -1,0 +1,97 @@
+"""Small real runs with everything that watches them, for tests of telemetry and reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import small
+from tercet.data.loader import Loader
+from tercet.errors import TercetError
+from tercet.report.gates import Thresholds
+from tercet.report.read import Run, read_run
+from tercet.report.verdict import Verdict, judge
+from tercet.train.interval import Interval
+from tercet.train.loop import train
+
+# As the defaults, over fewer steps: a real run of 500 would take the tests too long.
+FEW = Thresholds(min_steps=40, checkpoint_blocked=1.0)
+SENTENCE = "the quick brown fox jumps over the lazy dog; a needle in a haystack, found again and again. "
+
+
+def corpus(folder: Path) -> Path:
+    """Text with something to learn, as JSON lines."""
+    path = folder / "corpus.jsonl"
+    if not path.exists():
+        lines = [json.dumps({"text": SENTENCE[i % 37 :] + SENTENCE * (3 + i % 4)}) for i in range(400)]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def settings(folder: Path, data: Path, **changes: Any) -> Any:
+    """A small run that learns, logs every other step, saves, validates and selects freely."""
+    base = {
+        "run__dir": str(folder),
+        "model__nsa__select_count": 5,
+        "data__source": "jsonl",
+        "data__path": (str(data),),
+        "data__validation_fraction": 0.1,
+        "train__steps": 40,
+        "train__lr": 1e-2,
+        "train__warmup_steps": 4,
+        "train__val_every": 20,
+        "train__val_tokens": 256,
+        "checkpoint__every": 20,
+        "log__every": 2,
+        "log__heartbeat_seconds": 0.1,
+    }
+    return small(**(base | changes))
+
+
+@contextmanager
+def even_clock() -> Iterator[None]:
+    """Steps take 20 ms and wait for nothing: what else runs on this machine must not decide a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Interval, "seconds_per_step", lambda self: 0.02)
+        patch.setattr(Loader, "wait_seconds", property(lambda self: 0.0))
+        yield
+
+
+def run(folder: Path, data: Path, *, resume: str | None = None, **changes: Any) -> tuple[Run, int | str]:
+    """Train, whatever comes of it; the run folder, and the exit code or the error's sentence."""
+    try:
+        result: int | str = train(settings(folder, data, **changes), origins={}, resume=resume)
+    except TercetError as error:
+        result = str(error)
+    return read_run(folder), result
+
+
+def verdict(run: Run, **more: Any) -> Verdict:
+    return judge(run, limits=FEW, **more)
+
+
+def gate(judged: Verdict, name: str) -> Any:
+    return next(g for g in judged.gates if g.name == name)
+
+
+def rules(run: Run) -> set[str]:
+    """Health rules that fired while the run ran."""
+    from tercet.telemetry.events import HealthFired
+
+    return {e.rule for rank in run.events for e in run.of(HealthFired, rank)}
+
+
+def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
+    """The run's folder under another name, with its events changed by hand."""
+    shutil.copytree(run.folder, target)
+    path = target / "events_rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(target)
