@@ -41,14 +41,20 @@ def test_16384_tokens_forward_in_less_than_4_gib():
     assert peak_bytes(16_384) < 4 * 2**30
 
 
+def test_4096_tokens_never_hold_a_matrix_of_scores():
+    """One branch's scores of all heads would be 12 x 4096 x 4096 x 4 bytes = 768 MiB."""
+    assert peak_bytes(4096) - peak_bytes(64) < 300 * 2**20
+
+
 def test_2048_tokens_forward_and_backward_in_seconds():
     cfg = tercet.NSAConfig()
     x: Inputs = inputs(
         cfg, 2048, groups=2, per_group=6, key_size=64, value_size=64, dtype=torch.float32, sharpness=1.0
     ).leaves()
     torch.set_num_threads(2)
-    start = time.perf_counter()
+    start = time.process_time()
     tercet.nsa_attention(*x.tensors(), config=cfg, backend="reference").sum().backward()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert all(torch.isfinite(v.grad).all() for v in x.tensors())
-    assert seconds < 30, f"{seconds:.1f} s: 2 cores are asked for seconds, and even a busy machine for less than 30"
+    # time on the cores, not on the clock: what else the machine does is no part of the law
+    assert seconds < 15, f"{seconds:.1f} s on the cores"
