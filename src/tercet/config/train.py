@@ -112,6 +112,8 @@ class LogConfig(Section):
     """Steps between log lines: the moments at which the host waits for the device."""
     tensorboard: bool = True
     """Write TensorBoard files under tb/ in the run folder."""
+    wandb: bool = False
+    """Also tell Weights & Biases (needs the wandb extra)."""
     progress: Switch = "auto"
     """The live line; auto: on a terminal, plain lines elsewhere."""
     heartbeat_seconds: float = Field(default=10.0, gt=0)

@@ -13,7 +13,9 @@ from rich.text import Text
 from tercet.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,
+    DoctorReported,
     Event,
+    HealthFired,
     Noted,
     Sampled,
     StepLogged,
@@ -117,6 +119,15 @@ class Screen:
                 f"no update was made there ({event.total} so far)",
                 "bold yellow",
             )
+        elif isinstance(event, HealthFired):
+            word = "halting" if event.action == "halt" else "warning"
+            self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
+        elif isinstance(event, DoctorReported):
+            for check, verdict, finding, mend in zip(
+                event.check, event.verdict, event.finding, event.mend, strict=True
+            ):
+                if verdict == "warning":
+                    self.say(f"warning: doctor: {check}: {finding}: {mend}", "bold yellow")
         elif isinstance(event, Noted):
             self.say(event.text)
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tercet.telemetry.events import Event, RunEnded, Sampled, StepLogged, Validated
+from tercet.errors import TercetError
+from tercet.telemetry.events import (
+    Event,
+    HealthFired,
+    LayersObserved,
+    ResourcesObserved,
+    RunEnded,
+    Sampled,
+    StepLogged,
+    Validated,
+)
+from tercet.telemetry.tables import STATISTICS
 
 TRAINING_COLUMNS = (
     "step",
@@ -69,8 +81,52 @@ class TensorBoardSink:
             add("validation/loss", event.loss, event.step, walltime=event.time)
         elif isinstance(event, Sampled):
             self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, walltime=event.time)
+        elif isinstance(event, (LayersObserved, ResourcesObserved, HealthFired)):
+            for name, value in scalars(event).items():
+                add(name, value, event.step, walltime=event.time)
         elif isinstance(event, RunEnded):
             self._writer.close()
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """Layers, resources and findings as named numbers, for tools that draw such."""
+    if isinstance(event, LayersObserved):
+        columns = {name: getattr(event, name) for name in STATISTICS}
+        rows = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}
+        return {name: v for name, v in rows.items() if v is not None}
+    if isinstance(event, ResourcesObserved):
+        values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+        return {f"resources/{k}": v for k, v in values.items() if k.endswith(("_seconds", "_gib"))}
+    return {f"health/{event.rule}": event.value} if isinstance(event, HealthFired) else {}
+
+
+class WandbSink:
+    """The same for Weights & Biases, where somebody has installed it and asked for it."""
+
+    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise TercetError("log.wandb needs wandb: pip install 'tercet[wandb]', or leave it off") from None
+        # One run folder is one run there too: a resumed one goes on.
+        identity = folder.resolve().name
+        self._run: Any = wandb.init(
+            project="tercet", name=name, id=identity, resume="allow", dir=str(folder), config=config
+        )
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepLogged):
+            names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds")
+            values = {f"train/{n}": getattr(event, n) for n in names}
+            if event.mfu is not None:
+                values["train/mfu"] = event.mfu
+            self._run.log(values, step=event.step)
+        elif isinstance(event, Validated):
+            self._run.log({"validation/loss": event.loss}, step=event.step)
+        elif isinstance(event, (LayersObserved, ResourcesObserved, HealthFired)):
+            self._run.log(scalars(event), step=event.step)
+        elif isinstance(event, RunEnded):
+            self._run.finish(exit_code=0 if event.outcome == "completed" else 1)
 
 
 def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:

@@ -27,7 +27,7 @@ from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.peak import peak_flops
 from tercet.telemetry.progress import Screen, duration, quantity
-from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
+from tercet.telemetry.sinks import TensorBoardSink, WandbSink, csv_sinks
 from tercet.telemetry.summary import summarise
 from tercet.telemetry.tables import layer_and_route_tables
 from tercet.telemetry.watchdog import Watchdog
@@ -91,6 +91,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             log.readers += [screen, *csv_sinks(folder.path, past), *layer_and_route_tables(folder.path, past)]
             if config.log.tensorboard:
                 log.readers.append(TensorBoardSink(folder.path / "tb", state.step))
+            if config.log.wandb:
+                log.readers.append(WandbSink(folder.path, config.run.name, config.model_dump(mode="json")))
         dog = stack.enter_context(Watchdog(folder.path, strategy.rank, config.health, beat, log))
         log.readers.append(dog.observe)
         observer = stack.enter_context(closing(_observer(config, state, strategy, device, folder, log)))

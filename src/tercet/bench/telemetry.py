@@ -1,0 +1,187 @@
+"""What watching a run costs: `python -m tercet.bench.telemetry --preset m7c`.
+
+Intervals of training with and without everything that watches it (clocks, layers, routes, memory, health, event log,
+CSV, TensorBoard, heartbeat, watchdog) take turns in one process on one model, so that a drift of the device's clock
+falls on both. The figure is the median of the differences of neighbours. Batches are drawn once and stay on the
+device: a loader's noise is not telemetry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tercet.config.load import load
+from tercet.config.schema import RunConfig
+from tercet.parallel.strategy import Single
+from tercet.telemetry.events import EventLog, StepLogged
+from tercet.telemetry.heartbeat import Heartbeat
+from tercet.telemetry.observer import Observer
+from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
+from tercet.telemetry.tables import layer_and_route_tables
+from tercet.telemetry.watchdog import Watchdog
+from tercet.train.device import device_name, peak_memory_gib, pick_device
+from tercet.train.header import precision_of
+from tercet.train.schedule import learning_rate
+from tercet.train.state import TrainState, build_state
+from tercet.train.step import MicroBatch, train_step
+
+
+class Bench:
+    """One model and its batches, trained with or without watchers."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.device = pick_device(config.run.device)
+        self.strategy = Single()
+        self.state: TrainState = build_state(config, self.device, self.strategy, None)
+        rows, length = config.train.micro_batch, config.data.seq_len
+        drawn = torch.Generator().manual_seed(config.run.seed)
+
+        def batch() -> MicroBatch:
+            tokens = torch.randint(config.model.vocab_size, (1, rows * length + 1), generator=drawn).to(self.device)
+            bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=self.device)
+            return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), bounds)
+
+        self.batches = [batch() for _ in range(config.accumulation)]
+        self.log = EventLog(folder)
+        self.log.readers += [*csv_sinks(folder, []), *layer_and_route_tables(folder, [])]
+        if config.log.tensorboard:
+            self.log.readers.append(TensorBoardSink(folder / "tb", 0))
+        self.observer = Observer(
+            config,
+            folder,
+            0,
+            self.device,
+            self.state.model,
+            self.state.optimizer,
+            self.log,
+            precision_of(config, self.device),
+            self.strategy.all_sum,
+        )
+
+    def interval(self, *, watched: bool) -> float:
+        """Seconds per step over one log interval, from one quiet device to the next."""
+        steps = self.config.log.every
+        self._wait()
+        begun = time.perf_counter()
+        with ExitStack() as stack:
+            if watched:
+                beat = stack.enter_context(closing(Heartbeat(self.folder, 0, self.config.log.heartbeat_seconds)))
+                stack.enter_context(Watchdog(self.folder, 0, self.config.health, beat, self.log))
+            for _ in range(steps):
+                step = self.state.step + 1
+                if watched:
+                    beat.at(step, "training")
+                    self.observer.before_step(step)
+                result = train_step(
+                    self.state.model,
+                    self.state.optimizer,
+                    self.batches,
+                    step=step,
+                    lr=learning_rate(self.config.train, min(step, self.config.train.steps)),
+                    clip=self.config.train.clip,
+                    precision=self.config.train.precision,
+                    guard=self.state.guard,
+                    strategy=self.strategy,
+                    observer=self.observer if watched else None,
+                )
+                if watched:
+                    self.observer.after_step(step)
+                self.state.step = step
+                self.state.interval.add(step, result)
+            measured = self.state.interval.read()
+            self.state.interval.clear()
+            if watched:
+                self._tell(measured, (time.perf_counter() - begun) / steps)
+            self._wait()
+        return (time.perf_counter() - begun) / steps
+
+    def _tell(self, measured: list[Any], seconds: float) -> None:
+        per_step = self.config.train.tokens_per_step
+        logged = StepLogged(
+            step=self.state.step,
+            loss=measured[-1].loss,
+            lr=0.0,
+            grad_norm=measured[-1].grad_norm,
+            tokens=self.state.step * per_step,
+            tokens_per_s=per_step / seconds,
+            step_seconds=seconds,
+            data_seconds=0.0,
+            mfu=None,
+            memory_gib=peak_memory_gib(self.device),
+            skipped=0,
+            epoch=0,
+            first_step=measured[0].step,
+            losses=[m.loss for m in measured],
+            grad_norms=[m.grad_norm for m in measured],
+        )
+        self.log.emit(logged)
+        self.observer.after_log(logged)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(config: RunConfig, pairs: int) -> dict[str, Any]:
+    """Medians over `pairs` of neighbouring intervals, after both kinds have warmed up (and compiled)."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(config, Path(folder))
+        for watched in (False, True, False, True):
+            bench.interval(watched=watched)
+        without: list[float] = []
+        with_: list[float] = []
+        for i in range(pairs):
+            for watched in (False, True) if i % 2 else (True, False):  # neither always goes first
+                (with_ if watched else without).append(bench.interval(watched=watched))
+        bench.log.close()
+    plain = statistics.median(without)
+    extra = statistics.median(b - a for a, b in zip(without, with_, strict=True))
+    return {
+        "bench": "telemetry",
+        "device": device_name(bench.device),
+        "inputs": "uniform random tokens, drawn once",
+        "seq_len": config.data.seq_len,
+        "tokens_per_step": config.train.tokens_per_step,
+        "log_every": config.log.every,
+        "pairs": pairs,
+        "step_ms_without": 1e3 * plain,
+        "step_ms_with": 1e3 * statistics.median(with_),
+        "extra_ms": 1e3 * extra,
+        "extra_percent": 100 * extra / plain,
+        "spread_percent": 100 * (statistics.quantiles(without, n=4)[2] - statistics.quantiles(without, n=4)[0]) / plain,
+        "under_one_percent": extra / plain < 0.01,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tercet.bench.telemetry", description=__doc__)
+    parser.add_argument("--preset", default="m7c")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--micro-batch", type=int, help="sequences per pass; the preset's if not given")
+    asked = parser.parse_args(arguments)
+    if asked.pairs < 2:
+        parser.error(f"--pairs {asked.pairs}: a median of differences needs 2 or more")
+    flags: dict[str, Any] = {"checkpoint.every": 0}
+    if asked.micro_batch:
+        flags["train.micro_batch"] = asked.micro_batch
+    result = measure(load(preset=asked.preset, flags=flags).config, asked.pairs)
+    alone, watched = result["step_ms_without"], result["step_ms_with"]
+    extra = f"{result['extra_ms']:+.3f} ms, {result['extra_percent']:+.2f}%"
+    print(f"{alone:.2f} ms a step alone, {watched:.2f} ms watched: {extra} (quartiles {result['spread_percent']:.2f}%)")
+    print(json.dumps(result))
+    return 0 if result["under_one_percent"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

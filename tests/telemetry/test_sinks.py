@@ -1,0 +1,50 @@
+"""What other tools are told: TensorBoard on every run, Weights & Biases where somebody asks for it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tercet.errors import TercetError
+from tercet.telemetry.sinks import WandbSink
+from watched import corpus, even_clock, run
+
+
+def test_tensorboard_has_the_layers_of_the_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with even_clock():
+        found, code = run(tmp_path / "run", corpus(tmp_path), train__steps=4, log__tensorboard=True)
+    assert code == 0
+    told = EventAccumulator(str(found.folder / "tb"))
+    told.Reload()
+    names = told.Tags()["scalars"]
+    assert {"train/loss", "train/grad_norm", "layers/gate_share_window/1", "resources/backward_seconds"} <= set(names)
+    assert [e.step for e in told.Scalars("layers/gate_entropy/0")] == [2, 4]
+    assert told.Scalars("train/loss")[-1].value == pytest.approx(found.steps[-1].loss, rel=1e-6)
+
+
+def test_weights_and_biases_is_told_the_same(tmp_path, monkeypatch):
+    told: list[tuple[int, dict[str, float]]] = []
+    ended: list[int] = []
+    double = SimpleNamespace(
+        log=lambda values, step: told.append((step, values)), finish=lambda exit_code: ended.append(exit_code)
+    )
+    asked: dict[str, object] = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: asked.update(given) or double))
+    with even_clock():
+        found, code = run(tmp_path / "run", corpus(tmp_path), train__steps=4, log__wandb=True)
+    assert code == 0
+    losses = {step: values["train/loss"] for step, values in told if "train/loss" in values}
+    assert losses == {e.step: e.loss for e in found.steps}
+    assert any("layers/gate_share_selected/0" in values for _, values in told)
+    assert ended == [0]
+    assert asked["id"] == "run"
+
+
+def test_asking_for_what_is_not_installed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TercetError, match="tercet\\[wandb\\]"):
+        WandbSink(tmp_path, "x", {})
