@@ -33,7 +33,7 @@ from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, millisec
 CANDIDATES: dict[str, list[Launch]] = {
     "compressed_forward": [
         Launch(rows, keys, warps, stages, tma)
-        for rows, keys, warps in ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+        for rows, keys, warps in ((64, 64, 4), (128, 64, 4), (128, 64, 8), (64, 128, 4), (128, 128, 8))
         for stages in (2, 3)
         for tma in (True, False)
     ],
@@ -44,15 +44,15 @@ CANDIDATES: dict[str, list[Launch]] = {
         for tma in (True, False)
     ],
     "query_gradient": [
-        Launch(rows, 64, warps, stages, tma, 16, registers)
-        for rows, warps in ((64, 4), (128, 8))
+        Launch(rows, keys, warps, stages, tma, 16, registers)
+        for rows, keys, warps in ((64, 64, 4), (64, 128, 4), (64, 32, 4), (128, 64, 8))
         for stages in (2, 3)
         for tma in (True, False)
-        for registers in ((0, 168, 128) if rows == 64 else (0,))
+        for registers in ((0, 168, 128) if rows * keys <= 4096 else (0,))
     ],
     "compressed_key_gradients": [
-        Launch(rows, 64, 4, stages, tma, parts, registers)
-        for rows, stages in ((64, 2), (32, 3), (32, 4))
+        Launch(rows, keys, 4, stages, tma, parts, registers)
+        for rows, keys, stages in ((64, 64, 2), (64, 64, 3), (32, 64, 3), (32, 64, 4), (32, 128, 3))
         for tma in (True, False)
         for parts in (16, 48)
         for registers in (0, 168, 128)

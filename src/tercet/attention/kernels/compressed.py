@@ -169,7 +169,7 @@ def key_gradients(
     if tiles == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
     # enough programs to fill the device even where the first tiles see all queries and the last ones almost none
-    parts = max(1, min(launch.parts, -(-documents.length // (8 * queries)), -(-2048 // (tiles * G))))
+    parts = max(1, min(launch.parts, -(-documents.length // (16 * queries)), -(-2048 // (tiles * G))))
     span = -(-documents.length // (parts * queries)) * queries
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
