@@ -18,7 +18,7 @@ def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported |
     found = examine(config, short=True, folder=folder)
     for f in found:
         if f.verdict == FAILED:
-            raise TercetError(f"doctor: {f.check}: {f.finding}: {f.mend} (--health.no-doctor trains all the same)")
+            raise TercetError(f"doctor: {f.check}: {f.finding}: {f.mend} (--health.no_doctor trains all the same)")
     return DoctorReported(
         step=0,
         check=[f.check for f in found],
