@@ -1,12 +1,14 @@
 """Selections and an independent dense check for the kernels of the selected branch."""
 
+from itertools import pairwise
+
 import torch
 
 
 def starts(cu, total):
     """First token of each token's document."""
     out = torch.zeros(total, dtype=torch.long)
-    for a, b in zip(cu[:-1], cu[1:], strict=True):
+    for a, b in pairwise(cu):
         out[a:b] = a
     return out
 
@@ -37,10 +39,10 @@ def dense_masked(q, k, v, indices, cu, select_block):
     seen = (first[:, None] == first[None, :]) & (t[None, :] <= t[:, None])
     chosen = (indices[:, :, :, None] == block[None, None, None, :]).any(2)  # [N, G, keys]
     mask = (chosen & seen[:, None, :]).repeat_interleave(heads // groups, 1)
-    wide = lambda x: x.repeat_interleave(heads // groups, 1)
-    logits = torch.einsum("thd,shd->ths", q, wide(k)) * dk**-0.5
+    k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+    logits = torch.einsum("thd,shd->ths", q, k) * dk**-0.5
     p = torch.softmax(logits.masked_fill(~mask, -1e30), -1) * mask
-    return torch.einsum("ths,shd->thd", p, wide(v))
+    return torch.einsum("ths,shd->thd", p, v)
 
 
 def relative_error(a, b):

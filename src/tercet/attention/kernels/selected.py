@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from tercet.attention.kernels import index, kv_major, union
+from tercet.attention.kernels import index, kv_major, kv_sums, union
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.launching import launch
 from tercet.attention.kernels.selected_plan import Plan, SelectedSettings, default_settings, make_plan
-from tercet.attention.kernels.settings import LOG2E, Launch, generation, padded
+from tercet.attention.kernels.settings import LOG2E, Launch, generation, padded, power_of_2
 
 SAVED = 8  # at most so many tensors pass from forward to backward
 
@@ -114,7 +113,7 @@ def selected_saved_like(
 def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
     p = c.plan
     lists, counts = _new_lists(c)
-    wide = triton.next_power_of_2(p.tile_tokens)
+    wide = power_of_2(p.tile_tokens)
     together = max(1, 128 // wide)
     args = (
         c.indices, c.cu, lists, counts, p.N, p.T, p.documents, p.steps, p.tiles,
@@ -135,7 +134,7 @@ def _decide(c: Call, counts: Tensor) -> Tensor:
 def _build_index(c: Call) -> tuple[Tensor, ...]:
     p = c.plan
     keys, lists, pieces, span = c.empty(p.entries), c.empty(3, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
-    slots = triton.next_power_of_2(p.n)
+    slots = power_of_2(p.n)
     rows = max(1, 1024 // slots)
     args = (
         c.indices, c.cu, keys, span, p.N, p.T, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
@@ -189,8 +188,8 @@ def selected_forward(
     for r, begin, end in p.each_range():
         args = (
             q, k, v, c.k_tiles, c.v_tiles, keys, order, pieces, list_table, decision, partial, partial_lse, r, begin,
-            p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, p.attend_queries, s.attend_rows,
-            *sizes, p.segment, triton.next_power_of_2(p.segment), wide, c.tma,
+            p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, s.attend_rows // p.kv_head_tile,
+            s.attend_rows, *sizes, p.segment, power_of_2(p.segment), wide, c.tma,
         )  # fmt: skip
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         c.launch(kv_major.attend, grid, args, num_warps=s.warps, num_stages=s.attend_stages)
@@ -199,7 +198,7 @@ def selected_forward(
             partial, partial_lse, span, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv), heads,
             pairs, 16,
         )  # fmt: skip
-        c.launch(kv_major.merge, (-(-total // pairs), -(-p.h // heads), 1), args, num_warps=_sum_warps(p, p.dv))
+        c.launch(kv_sums.merge, (-(-total // pairs), -(-p.h // heads), 1), args, num_warps=_sum_warps(p, p.dv))
     return o, lse, saved
 
 
@@ -240,18 +239,17 @@ def selected_backward(
     heads, pairs = _sum_tile(p.h)
     wide = _wide(c, q, dout, gates)
     size = p.select_block * (p.dk + p.dv)
-    chunk = min(4096, triton.next_power_of_2(size))
+    chunk = min(4096, power_of_2(size))
     for r, begin, end in p.each_range():
         for with_dq in (False,) if p.union_only else (False, True):
+            rows, stages = (s.fused_rows, s.fused_stages) if with_dq else (s.backward_rows, s.backward_stages)
             args = (
                 *inputs, keys, order, piece_table, list_table, chosen, partial, sums, r, begin, p.lists, p.slots, p.L,
-                p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, p.backward_queries, s.backward_rows, p.n, *sizes,
-                p.segment, triton.next_power_of_2(p.segment), s.split, wide, c.tma, not p.union_only, with_dq, gated,
+                p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes,
+                p.segment, wide, c.tma, not p.union_only, with_dq, gated,
             )  # fmt: skip
             grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
-            c.launch(
-                kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=s.backward_stages
-            )
+            c.launch(kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
         if not p.union_only:
             total = (end - begin) * p.G
             args = (
@@ -259,20 +257,20 @@ def selected_backward(
                 pairs, 16, add,
             )  # fmt: skip
             grid = (-(-total // pairs), -(-p.h // heads), 1)
-            c.launch(kv_major.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
+            c.launch(kv_sums.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
         last = r == p.ranges - 1
         args = (
             sums, list_table, c.cu, dk, dv, r, begin, end, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
             p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, p.segment,
             chunk, 4, p.packed, last,
         )  # fmt: skip
-        c.launch(kv_major.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
+        c.launch(kv_sums.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
     return dq, dk, dv
 
 
 def _sum_tile(h: int) -> tuple[int, int]:
     """Heads and (token, KV head) pairs that one program of a sum over slots takes."""
-    heads = min(triton.next_power_of_2(h), 64)
+    heads = min(power_of_2(h), 64)
     return heads, max(1, 16 // heads)
 
 

@@ -7,38 +7,49 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
+
+from tercet.attention.kernels.settings import power_of_2
 
 
 @dataclass(frozen=True)
 class SelectedSettings:
+    """Sizes and launches. Warps and stages of the kernels of union.py and kv_major.py; measured on an H200."""
+
     rows: int = 64  # (query, head) rows of a union tile
-    attend_rows: int = 64  # and of a KV-major step
-    backward_rows: int = 64
+    attend_rows: int = 64  # of a step of the KV-major forward,
+    backward_rows: int = 64  # of the backward without dq,
+    fused_rows: int = 64  # and with it
     segment_rows: int = 2048  # rows that one KV-major program works through at most
     warps: int = 4
     union_stages: int = 3
     union_dq_stages: int = 2
     attend_stages: int = 1
     backward_stages: int = 2
-    split: bool = False  # masks only for entries that may need them, in a loop of their own
+    fused_stages: int = 1
     tma: bool = True  # the copy engine loads K and V, where the device has one and strides allow it
     # KV-major runs above this many union blocks per tile, as a multiple of select_count.
-    forward_limit: float = 2.4
-    backward_limit: float = 1.9
+    forward_limit: float = 3.0
+    backward_limit: float = 2.9
     range_bytes: int = 1 << 30  # what the KV-major design may keep per range
 
 
 def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
     if dtype == torch.float32:
+        # Right, not fast: no tensor cores in full precision, and twice the bytes.
         return SelectedSettings(
-            rows=32, attend_rows=32, backward_rows=32, union_stages=1, union_dq_stages=1, backward_stages=1
+            rows=32,
+            attend_rows=32,
+            backward_rows=32,
+            fused_rows=32,
+            union_stages=1,
+            union_dq_stages=1,
+            backward_stages=1,
         )
     if max(dk, dv) > 128 or select_block > 64:
         return SelectedSettings(warps=8, union_stages=2, union_dq_stages=1, backward_stages=1)
     if max(dk, dv) <= 64:
         return SelectedSettings(
-            union_dq_stages=3, attend_stages=3, backward_rows=128, forward_limit=2.8, backward_limit=1.5
+            backward_rows=128, union_dq_stages=3, attend_stages=3, fused_stages=2, forward_limit=2.6, backward_limit=1.6
         )
     return SelectedSettings()
 
@@ -71,8 +82,6 @@ class Plan:
     tiles: int
     kv_head_tile: int
     kv_head_tiles: int
-    attend_queries: int  # queries per KV-major step
-    backward_queries: int
     segment: int  # entries per piece, at most
     ranges: int
     range_tokens: int
@@ -119,14 +128,14 @@ def make_plan(
     head_tile = min(h, settings.rows)
     head_tiles = -(-h // head_tile)
     tile_tokens = min(settings.rows // head_tile, 32)
-    kv_head_tile = min(h, settings.attend_rows, settings.backward_rows)
+    kv_head_tile = min(h, settings.attend_rows, settings.backward_rows, settings.fused_rows)
     kv_head_tiles = -(-h // kv_head_tile)
     segment = max(1, settings.segment_rows // kv_head_tile)
     blocks_per_sequence = -(-T // select_block)
     limits = (settings.forward_limit * n, settings.backward_limit * n)
 
     def cut(entry_bytes: float) -> tuple[int, int]:
-        most = max(64, int(settings.range_bytes / (entry_bytes * G * n)))  # tokens
+        most = max(tile_tokens, int(settings.range_bytes / (entry_bytes * G * n)))  # tokens
         ranges = -(-N // most)
         tokens = -(-N // ranges)
         tokens = -(-tokens // tile_tokens) * tile_tokens
@@ -141,9 +150,7 @@ def make_plan(
         ranges, range_tokens = cut(piece_bytes)
     L = (B * blocks_per_sequence if documents is None else N // select_block + documents) + 1
     return Plan(
-        identity=_identities.setdefault(
-            (shape, itemsize, documents is None, blocks, settings), len(_identities)
-        ),
+        identity=_identities.setdefault((shape, itemsize, documents is None, blocks, settings), len(_identities)),
         N=N,
         T=T if documents is None else N,
         G=G,
@@ -157,12 +164,10 @@ def make_plan(
         head_tile=head_tile,
         head_tiles=head_tiles,
         tile_tokens=tile_tokens,
-        tile_rows=max(16, triton.next_power_of_2(tile_tokens * head_tile)),
+        tile_rows=max(16, power_of_2(tile_tokens * head_tile)),
         tiles=-(-N // tile_tokens),
         kv_head_tile=kv_head_tile,
         kv_head_tiles=kv_head_tiles,
-        attend_queries=settings.attend_rows // kv_head_tile,
-        backward_queries=settings.backward_rows // kv_head_tile,
         segment=segment,
         ranges=ranges,
         range_tokens=range_tokens,
