@@ -25,6 +25,11 @@ class Heartbeat:
         self._step, self._doing, self._since = step, doing, time.time()
 
     @property
+    def seconds(self) -> float:
+        """Time between two lines."""
+        return self._seconds
+
+    @property
     def step(self) -> int:
         """The step in work."""
         return self._step

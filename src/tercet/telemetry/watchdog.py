@@ -157,7 +157,7 @@ class Watchdog:
             self._busy(cpu_before),
             "== Python stacks\n" + stacks(),
             "== CUDA memory\n" + cuda_memory(),
-            "== every rank\n" + ranks(self._folder),
+            "== every rank\n" + ranks(self._folder, 3 * self._beat.seconds + 1),
         ]
         with contextlib.suppress(OSError):
             path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -193,8 +193,11 @@ def cuda_memory() -> str:
     return str(torch.cuda.memory_summary(abbreviated=True))
 
 
-def ranks(folder: Path) -> str:
-    """The last heartbeat and the last events of each rank: the one that is behind is the one to look at."""
+def ranks(folder: Path, stale: float) -> str:
+    """The last heartbeat and the last events of each rank: the one that is behind is the one to look at.
+
+    A heartbeat older than `stale` seconds is of a process that does not run at all: its thread needs nobody.
+    """
     now, lines = time.time(), []
     for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
         last = tail(path, 1)
@@ -203,7 +206,7 @@ def ranks(folder: Path) -> str:
             age = now - beat["time"]
             lines.append(
                 f"rank {beat['rank']}: step {beat['step']}, {beat['doing']} for {beat['for_seconds'] + age:.0f} s, "
-                f"last heartbeat {age:.0f} s ago" + (" (frozen or gone)" if age > 60 else "")
+                f"last heartbeat {age:.0f} s ago" + (" (frozen or gone)" if age > stale else "")
             )
         except (IndexError, ValueError, KeyError, TypeError):
             lines.append(f"{path.name}: no readable line")
