@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,58 @@ def together(ranks: int, script: str, *arguments: str, timeout: float = 120) -> 
 
 def tell(**what: Any) -> None:
     print("TOLD " + json.dumps(what), flush=True)
+
+
+class Run:
+    """`tercet train` under torchrun, in the background, its output in a file."""
+
+    def __init__(self, output: Path, ranks: int, *arguments: str, options: tuple[str, ...] = ()) -> None:
+        self.output = output
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *(options or ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")),
+            *("-m", "tercet", "train", *arguments),
+        ]
+        with output.open("w") as stream:
+            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank, as it said itself; after a restart, of the newest."""
+        return int(re.findall(rf"^rank {rank} of .* pid (\d+)", self.text, re.MULTILINE)[-1])
+
+    def until(self, *said: str, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not any(part in self.text for part in said):
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, f"{said} never came:\n{self.text}"
+            time.sleep(0.005)
+
+    def wait(self, seconds: float = 180) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.text}") from None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Keys and values as a command line."""
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, bool):
+            section, name = key.rsplit(".", 1)
+            found.append(f"--{key}" if value else f"--{section}.no_{name}")
+        else:
+            found += [f"--{key}", str(value)]
+    return found

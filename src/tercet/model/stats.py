@@ -5,8 +5,11 @@ A read is the only synchronisation. Every number is a mean over the tokens seen 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tercet.attention.layout import Packing
 from tercet.attention.spec import BRANCHES, NSAConfig
@@ -55,8 +58,19 @@ class AttentionStats:
     ) -> None:
         """gates: [B, T, H, 3]; block_indices: [B, T, G, n]. For a stretch of a sequence: the positions [T] of its
         tokens in their documents, and what the token before them selected [B, 1, G, n]."""
-        if not self.enabled:
+        if not self.enabled or _recomputing():
             return
+        with _unseen():
+            self._update(gates, block_indices, packing, positions, before)
+
+    def _update(
+        self,
+        gates: Tensor,
+        block_indices: Tensor | None,
+        packing: Packing | None,
+        positions: Tensor | None,
+        before: Tensor | None,
+    ) -> None:
         sums = [_gate_sums(gates)]
         if block_indices is not None:
             if positions is None and packing is not None:
@@ -132,6 +146,16 @@ class AttentionStats:
             (overlap, follows.sum()),
         )
         return torch.stack([number.double() for pair in pairs for number in pair]), histogram
+
+
+def _recomputing() -> bool:
+    """Within a backward pass activation checkpointing runs the forward pass again: it was counted the first time."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """Selective checkpointing counts the operators of both passes against each other; these are in the first only."""
+    return nullcontext() if torch.compiler.is_compiling() else _disable_current_modes()
 
 
 def _gate_sums(gates: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class DataParallel(Distributed):
     """PyTorch's DistributedDataParallel."""
 
+    _recorded = False  # whether a static graph has been seen once
+
     def wrap(self, model: nn.Module) -> nn.Module:
         on_gpu = self.world.device.type == "cuda"
         wrapped = DistributedDataParallel(
@@ -36,7 +38,11 @@ class DataParallel(Distributed):
         return cast(nn.Module, model.module)
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else cast(DistributedDataParallel, model).no_sync()
+        # A static graph is recorded in the first backward pass, which must not be one without a sync (the reducer
+        # asserts). Syncing all passes of the first step is right as well: a mean of equal sums is that sum.
+        recording = self.parallel.static_graph and not self._recorded
+        self._recorded = self._recorded or last
+        return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
 
 
 def compressed_all_reduce(bucket: dist.GradBucket, wire: torch.dtype) -> torch.futures.Future[Tensor]:

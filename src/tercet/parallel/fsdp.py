@@ -78,9 +78,10 @@ class drawn_whole(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        target = args[0] if args else None
-        if func is torch.Tensor.normal_ and isinstance(target, DTensor):
-            whole = torch.empty(target.shape, dtype=target.dtype).normal_(*args[1:], **kwargs)
+        target = args[0] if args else kwargs.get("tensor")
+        if func is nn.init.normal_ and isinstance(target, DTensor):
+            rest = {k: v for k, v in kwargs.items() if k != "tensor"}
+            whole = func(torch.empty(target.shape, dtype=target.dtype), *args[1:], **rest)
             # src_data_rank=None: every rank has drawn the same, nothing needs to be sent
             part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
             target.to_local().copy_(part.to_local())

@@ -1,0 +1,178 @@
+"""Run by torchrun: training under each strategy against the same training in one process, in numbers."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from world import tell
+
+from runs import small
+from tercet.data.loader import build_loader
+from tercet.parallel.distributed import build_strategy
+from tercet.parallel.launch import Launch, join
+from tercet.parallel.strategy import Single
+from tercet.train.batches import StepBatches, to_device
+from tercet.train.schedule import learning_rate
+from tercet.train.state import build_state
+from tercet.train.step import train_step
+
+# name: (strategy's settings, activation checkpointing, accumulation)
+CASES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "ddp": ({"strategy": "ddp"}, "none", 1),
+    "ddp, accumulated, recomputed": ({"strategy": "ddp", "bucket_mb": 0.01}, "full", 3),
+    "ddp, graph not static": ({"strategy": "ddp", "static_graph": False}, "selective", 1),
+    "ddp, bf16 gradients": ({"strategy": "ddp", "gradient_compression": "bf16"}, "none", 1),
+    "ddp, fp16 gradients": ({"strategy": "ddp", "gradient_compression": "fp16"}, "none", 1),
+    "ddp, bf16": ({"strategy": "ddp", "precision": "bf16"}, "none", 1),
+    "fsdp": ({"strategy": "fsdp"}, "full", 1),
+    "fsdp, accumulated": ({"strategy": "fsdp", "prefetch": 2}, "none", 3),
+    "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op", "prefetch": 0}, "selective", 3),
+    "fsdp, bf16": ({"strategy": "fsdp", "precision": "bf16"}, "none", 1),
+    "fsdp, untied": ({"strategy": "fsdp", "tie": False}, "none", 1),
+    "cp": ({"strategy": "cp"}, "none", 1),
+    "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
+    "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
+    "cp, whole rows": ({"strategy": "cp", "cross_document": True, "dense": True}, "none", 1),
+    "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
+    "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
+    "cp with data": ({"strategy": "cp", "context_ranks": 2}, "none", 1),
+    "cp with data, replicated": ({"strategy": "cp", "context_ranks": 2, "context_weights": "replicated"}, "full", 3),
+}
+for _strategy in ("ddp", "fsdp", "cp"):
+    for _mode in ("none", "selective", "full"):
+        for _accumulation in (1, 3):
+            CASES[f"{_strategy} {_mode} {_accumulation}"] = ({"strategy": _strategy}, _mode, _accumulation)
+
+
+def main() -> None:
+    asked = [argument.split(":") for argument in sys.argv[1:]]  # STEPS:CASE
+    steps_of = {name: int(steps) for steps, name in asked}
+    launch = Launch.here()
+    configs = {name: configure(name, steps, launch.world_size) for name, steps in steps_of.items()}
+    first = next(iter(configs.values()))
+    folder = tempfile.mkdtemp() if launch.rank == 0 else ""
+    world = join(launch, first.parallel, torch.device("cpu"), {}, lambda _: folder)  # type: ignore[arg-type,return-value]
+    for name, config in configs.items():
+        steps = steps_of[name]
+        expected = run(as_single(config), Single(), steps)
+        got = run(config, build_strategy(config.parallel, config.train, world), steps)
+        result = compare(got, expected)
+        if launch.rank == 0:
+            tell(case=name, **result)
+    world.close()
+
+
+def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def]
+    settings, mode, accumulation = CASES[name]
+    settings = dict(settings)
+    precision, cross = settings.pop("precision", "fp32"), settings.pop("cross_document", False)
+    attention, tie = ("nsa", "dense", "nsa") if settings.pop("dense", False) else "nsa", settings.pop("tie", True)
+    context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
+    parallel = {f"parallel__{key}": value for key, value in settings.items()}
+    return small(
+        **parallel,
+        parallel__world_size=ranks,
+        model__layers=3,
+        model__attention=attention,
+        model__tie_embeddings=tie,
+        train__activation_checkpointing=mode,
+        train__tokens_per_step=2 * 64 * accumulation * ranks // context,
+        train__steps=steps,
+        train__precision=precision,
+        train__clip=0,
+        train__lr=1e-2,
+        data__source="python-source",
+        data__cross_document_attention=cross,
+    )
+
+
+def as_single(config):  # type: ignore[no-untyped-def]
+    parallel = type(config.parallel)()
+    return config.model_copy(update={"parallel": parallel})
+
+
+def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    device = torch.device("cpu")
+    state = build_state(config, device, strategy, None)
+    layers = strategy.unwrap(state.model).attention_layers()
+    nsa = [layer for layer in layers if hasattr(layer, "stats")]
+    for layer in nsa:
+        layer.stats.enabled = True
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        if not gradients:
+            for name, p in strategy.unwrap(state.model).named_parameters():
+                assert p.grad is not None, name
+                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                gradients[name] = grad.detach().clone()
+
+    state.optimizer.register_step_pre_hook(keep)
+    losses, norms = [], []
+    with build_loader(
+        config.data,
+        seed=config.run.seed,
+        batch_sequences=config.train.micro_batch * strategy.data_ranks,
+        rank=strategy.data_rank,
+        world_size=strategy.data_ranks,
+    ) as loader:
+        batches = StepBatches(loader, config.accumulation, None)
+        for step in range(1, steps + 1):
+            result = train_step(
+                state.model,
+                state.optimizer,
+                [to_device(b, device, strategy) for b in batches.next_step()],
+                step=step,
+                lr=learning_rate(config.train, step),
+                clip=config.train.clip,
+                precision=config.train.precision,
+                guard=state.guard,
+                strategy=strategy,
+            )
+            losses.append(result.loss.item())
+            norms.append(result.grad_norm.item())
+            if step == 1:
+                sums = strategy.all_sum(torch.stack([layer.stats.sums() for layer in nsa]))
+                stats = [layer.stats.means(row) for layer, row in zip(nsa, sums.tolist(), strict=True)]
+                for layer in nsa:
+                    layer.stats.enabled = False
+    return {"losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
+
+
+def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    assert got["gradients"].keys() == expected["gradients"].keys()
+    gradients = {
+        name: ((got["gradients"][name] - g).norm() / g.norm().clamp(min=1e-12)).item()
+        for name, g in expected["gradients"].items()
+        if g.norm() > 0
+    }
+    assert len(gradients) > 20
+    stats = [
+        abs(a[key] - b[key]) / max(1.0, abs(b[key]))
+        for a, b in zip(got["stats"], expected["stats"], strict=True)
+        for key in b
+    ]
+    return {
+        "loss": abs(got["losses"][0] - expected["losses"][0]),
+        "norm": abs(got["norms"][0] - expected["norms"][0]) / expected["norms"][0],
+        "gradient": max(gradients.values()),
+        "worst": max(gradients, key=lambda name: gradients[name]),
+        "losses": max(abs(a - b) for a, b in zip(got["losses"], expected["losses"], strict=True)),
+        "fell": expected["losses"][0] - expected["losses"][-1],
+        "steps": len(got["losses"]),
+        "stats": max(stats),
+        "numbers": len(stats),
+    }
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(1200, exit=True)
+    torch.set_num_threads(1)
+    main()
+    dist.destroy_process_group() if dist.is_initialized() else None

@@ -1,0 +1,183 @@
+"""Whole runs on several ranks: launched, resumed on other numbers of ranks, and failing in an orderly way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dist.world import Run, environment, flags, free_port
+from runs import SMALL, losses, small
+from tercet.train.loop import train
+
+# The learning rate does not know when the run will end, so that a shorter run is the beginning of a longer one.
+SETTINGS = SMALL | {
+    "data.source": "python-source",
+    "train.schedule": "constant",
+    "train.tokens_per_step": 256,
+    "train.micro_batch": 2,
+    "train.steps": 6,
+    "checkpoint.every": 2,
+    "log.every": 1,
+}
+
+
+def arguments(folder: Path, **changes: object) -> list[str]:
+    settings = {k.replace("__", "."): v for k, v in changes.items()}
+    return ["--preset", "tiny", *flags(SETTINGS | {"run.dir": str(folder)} | settings)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[int, float]:
+    """The losses of the same run in one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    settings = {k.replace(".", "__"): v for k, v in SETTINGS.items()}
+    assert train(small(**settings, run__dir=str(folder))) == 0
+    return {step: float(loss) for step, loss in losses(folder).items()}
+
+
+def assert_same(folder: Path, alone: dict[int, float], tolerance: float = 1e-5) -> None:
+    got = {step: float(loss) for step, loss in losses(folder).items()}
+    assert got.keys() == alone.keys()
+    assert max(abs(got[step] - alone[step]) for step in got) < tolerance
+
+
+def test_a_killed_rank_ends_all_is_named_and_torchrun_goes_on_from_the_newest_checkpoint(tmp_path, alone):
+    folder = tmp_path / "run"
+    command = arguments(folder, parallel__strategy="fsdp", checkpoint__async_save=False)
+    restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")
+    with Run(tmp_path / "out", 2, *command, options=restart) as run:
+        run.until("step 3/6")
+        victim = run.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait() == 0, run.text
+        text = run.text
+    assert f"error: rank 1 (pid {victim} on " in text
+    assert "is gone (killed, or out of memory: see dmesg), last seen in step" in text
+    assert text.count("error: rank 1") == 1  # one rank speaks for all
+    assert "restart 1" in text
+    assert "resuming from" in text
+    assert_same(folder, alone)
+
+
+def test_checkpoints_of_two_ranks_go_on_with_one_and_then_with_four(tmp_path, alone):
+    folder = tmp_path / "run"
+    with Run(tmp_path / "out", 2, *arguments(folder, parallel__strategy="fsdp", train__steps=2)) as run:
+        assert run.wait() == 0, run.text
+    one = {k.replace(".", "__"): v for k, v in SETTINGS.items()} | {"train__steps": 4}
+    assert train(small(**one, run__dir=str(folder)), resume="auto") == 0
+    command = arguments(folder, parallel__strategy="ddp", train__micro_batch=1)
+    with Run(tmp_path / "out", 4, *command, "--resume", "auto") as run:
+        assert run.wait() == 0, run.text
+    assert_same(folder, alone)
+
+
+def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do(tmp_path):
+    with Run(tmp_path / "out", 3, *arguments(tmp_path / "run", parallel__strategy="ddp")) as run:
+        assert run.wait() != 0
+    assert "or launch 1 or 2 ranks" in run.text
+
+
+def test_a_stopped_rank_is_waited_for_until_the_limit_and_then_named(tmp_path):
+    command = arguments(
+        tmp_path / "run",
+        parallel__strategy="ddp",
+        parallel__timeout_seconds=8,
+        train__steps=100000,
+        checkpoint__every=0,
+    )
+    with Run(tmp_path / "out", 2, *command) as run:
+        run.until("step 2/100000")
+        victim = run.pid(1)
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(victim, signal.SIGCONT)  # slow is not dead
+        steps = run.text.count("step ")
+        deadline = time.monotonic() + 60
+        while run.text.count("step ") < steps + 3:
+            assert time.monotonic() < deadline, run.text
+            time.sleep(0.05)
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            run.until("is stopped (SIGSTOP)", seconds=60)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        assert run.wait() != 0
+    assert f"error: rank 1 (pid {victim} on " in run.text
+
+
+def by_hand(folder: Path, rank: int, port: int, *extra: str) -> subprocess.Popen[str]:
+    """One rank of two, started without torchrun."""
+    env = environment({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "tercet", "train", *arguments(folder, parallel__strategy="ddp"), *extra]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_ranks_with_other_settings_are_refused_with_the_difference(tmp_path):
+    port = free_port()
+    ranks = [by_hand(tmp_path / "run", 0, port), by_hand(tmp_path / "run", 1, port, "--train.lr", "0.5")]
+    said = [process.communicate(timeout=120)[0] for process in ranks]
+    assert "has another configuration: train.lr is 0.5 there, 0.0003 on rank 0" in said[0] + said[1]
+    assert all(process.returncode == 1 for process in ranks)
+
+
+def test_a_rank_that_does_not_arrive_is_named(tmp_path):
+    first = by_hand(tmp_path / "run", 0, free_port(), "--parallel.arrival_seconds", "2")
+    said, _ = first.communicate(timeout=120)
+    assert "error: rank 1 did not arrive within 2 s (1 of 2 are here" in said
+    assert first.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["save", "restart"])
+def test_a_rank_killed_in_a_save_or_in_a_restart_loses_nothing(moment, tmp_path, alone):
+    folder = tmp_path / "run"
+    restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
+    with Run(tmp_path / "out", 2, *arguments(folder, parallel__strategy="fsdp"), options=restart) as run:
+        run.until("step 3/6" if moment == "restart" else "step 1/6")
+        if moment == "save":
+            while not list((folder / "checkpoints").glob(".writing-*")):
+                assert run.process.poll() is None, run.text
+        os.kill(run.pid(1), signal.SIGKILL)
+        if moment == "restart":
+            run.until("restart 1")
+            time.sleep(1)
+            os.kill(run.pid(0), signal.SIGKILL)
+        assert run.wait(400) == 0, run.text
+    assert_same(folder, alone)
+
+
+@pytest.mark.slow
+def test_two_machines_on_loopback_one_killed_and_started_again(tmp_path, alone):
+    folder, endpoint = tmp_path / "run", f"localhost:{free_port()}"
+    options = (
+        *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "loopback"),
+        *("--max-restarts", "3", "--rdzv-conf", "is_host=1"),
+    )
+    guest = (*options[:-2],)
+    command = [*arguments(folder, parallel__strategy="fsdp"), "--resume", "auto"]
+    with Run(tmp_path / "host", 1, *command, options=options) as host:
+        with Run(tmp_path / "guest", 1, *command, options=guest) as other:
+            deadline = time.monotonic() + 200
+            while "step 3/6" not in host.text + other.text:
+                assert time.monotonic() < deadline, host.text + other.text
+                time.sleep(0.01)
+            # the machine is gone: its agent first, so that nobody starts its rank again
+            pids = [
+                int(line.rsplit("pid ", 1)[1].split(",")[0])
+                for line in other.text.splitlines()
+                if "pid " in line and line.startswith("rank ")
+            ]
+            other.process.kill()
+            os.kill(pids[-1], signal.SIGKILL)
+            other.process.wait()
+        with Run(tmp_path / "again", 1, *command, options=guest) as other:
+            assert host.wait(400) == 0, host.text
+            other.wait(120)
+    assert_same(folder, alone)
