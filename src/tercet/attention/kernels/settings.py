@@ -48,7 +48,7 @@ _HOPPER: dict[tuple[str, int], Launch] = {
     ("window_forward", 128): Launch(rows=64, stages=3, tma=True),
     ("window_forward", 256): Launch(rows=64),
     ("window_key_gradients", 64): Launch(rows=32, stages=3),
-    ("window_key_gradients", 128): Launch(rows=32, stages=3),
+    ("window_key_gradients", 128): Launch(rows=32, stages=4, tma=True),
     ("window_key_gradients", 256): Launch(rows=32, warps=8, stages=1),
 }
 
