@@ -96,7 +96,11 @@ def test_what_was_not_tested_stands_at_the_top(page, healthy):
     text = Tags(page).text
     assert text.index("Not tested, and how to test it") < text.index("Needs:")
     for g in verdict(healthy).gates:
-        assert g.sentence in text
+        assert g.sentence.lower() in text.lower()
+    for reason, mend, names in verdict(healthy).gaps():
+        assert names
+        assert reason.lower() in text.lower()
+        assert mend in text
 
 
 def test_a_crashed_run_gets_a_page(healthy, tmp_path, undrawn):

@@ -54,6 +54,7 @@ class Gate:
     evidence: tuple[tuple[str, str], ...] = ()
     plot: str | None = None
     mend: str = ""
+    reasons: tuple[tuple[str, str], ...] = ()  # what the sentence is made of, each with its mend
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Case:
             verdict, told = NOT_TESTED, self.gaps
         sentence = "; ".join(s for s, _ in told) if told else good
         mend = "; ".join(dict.fromkeys(m for _, m in told if m))
-        return Gate(self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, mend)
+        return Gate(self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, mend, tuple(told))
 
 
 def stability(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:

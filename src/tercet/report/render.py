@@ -32,6 +32,7 @@ def environment() -> Any:
     )
     made.filters["sign"] = SIGNS.__getitem__
     made.filters["drawing"] = Markup
+    made.filters["sentence"] = _sentence
     made.globals["style"] = Markup((folder / "style.css").read_text(encoding="utf-8"))
     made.globals["version"] = tercet.__version__
     return made
@@ -51,7 +52,7 @@ def page(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
             facts=facts,
             plots=drawn,
             anchors=anchors,
-            gaps=[g for g in verdict.gates if g.verdict == NOT_TESTED],
+            gaps=verdict.gaps(),
         )
     )
     return html.lstrip()
@@ -75,10 +76,11 @@ def markdown(run: Run, verdict: Verdict) -> str:
         "|---|---|---|---|",
         *(f"| {g.name} | **{g.verdict}** | {_plain(g.sentence)} | {_plain(g.threshold)} |" for g in verdict.gates),
     ]
-    gaps = [g for g in verdict.gates if g.verdict == NOT_TESTED]
-    if gaps:
+    if gaps := verdict.gaps():
         lines += ["", "## Not tested, and how to test it", ""]
-        lines += [f"- **{g.name}**: {_plain(g.sentence)}" + (f" → `{_plain(g.mend)}`" if g.mend else "") for g in gaps]
+        for sentence, mend, names in gaps:
+            how = f" → {_plain(mend)}" if mend else ""
+            lines.append(f"- **{', '.join(names)}**: {_plain(sentence)}{how}")
     trouble = [n for n in facts.notes if n["sign"] in ("no", "nt")]
     if trouble:
         lines += ["", "## Events of note", ""]
@@ -98,6 +100,12 @@ def write(run: Run, verdict: Verdict, out: Path, twin: Run | None = None) -> Pat
     except OSError as error:
         raise TercetError(f"{out}: the report cannot be written ({error.strerror}): pick another --out") from None
     return target
+
+
+def _sentence(text: str) -> str:
+    """With a capital letter, unless it begins with the name of a file or a key."""
+    first = text.split(" ", 1)[0]
+    return text if any(c in first for c in "._=/") else text[:1].upper() + text[1:]
 
 
 def _plain(text: str) -> str:

@@ -33,8 +33,14 @@ class Verdict:
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
 
-    def count(self, verdict: str) -> int:
-        return sum(g.verdict == verdict for g in self.gates)
+    def gaps(self) -> list[tuple[str, str, list[str]]]:
+        """(reason, how to test it, the gates that it leaves open), a reason that many gates share only once."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for gate in self.gates:
+            if gate.verdict == NOT_TESTED:
+                for reason in gate.reasons:
+                    found.setdefault(reason, []).append(gate.name)
+        return [(sentence, mend, names) for (sentence, mend), names in found.items()]
 
     def as_dict(self, run: Run) -> dict[str, Any]:
         """verdict.json."""
@@ -102,8 +108,9 @@ def _capped(gate: Gate) -> Gate:
     """No GO can come out of a record that is not whole; a NO-GO can."""
     if gate.verdict != GO:
         return gate
-    sentence = f"the record is not whole, so this shows nothing: {gate.sentence}"
-    return dataclasses.replace(gate, verdict=NOT_TESTED, sentence=sentence, mend="judge a run whose folder is whole")
+    reason, mend = "the record is not whole, so this shows nothing", "judge a run whose folder is whole"
+    sentence = f"{reason}: {gate.sentence}"
+    return dataclasses.replace(gate, verdict=NOT_TESTED, sentence=sentence, mend=mend, reasons=((reason, mend),))
 
 
 def _overall(judged: tuple[Gate, ...]) -> str:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         trainer = Trainer(config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer)
         log.emit(trainer.started(start.path if start else None, superseded))
         if examined is not None:
-            log.emit(examined)
+            log.emit(replace(examined, step=state.step, time=time.time()))  # told in the order of the log
         return trainer.run()
 
 
