@@ -1,0 +1,71 @@
+"""Both attentions on the same data with the same budget, as curves in one picture.
+
+    python scripts/nsa_vs_dense.py                       # trains `tiny` and its dense twin, then draws
+    python scripts/nsa_vs_dense.py --train.steps 2000    # other flags go to both runs
+    python scripts/nsa_vs_dense.py --draw-only RUN RUN   # draws the curves of runs that exist
+
+The picture in docs/training.md comes from the first form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-blind eyes, on light and dark
+
+
+def column(path: Path, name: str) -> list[float]:
+    with path.open() as stream:
+        return [float(row[name]) for row in csv.DictReader(stream)]
+
+
+def draw(runs: dict[str, Path], target: Path) -> None:
+    """Training loss as thin lines, validation as dots, over steps."""
+    matplotlib.rcParams["svg.hashsalt"] = "tercet"  # the same runs give the same bytes
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for colour, (name, run) in zip(COLOURS, runs.items(), strict=False):
+        axes.plot(
+            column(run / "training.csv", "step"), column(run / "training.csv", "loss"), color=colour, lw=1, alpha=0.7
+        )
+        steps, losses = column(run / "val.csv", "step"), column(run / "val.csv", "loss")
+        axes.plot(steps, losses, "o-", color=colour, lw=0, ms=6, label=f"{name}: validation {losses[-1]:.3f}")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Python source, same data, same budget")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, metadata={"Date": None}, bbox_inches="tight")
+    print(target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--draw-only", nargs="+", type=Path, metavar="RUN", help="draw these runs, train nothing")
+    parser.add_argument("--presets", nargs="+", default=["tiny", "tiny-dense"])
+    parser.add_argument("--runs", type=Path, default=Path("runs/nsa-vs-dense"))
+    parser.add_argument("--output", type=Path, default=Path("docs/images/nsa-vs-dense.svg"))
+    arguments, flags = parser.parse_known_args()  # the rest goes to `tercet train`
+    if arguments.draw_only:
+        draw({run.name: run for run in arguments.draw_only}, arguments.output)
+        return 0
+    runs: dict[str, Path] = {}
+    for preset in arguments.presets:
+        runs[preset] = arguments.runs / preset
+        command = [sys.executable, "-m", "tercet", "train", "--preset", preset, "--run.dir", str(runs[preset])]
+        command += ["--train.val_every", "25", "--log.every", "5", "--resume", "auto"]
+        command += flags
+        subprocess.run(command, check=True)
+    draw(runs, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
