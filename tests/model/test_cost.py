@@ -35,6 +35,8 @@ SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_
         {"qk_norm": True},
         {"qk_norm": True, "attention": "dense"},
         {"qk_norm": True, "shared_kv": True},
+        {"attention_bias": True},
+        {"attention_bias": True, "attention": "dense"},
         {"branches": ("window",)},
         {"gate": "softmax", "kv_heads": 4},
     ],

@@ -33,6 +33,8 @@ class NativeSparseAttention(nn.Module):
     qk_norm      RMS-normalise each head of q and k
     branches     leave branches out, for ablations
     backend      "auto", "reference" or "triton"
+    bias         biases in the projections
+    norm_eps     epsilon of the norms of qk_norm
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class NativeSparseAttention(nn.Module):
         branches: tuple[str, ...] = BRANCHES,
         backend: str = "auto",
         bias: bool = False,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         check_group_size(heads, kv_heads)
@@ -74,8 +77,8 @@ class NativeSparseAttention(nn.Module):
         self.gate = Gate(dim, heads, gate)
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
-        self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
-        self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim) for _ in range(kv_sets)) if qk_norm else None
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(kv_sets)) if qk_norm else None
         self.stats = AttentionStats(self.config)
         self._ran: dict[str, Route] | tuple[str, str | None] = {}
 
@@ -233,6 +236,7 @@ class DenseAttention(nn.Module):
         rope_scaling: float = 1.0,
         qk_norm: bool = False,
         bias: bool = False,
+        norm_eps: float | None = None,
         **nsa_only: Any,
     ) -> None:
         super().__init__()
@@ -247,8 +251,8 @@ class DenseAttention(nn.Module):
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
         self.kv_proj = nn.Linear(dim, kv_heads * (head_dim + self.value_dim), bias=bias)
         self.o_proj = nn.Linear(heads * self.value_dim, dim, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.routes = {"dense": Route("sdpa")}
 
     @torch.no_grad()

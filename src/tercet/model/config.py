@@ -57,6 +57,8 @@ class ModelConfig(BaseModel):
     """Positions are divided by this: above 1 when a model is taken to longer sequences."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before RoPE."""
+    attention_bias: bool = False
+    """Biases in the projections of attention; models imported from the Qwen2 family have them."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of every RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)

@@ -178,14 +178,16 @@ def _head_sizes(model: ModelConfig) -> tuple[int, int]:
 
 
 def _attention_extras(model: ModelConfig, kind: str) -> int:
-    """One layer's parameters beside its projections: QK-norms, the gate's bias, φ with its positions."""
-    norms = (1 + _kv_sets(model, kind)) * model.head_dim if model.qk_norm else 0
+    """One layer's parameters beside its projections: QK-norms, biases, φ with its positions."""
+    extras = (1 + _kv_sets(model, kind)) * model.head_dim if model.qk_norm else 0
+    if model.attention_bias:
+        extras += _projected(model, kind) + model.dim
     if kind == "dense":
-        return norms
+        return extras
     learnt = model.compression == "mlp"
     block = model.nsa.compress_block
     phi = sum(block * d + (block * d + 1) * d + (d + 1) * d for d in _head_sizes(model)) if learnt else 0
-    return norms + len(BRANCHES) * model.heads + phi
+    return extras + len(BRANCHES) * model.heads + phi
 
 
 def _projected(model: ModelConfig, kind: str) -> int:

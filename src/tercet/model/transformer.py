@@ -32,8 +32,14 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | Packing | None = None, cache: Any = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache)
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | Packing | None = None,
+        cache: Any = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache, lengths=lengths)
         return x + self.ffn(self.ffn_norm(x))
 
     def init_weights(self, std: float, into_residual: float) -> None:
@@ -77,14 +83,21 @@ class Transformer(nn.Module):
         """Attention of every block, in order: for statistics and caches."""
         return [cast(Block, block).attention for block in self.blocks]
 
-    def hidden(self, tokens: Tensor, cu_seqlens: Tensor | None = None, cache: Sequence[Any] | None = None) -> Tensor:
-        """Normalised hidden states; `logits` are made of those that are wanted."""
+    def hidden(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cache: Sequence[Any] | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Normalised hidden states; `logits` are made of those that are wanted. With a cache, `lengths` [B] says how
+        many of each row's tokens are real: the rest is padding on the right."""
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens)
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):
-            x = block(x, packing) if cache is None else block(x, packing, cache[i])
+            x = block(x, packing) if cache is None else block(x, packing, cache[i], lengths)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -141,4 +154,6 @@ def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttentio
         qk_norm=config.qk_norm,
         branches=config.branches,
         backend=config.backend,
+        bias=config.attention_bias,
+        norm_eps=config.norm_eps,
     )
