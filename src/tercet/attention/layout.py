@@ -6,10 +6,12 @@ T tokens of all documents stand one after another, and so do their Tc compressed
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tercet.attention.buckets import Buckets, fill_buckets
 from tercet.attention.spec import NSAConfig
 
 
@@ -74,6 +76,20 @@ class Packing:
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.shape[0] - 1
+
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """Documents of similar length as rows of batches, where there is more than one and their bounds are known."""
+        if self.bounds is None or self.num_documents < 2:
+            return None
+        return fill_buckets(self.bounds, self.config)
+
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """Documents of similar length as rows of batches, where there is more than one and their bounds are known."""
+        if self.bounds is None or self.num_documents < 2:
+            return None
+        return fill_buckets(self.bounds, self.config)
 
 
 def _read_bounds(cu_seqlens: Tensor, compressed_cu_seqlens: Tensor) -> list[tuple[int, int, int, int]] | None:

@@ -87,6 +87,8 @@ class Segment:
                 before = min(before, most)
             # the largest size with size · (before + size) <= room
             size = (math.isqrt(before * before + 4 * room) - before) // 2
+            # half of a tile's own square lies in the future: small beside what lies before, it costs little
+            size = min(size, max(64, before // 2))
             end = min(first + max(size // 16 * 16, 16), self.end_query)
             yield first, end
             first = end
@@ -147,7 +149,8 @@ class _MaskedAttention(torch.autograd.Function):
         batch, length, heads, width = q.shape
         groups = k.shape[2]
         h = heads // groups
-        rows, keys, values = _by_group(q, groups) * width**-0.5, _by_group(k, groups), _by_group(v, groups)
+        rows, values = _by_group(q, groups) * width**-0.5, _by_group(v, groups)
+        columns = _columns(_by_group(k, groups))
         out = rows.new_zeros(batch * groups, length * h, v.shape[-1])
         # +inf, so that a row without keys has p = exp(-inf) = 0 in the backward pass as well
         lse = rows.new_full((batch * groups, length * h), torch.inf)
@@ -159,7 +162,7 @@ class _MaskedAttention(torch.autograd.Function):
                 if observe is not None:
                     observe(tile, rows.new_zeros(batch, groups, count, h, 0))
                 continue
-            s = _scores(rows[:, mine], keys[:, tile.keys], tile, (batch, groups, h), scratch)
+            s = _scores(rows[:, mine], columns[..., tile.keys], tile, (batch, groups, h), scratch)
             highest = s.amax(-1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)
             p = s.sub_(highest).exp_()
             total = p.sum(-1, keepdim=True)
@@ -180,6 +183,8 @@ class _MaskedAttention(torch.autograd.Function):
         groups = k.shape[2]
         h = heads // groups
         rows, keys, values = _by_group(q, groups) * width**-0.5, _by_group(k, groups), _by_group(v, groups)
+        columns, value_columns = _columns(keys), _columns(values)
+        columns, value_columns = _columns(keys), _columns(values)
         d_out = _by_group(grads[0], groups)
         d_rows, d_keys, d_values = torch.zeros_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
         delta = (d_out * out).sum(-1, keepdim=True)
@@ -189,10 +194,10 @@ class _MaskedAttention(torch.autograd.Function):
                 continue
             mine = slice(tile.queries.start * h, tile.queries.stop * h)
             mine_rows, mine_out = rows[:, mine], d_out[:, mine]
-            s = _scores(mine_rows, keys[:, tile.keys], tile, (batch, groups, h), scratch)
+            s = _scores(mine_rows, columns[..., tile.keys], tile, (batch, groups, h), scratch)
             p = s.sub_(lse[:, mine, None]).exp_()
             d_values[:, tile.keys].baddbmm_(p.mT, mine_out)
-            d_p = torch.bmm(mine_out, values[:, tile.keys].mT.contiguous(), out=d_scratch.take(*p.shape))
+            d_p = torch.bmm(mine_out, value_columns[..., tile.keys], out=d_scratch.take(*p.shape))
             d_s = d_p.sub_(delta[:, mine]).mul_(p)
             torch.bmm(d_s, keys[:, tile.keys], out=d_rows[:, mine])
             d_keys[:, tile.keys].baddbmm_(d_s.mT, mine_rows)
@@ -201,15 +206,14 @@ class _MaskedAttention(torch.autograd.Function):
         return d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
-def _scores(rows: Tensor, keys: Tensor, tile: Tile, shape: tuple[int, int, int], scratch: _Scratch) -> Tensor:
+def _scores(rows: Tensor, columns: Tensor, tile: Tile, shape: tuple[int, int, int], scratch: _Scratch) -> Tensor:
     """q kᵀ (rows come scaled by Dk^-½), -inf where a query may not look. [B·G, C·h, S]"""
     batch, groups, h = shape
-    s = scratch.take(rows.shape[0], rows.shape[1], keys.shape[1])
-    # Laid out anew: CPU libraries multiply by a transposed view 2 to 10 times slower at these sizes.
-    torch.bmm(rows, keys.mT.contiguous(), out=s)
+    s = scratch.take(rows.shape[0], rows.shape[1], columns.shape[2])
+    torch.bmm(rows, columns, out=s)
     hidden = ~tile.mask
     hidden = hidden.view(*(1,) * (4 - hidden.dim()), *hidden.shape)
-    s.view(batch, groups, -1, h, keys.shape[1]).masked_fill_(hidden[:, :, :, None], -torch.inf)
+    s.view(batch, groups, -1, h, columns.shape[2]).masked_fill_(hidden[:, :, :, None], -torch.inf)
     return s
 
 
@@ -218,6 +222,16 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     batch, length, heads, width = x.shape
     x = x.to(compute_dtype(x)).view(batch, length, groups, heads // groups, width)
     return x.permute(0, 2, 1, 3, 4).reshape(batch * groups, length * (heads // groups), width)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """[B·G, S, D] -> [B·G, D, S], copied: CPU matrix products are up to ten times slower with a transposed operand."""
+    return x.mT.contiguous()
+
+
+def _columns(x: Tensor) -> Tensor:
+    """[B·G, S, D] -> [B·G, D, S], copied: CPU matrix products are up to ten times slower with a transposed operand."""
+    return x.mT.contiguous()
 
 
 def _from_group(x: Tensor, batch: int, length: int) -> Tensor:
