@@ -125,7 +125,7 @@ def test_ranges_of_tokens_sum_to_the_whole():
 
 def test_each_range_decides_for_itself():
     """Sparse at the end, dense at the start: with a limit between, the first range runs as union, the last KV-major."""
-    settings = small(2.0, range_bytes=1 << 14)
+    settings = small(1.5, range_bytes=1 << 14)
     _, saved = check(case([0, 130], 2, 1, 16, 16, CONFIG, seed=6), settings)
     decision = saved[2]
     assert decision[:, 0].tolist() == [0, 0]

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from tercet.attention.kernels import index, kv_major, kv_sums, union
+from tercet.attention.kernels import settings as launch_settings
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.launching import launch
 from tercet.attention.kernels.selected_plan import Plan, SelectedSettings, default_settings, make_plan
-from tercet.attention.kernels.settings import LOG2E, Launch, generation, padded, power_of_2
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2
 
 SAVED = 8  # at most so many tensors pass from forward to backward
 
@@ -31,7 +32,7 @@ class Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
-        settings: SelectedSettings | None, *others: Tensor,
+        settings: SelectedSettings | None, strided: tuple[Tensor, ...] = (), contiguous: tuple[Tensor, ...] = (),
     ) -> None:  # fmt: skip
         B, T, H, dk = q.shape
         G, dv = v.shape[2], v.shape[3]
@@ -45,16 +46,16 @@ class Call:
         self.indices = block_indices.contiguous()
         self.cu = self.indices if cu is None else cu
         self.device = q.device
-        tensors = (q, k, v, *others)
+        tensors = (q, k, v, *strided)
         self.strides = tuple(s for x in tensors for s in _strides(x))
-        inputs = (*tensors, self.indices, self.cu)
-        aligned = tuple(x.data_ptr() % 16 == 0 for x in inputs) if q.device.type == "cuda" else ()
-        self.key = (self.plan.identity, q.dtype, others[-1].dtype if others else None, self.strides, aligned, q.device)
+        pointers = (*tensors, *contiguous, self.indices, self.cu)
+        layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers) if q.is_cuda else ()
+        self.key = (self.plan.identity, self.strides, layout, q.device)
         self.k_tiles, self.v_tiles = self._descriptors()
 
     def _descriptors(self) -> tuple[Any, Any]:
         s, flat = self.settings, self.strides[3] == 0 == self.strides[6]
-        if not (s.tma and flat and self.device.type == "cuda" and generation(self.q) >= 9):
+        if not (s.tma and flat and launch_settings.generation(self.q) >= 9):
             return None, None
         return key_descriptors(Launch(keys=self.plan.select_block, tma=True), self.k, self.v)
 
@@ -213,7 +214,8 @@ def selected_backward(
     """
     gated, add = gate is not None, dq is not None
     gates = dout if gate is None else gate
-    c = Call(q, k, v, block_indices, config, documents, settings, dout, gates)
+    given = (lse, row_sum) if dq is None else (lse, row_sum, dq)
+    c = Call(q, k, v, block_indices, config, documents, settings, (dout, gates), given)
     p, s = c.plan, c.settings
     lists, counts = saved[:2] if saved else _build_lists(c)
     if p.union_only:

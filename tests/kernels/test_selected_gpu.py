@@ -1,0 +1,129 @@
+"""The selected branch's kernels on a GPU: real tiles in bf16, fp16 and fp32, and the laws that need a device."""
+
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.selections import dense_masked, random_selection, relative_error
+from tercet.attention.spec import NSAConfig
+
+pytestmark = pytest.mark.gpu
+sel = import_module("tercet.attention.kernels.selected")
+UNION, KV_MAJOR = 1e9, -1.0
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SMALL_BLOCKS = NSAConfig(32, 16, 32, 8, 1, 2, 64)
+WIDE_BLOCKS = NSAConfig(32, 16, 128, 4, 1, 1, 64)
+TINY_BLOCKS = NSAConfig(16, 16, 16, 6, 0, 1, 64)
+
+# bounds of documents, batch, query heads, KV heads, Dk, Dv, config, dtype
+CASES = {
+    "P": ([0, 2048], 1, 64, 4, 128, 128, NSAConfig(), BF16),
+    "C, packed": ([0, 1, 1, 300, 1003, 1100, 2047], 1, 12, 2, 64, 64, NSAConfig(), BF16),
+    "three heads, 96/64": ([0, 700, 1400, 2100], 3, 6, 2, 96, 64, NSAConfig(), BF16),
+    "one head, 192/128": ([0, 1500], 1, 2, 2, 192, 128, NSAConfig(), BF16),
+    "blocks of 32": ([0, 1111], 1, 4, 2, 64, 64, SMALL_BLOCKS, FP16),
+    "blocks of 128": ([0, 2000], 1, 8, 1, 128, 128, WIDE_BLOCKS, BF16),
+    "eighty heads per group": ([0, 600], 1, 80, 1, 64, 64, TINY_BLOCKS, BF16),
+    "full precision": ([0, 900], 1, 4, 2, 64, 64, NSAConfig(), FP32),
+}
+DESIGNS = pytest.mark.parametrize("limit", [UNION, KV_MAJOR], ids=["union", "kv_major"])
+
+
+def case(name, seed=0):
+    cu, batch, heads, groups, dk, dv, config, dtype = CASES[name]
+    g = torch.Generator().manual_seed(seed)
+    N = cu[-1]
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g).to("cuda", dtype)
+
+    def shaped(x):
+        return x.reshape(batch, N // batch, *x.shape[1:])
+
+    q, k, v, dout = rand(N, heads, dk), rand(N, groups, dk), rand(N, groups, dv), rand(N, heads, dv)
+    gate = torch.randn(N, heads, generator=g).cuda()
+    indices = random_selection(
+        cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g
+    ).cuda()
+    packed = len(cu) > batch + 1
+    documents = SimpleNamespace(cu=torch.tensor(cu, dtype=torch.int32, device="cuda")) if packed else None
+    return SimpleNamespace(q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, cu=cu, config=config, shaped=shaped,
+                           documents=documents)  # fmt: skip
+
+
+def run(c, limit, **changes):
+    default = sel.default_settings(c.q.shape[-1], c.v.shape[-1], c.q.dtype, c.config.select_block)
+    settings = replace(default, forward_limit=limit, backward_limit=limit, **changes)
+    q, k, v, dout, gate, indices = map(c.shaped, (c.q, c.k, c.v, c.dout, c.gate, c.indices))
+    o, lse, saved = sel.selected_forward(q, k, v, indices, c.config, c.documents, settings)
+    row_sum = (dout.float() * o.float()).sum(-1)
+    grads = sel.selected_backward(q, k, v, indices, lse, dout, gate, row_sum, c.config, c.documents, saved, settings)
+    return [x.reshape(-1, *x.shape[2:]) for x in (o, *grads)]
+
+
+@DESIGNS
+@pytest.mark.parametrize("name", CASES)
+def test_selected_attention_equals_a_masked_softmax(name, limit):
+    c = case(name)
+    leaves = [x.float().requires_grad_() for x in (c.q, c.k, c.v)]
+    o = dense_masked(*leaves, c.indices, c.cu, c.config.select_block)
+    (o * c.gate[..., None]).backward(c.dout.float())
+    tolerance = 1e-5 if c.q.dtype == FP32 else 1e-2
+    for what, a, b in zip(("o", "dq", "dk", "dv"), run(c, limit), (o, *(x.grad for x in leaves)), strict=True):
+        assert relative_error(a, b.detach()) <= tolerance, what
+
+
+@DESIGNS
+def test_same_inputs_same_bits_whatever_memory_held(limit, monkeypatch):
+    c = case("C, packed", seed=1)
+    first = run(c, limit, range_bytes=1 << 20)
+    real = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(float("nan") if x.is_floating_point() else 1 << 20)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert all(torch.equal(a, b) for a, b in zip(first, run(c, limit, range_bytes=1 << 20), strict=True))
+
+
+@DESIGNS
+def test_nothing_waits_for_the_device(limit):
+    c = case("C, packed", seed=2)
+    run(c, limit)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(c, limit)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@DESIGNS
+def test_a_captured_graph_replays_the_same_bits(limit):
+    c = case("P", seed=3)
+    eager = run(c, limit)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(c, limit)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
+
+
+def test_remembered_launches_follow_strides_and_alignment():
+    """A second call of the same shape with other strides, then with memory off 16 bytes, compiles its own variants."""
+    c = case("C, packed", seed=4)
+    expected = run(c, KV_MAJOR)
+    N = c.cu[-1]
+    wide = torch.zeros(N, 12, 80, device="cuda", dtype=BF16)
+    wide[..., :64] = c.q
+    flat = torch.zeros(N * 12 * 64 + 1, device="cuda", dtype=BF16)
+    flat[1:] = c.q.reshape(-1)
+    for q in (wide[..., :64], flat[1:].view(N, 12, 64)):
+        c.q = q
+        c.shaped = lambda x: x[None]
+        assert all(torch.equal(a, b) for a, b in zip(expected, run(c, KV_MAJOR), strict=True))
