@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,24 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reprod
     assert not math.isfinite(again["loss"]) or not math.isfinite(again["grad_norm"])
     assert again["nonfinite_weights"] == []
     assert again["nonfinite_gradients"] or not math.isfinite(again["grad_norm"])
+
+
+def test_steps_after_the_weights_froze_are_never_saved_as_progress(tmp_path: Path) -> None:
+    """The log line that would notice comes long after the saves."""
+    explosive: dict[str, Any] = {"train__lr": 1e25, "train__warmup_steps": 0, "train__clip": 0.0}
+    config = small(
+        run__dir=str(tmp_path / "run"),
+        train__steps=30,
+        train__max_skipped_in_row=0,
+        log__every=30,
+        checkpoint__every=1,
+        **explosive,
+    )
+    with pytest.raises(TercetError, match="were not finite"):
+        train(config, origins={})
+    skipped = next(e for e in read_events(events_file(tmp_path / "run")) if isinstance(e, StepsSkipped))
+    assert len(skipped.steps) == 1
+    assert newest(tmp_path / "run").name == f"step-{skipped.steps[0] - 1:08d}"
 
 
 def test_a_run_can_start_from_the_weights_of_another(done: Path, tmp_path: Path) -> None:
