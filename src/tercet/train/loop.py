@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
@@ -18,7 +15,7 @@ from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.doctor.before import examine_before_training
 from tercet.errors import TercetError
-from tercet.model.cost import flops_per_token, parameters
+from tercet.model.cost import flops_per_token
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
@@ -27,10 +24,7 @@ from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.peak import peak_flops
 from tercet.telemetry.progress import Screen, duration, quantity
-from tercet.telemetry.sinks import TensorBoardSink, WandbSink, csv_sinks
 from tercet.telemetry.summary import summarise
-from tercet.telemetry.tables import layer_and_route_tables
-from tercet.telemetry.watchdog import Watchdog
 from tercet.train import manifest
 from tercet.train.batches import StepBatches, to_device
 from tercet.train.checkpoint import Checkpointer
@@ -47,6 +41,7 @@ from tercet.train.start import check_fit, find_start
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import train_step
 from tercet.train.validate import Validation
+from tercet.train.watchers import attach, run_started
 
 
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
@@ -87,38 +82,12 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             screen.say(sentence)
         strategy.watch(lambda: (beat.step, beat.doing))
         past = strategy.first(lambda: list(read_events(log.path)))
-        if strategy.rank == 0:
-            log.readers += [screen, *csv_sinks(folder.path, past), *layer_and_route_tables(folder.path, past)]
-            if config.log.tensorboard:
-                log.readers.append(TensorBoardSink(folder.path / "tb", state.step))
-            if config.log.wandb:
-                log.readers.append(WandbSink(folder.path, config.run.name, config.model_dump(mode="json")))
-        dog = stack.enter_context(Watchdog(folder.path, strategy.rank, config.health, beat, log))
-        log.readers.append(dog.observe)
-        observer = stack.enter_context(closing(_observer(config, state, strategy, device, folder, log)))
+        observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
         trainer = Trainer(config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer)
-        log.emit(trainer.started(start.path if start else None, superseded))
+        log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
         if examined is not None:
             log.emit(replace(examined, step=state.step, time=time.time()))  # told in the order of the log
         return trainer.run()
-
-
-def _observer(
-    config: RunConfig, state: TrainState, strategy: Strategy, device: torch.device, folder: RunFolder, log: EventLog
-) -> Observer:
-    compute = precision_of(config, device)
-    return Observer(
-        config,
-        folder.path,
-        strategy.rank,
-        device,
-        state.model,
-        state.optimizer,
-        log,
-        compute,
-        strategy.all_sum,
-        state.interval.excluded,
-    )
 
 
 class Halted(TercetError):
@@ -165,23 +134,6 @@ class Trainer:
         self._saved_step = self.state.step
         self._told = {(e.kind, e.step) for e in self.past}
 
-    def started(self, path: Path | None, superseded: int) -> events.RunStarted:
-        """The event that opens this process's part of the log."""
-        config, strategy = self.config, self.strategy
-        return events.RunStarted(
-            step=self.state.step,
-            name=config.run.name,
-            steps=config.train.steps,
-            world_size=strategy.world_size,
-            strategy=strategy.name,
-            device=device_name(self.state.device),
-            parameters=parameters(config.model).total,
-            tokens_per_step=config.train.tokens_per_step,
-            accumulation=config.accumulation,
-            resumed_from=str(path) if path else None,
-            superseded=superseded,
-        )
-
     def run(self) -> int:
         """All remaining steps, and an orderly end whatever comes."""
         try:
@@ -191,6 +143,8 @@ class Trainer:
         except BaseException as error:
             self.screen.end()
             outcome = "halted" if isinstance(error, Halted) else "failed"
+            if self.strategy.world_size == 1:  # on several ranks it may wait for one that is gone
+                self._let_save_end()
             cause = self.strategy.explain(error)
             self._end(outcome, f"{type(cause).__name__}: {cause}")
             if cause is not error:
@@ -360,6 +314,8 @@ class Trainer:
         """Order a save of this very step; at most one is under way."""
         state = self.state
         self.beat.at(state.step, "saving")
+        if state.guard.halted_at():
+            self._log()  # stops the run: steps made since the weights froze are no progress to be saved
         with state.interval.excluded():
             self._collect_save(wait=True)
             self.log.sync()
@@ -392,6 +348,13 @@ class Trainer:
                     blocked_seconds=saved.blocked_seconds,
                 )
             )
+
+    def _let_save_end(self) -> None:
+        """A save under way when the run fails is still worth having; its own failure must not hide the first."""
+        try:
+            self._collect_save(wait=True)
+        except (CheckpointError, OSError) as error:
+            self.screen.say(f"warning: {error}", "bold red")
 
     def _finish(self, outcome: str, reason: str) -> None:
         """Save, sample, sum up."""
@@ -427,6 +390,9 @@ class Trainer:
         figures = json.loads((self.folder.path / "metrics.json").read_text())
         took = duration(time.time() - self._began)
         steps = f"{self.state.step}/{self.config.train.steps} steps, {quantity(self.state.tokens)} tokens"
+        if not completed and self.state.step == 0:
+            self.screen.say(f"{reason}: left before the first step, with nothing to save")
+            return
         if not completed:
             self.screen.say(
                 f"{reason}: saved after step {self.state.step} and left ({steps}, {took}); "

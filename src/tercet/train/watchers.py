@@ -1,0 +1,76 @@
+"""Everyone who follows a run from inside: the readers of its log, the watchdog, and the observer of its steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from tercet.config.schema import RunConfig
+from tercet.model.cost import parameters
+from tercet.parallel.strategy import Strategy
+from tercet.telemetry.events import Event, EventLog, RunStarted
+from tercet.telemetry.heartbeat import Heartbeat
+from tercet.telemetry.observer import Observer
+from tercet.telemetry.progress import Screen
+from tercet.telemetry.sinks import TensorBoardSink, WandbSink, csv_sinks
+from tercet.telemetry.tables import layer_and_route_tables
+from tercet.telemetry.watchdog import Watchdog
+from tercet.train.device import device_name
+from tercet.train.header import precision_of
+from tercet.train.state import TrainState
+
+
+def attach(
+    stack: ExitStack,
+    config: RunConfig,
+    state: TrainState,
+    strategy: Strategy,
+    folder: Path,
+    log: EventLog,
+    beat: Heartbeat,
+    screen: Screen,
+    past: list[Event],
+) -> Observer:
+    """Let them follow; they leave with the stack. Files that all ranks would write alike are rank 0's."""
+    if strategy.rank == 0:
+        log.readers += [screen, *csv_sinks(folder, past), *layer_and_route_tables(folder, past)]
+        if config.log.tensorboard:
+            log.readers.append(TensorBoardSink(folder / "tb", state.step))
+        if config.log.wandb:
+            log.readers.append(WandbSink(folder, config.run.name, config.model_dump(mode="json")))
+    log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
+    return stack.enter_context(
+        closing(
+            Observer(
+                config,
+                folder,
+                strategy.rank,
+                state.device,
+                state.model,
+                state.optimizer,
+                log,
+                precision_of(config, state.device),
+                strategy.all_sum,
+                state.interval.excluded,
+            )
+        )
+    )
+
+
+def run_started(
+    config: RunConfig, state: TrainState, strategy: Strategy, path: Path | None, superseded: int
+) -> RunStarted:
+    """The event that opens this process's part of the log."""
+    return RunStarted(
+        step=state.step,
+        name=config.run.name,
+        steps=config.train.steps,
+        world_size=strategy.world_size,
+        strategy=strategy.name,
+        device=device_name(state.device),
+        parameters=parameters(config.model).total,
+        tokens_per_step=config.train.tokens_per_step,
+        accumulation=config.accumulation,
+        resumed_from=str(path) if path else None,
+        superseded=superseded,
+    )
