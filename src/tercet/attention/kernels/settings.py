@@ -42,13 +42,13 @@ _HOPPER: dict[tuple[str, int], Launch] = {
     ("query_gradient", 128): Launch(rows=64, stages=2, tma=True),
     ("query_gradient", 256): Launch(rows=64, warps=8, stages=1),
     ("compressed_key_gradients", 64): Launch(rows=32, stages=3, parts=48, registers=168),
-    ("compressed_key_gradients", 128): Launch(rows=32, stages=4, tma=True),
+    ("compressed_key_gradients", 128): Launch(rows=32, stages=3, tma=True),
     ("compressed_key_gradients", 256): Launch(rows=32, warps=8, stages=1),
     ("window_forward", 64): Launch(rows=64, stages=3, tma=True),
     ("window_forward", 128): Launch(rows=64, stages=3, tma=True),
     ("window_forward", 256): Launch(rows=64),
     ("window_key_gradients", 64): Launch(rows=32, stages=3),
-    ("window_key_gradients", 128): Launch(rows=32, stages=4, tma=True),
+    ("window_key_gradients", 128): Launch(rows=32, stages=3),
     ("window_key_gradients", 256): Launch(rows=32, warps=8, stages=1),
 }
 
