@@ -23,10 +23,14 @@ _HOME = {
     "AttentionAux": "tercet.attention.functional",
     "NativeSparseAttention": "tercet.model.attention",
     "DenseAttention": "tercet.model.attention",
+    "load_model": "tercet.inference.load",
+    "generate": "tercet.inference.generate",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
 
+# What type checkers read: the names as _HOME has them.
+# ruff: noqa: F401
 if TYPE_CHECKING:
     from tercet.attention.functional import (
         AttentionAux,
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
         window_attention,
     )
     from tercet.attention.spec import NSAConfig
+    from tercet.inference.generate import generate
+    from tercet.inference.load import load_model
     from tercet.model.attention import DenseAttention, NativeSparseAttention
 
 

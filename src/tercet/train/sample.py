@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tercet.data.tokenizers import Tokenizer
+from tercet.model.sampling import NOTHING, Sampling, choose
 from tercet.train.step import autocast
 
 
@@ -30,6 +31,7 @@ def sample_text(
     Draws from a generator of its own, so that a run with samples and one without train alike.
     """
     generator = torch.Generator().manual_seed(seed)
+    how = Sampling(temperature=temperature)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     start = len(ids)
     was_training = model.training
@@ -37,15 +39,11 @@ def sample_text(
     # Every length is a new shape: compiled blocks would be compiled again for each.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(device, precision):
         for _ in range(tokens):
-            logits = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
-            if temperature == 0:
-                choice = int(logits.argmax())
-            else:
-                chances = torch.softmax(logits / temperature, dim=-1)
-                choice = int(torch.multinomial(chances, 1, generator=generator))
+            logits = model(torch.tensor([ids[-context:]], device=device))[:, -1].float().cpu()
+            choice = int(choose(logits, how, torch.rand(1, dtype=torch.float64, generator=generator)))
             # Ranks that part here would wait for each other for ever: rank 0's choice is everybody's.
             choice = agree(partial(int, choice))
-            if choice == tokenizer.eos_id:
+            if choice in (tokenizer.eos_id, NOTHING):
                 break
             ids.append(choice)
     model.train(was_training)

@@ -1,0 +1,216 @@
+"""Text from a model: prompts in, tokens out, one at a time or all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tercet.data.tokenizers import Tokenizer
+from tercet.errors import TercetError
+from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, PlainDecoder
+from tercet.inference.prompts import PromptError, Prompts, as_tokens, check_room, is_single
+from tercet.inference.text_stream import TextStream
+from tercet.model.sampling import NOTHING, Sampling, choose, uniforms
+from tercet.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of one row: a token, and the text that it made certain (often none, or that of several tokens)."""
+
+    row: int
+    token: int | None  # None in a row's last piece if it ends without a new token
+    text: str
+    finished: str | None = None  # "eos", "stop" or "length" in a row's last piece
+
+
+@dataclass
+class Timing:
+    """How long generation took, filled in while it runs."""
+
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    new_tokens: int = 0
+    decode_seconds: float = 0.0
+    keys_read: int | None = None  # in the last step, over all rows, KV heads and layers
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of decoding, without the prefill and the token that it gives."""
+        return 0.0 if self.decode_seconds == 0 else self.new_tokens / self.decode_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote after one prompt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    finished: str  # "eos", "stop" or "length"
+    timing: Timing = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def generate(model: Transformer, prompts: Prompts, **options: Any) -> Generated | list[Generated]:
+    """What the model writes after each prompt: one Generated for one prompt, a list for a list.
+
+    prompts: text, token numbers, or a list of either; rows may have different lengths. The options are those of
+    `stream`.
+    """
+    timing = options.pop("timing", None) or Timing()
+    rows: dict[int, dict[str, Any]] = {}
+    tokenizer = options.get("tokenizer") or getattr(model, "tokenizer", None)
+    given = as_tokens(prompts, tokenizer, model.config.vocab_size)
+    for piece in stream(model, given, timing=timing, **options):
+        row = rows.setdefault(piece.row, {"tokens": [], "text": [], "finished": "length"})
+        if piece.token is not None:
+            row["tokens"].append(piece.token)
+        row["text"].append(piece.text)
+        row["finished"] = piece.finished or row["finished"]
+    made = [
+        Generated(prompt, rows[i]["tokens"], "".join(rows[i]["text"]), rows[i]["finished"], timing)
+        for i, prompt in enumerate(given)
+    ]
+    return made[0] if is_single(prompts) else made
+
+
+def stream(
+    model: Transformer,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    context: int | None = None,
+    eos_id: int | None = None,
+    cache: bool = True,
+    prefill_chunk: int = PREFILL_CHUNK,
+    timing: Timing | None = None,
+) -> Iterator[Piece]:
+    """Pieces as they come, of all rows in turn.
+
+    temperature, top_k, top_p, repetition_penalty  how tokens are drawn; temperature 0 is greedy
+    stop           texts that end a row; what is given ends before them
+    seed           row r draws as row 0 of seed + r: the rest of the batch changes nothing
+    tokenizer      the model's own unless given; a model without one gives tokens and no text
+    context        most tokens of prompt and answer; the length of its training unless given
+    eos_id         the token that ends a row; the tokenizer's unless given
+    cache          keep keys and values (or read everything again for each token, to compare)
+    prefill_chunk  prompt tokens read at once: longer prompts are read in parts
+    timing         filled in while it runs
+    """
+    try:
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+    except ValueError as error:
+        raise PromptError(str(error)) from None
+    if prefill_chunk < 1:
+        raise PromptError(f"prefill_chunk={prefill_chunk} must be at least 1")
+    tokenizer = tokenizer or getattr(model, "tokenizer", None)
+    if stop and tokenizer is None:
+        raise PromptError("stop is text, and there is no tokenizer: give tokenizer=…")
+    rows = as_tokens(prompts, tokenizer, model.config.vocab_size)
+    room = check_room(rows, max_new_tokens, context or getattr(model, "context", None))
+    end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
+    # Rows of the embedding that no token has are never trained, and must not be drawn.
+    vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
+    decoder: Decoder = CachedDecoder(model, len(rows), room, chunk=prefill_chunk) if cache else PlainDecoder(model)
+    texts = [None if tokenizer is None else TextStream(tokenizer, stop) for _ in rows]
+    run = _Run(decoder, sampling, rows, seed, max_new_tokens, vocabulary, timing or Timing())
+    was_training = model.training
+    model.eval()
+    try:
+        yield from _pieces(run, texts, end)
+    finally:
+        model.train(was_training)
+
+
+class _Run:
+    """The tensors of one generation: logits to tokens to logits."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sampling: Sampling,
+        rows: list[list[int]],
+        seed: int,
+        steps: int,
+        vocabulary: int,
+        timing: Timing,
+    ) -> None:
+        self.decoder, self.sampling, self.rows = decoder, sampling, rows
+        self.steps, self.vocabulary, self.timing = steps, vocabulary, timing
+        self.uniform = uniforms(seed, len(rows), steps) if sampling.temperature > 0 else None
+        self.active = torch.ones(len(rows), dtype=torch.bool)
+        self._tokens: Tensor | None = None
+        self._seen: Tensor | None = None
+
+    @torch.no_grad()
+    def next_tokens(self, step: int) -> list[int]:
+        """The next token of each row; those of rows that have ended mean nothing."""
+        began = time.perf_counter()
+        if self._tokens is None:
+            logits = self.decoder.prefill(self.rows)
+            self.timing.prompt_tokens = sum(map(len, self.rows))
+            if self.sampling.repetition_penalty != 1:
+                self._seen = torch.zeros_like(logits[:, : self.vocabulary], dtype=torch.bool)
+                for i, row in enumerate(self.rows):
+                    self._seen[i, torch.tensor(row, device=logits.device)] = True
+        else:
+            logits = self.decoder.step(self._tokens, self.active.to(self._tokens.device))
+        uniform = None if self.uniform is None else self.uniform[:, step]
+        chosen = choose(logits[:, : self.vocabulary], self.sampling, uniform, self._seen)
+        if self._seen is not None:
+            self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
+        tokens = chosen.tolist()  # waits for the device
+        seconds = time.perf_counter() - began
+        if step == 0:
+            self.timing.prefill_seconds = seconds
+        else:
+            self.timing.decode_seconds += seconds
+            self.timing.new_tokens += int(self.active.sum())
+        if any(token == NOTHING and more for token, more in zip(tokens, self.active.tolist(), strict=True)):
+            raise TercetError(
+                f"the model's logits at new token {step} are not finite: its weights are damaged, or its training "
+                "diverged; load an earlier checkpoint, or use float32"
+            )
+        self._tokens = chosen.clamp(min=0)
+        return tokens
+
+
+def _pieces(run: _Run, texts: list[TextStream | None], end: int | None) -> Iterator[Piece]:
+    for step in range(run.steps):
+        tokens = run.next_tokens(step)
+        for row, (token, text) in enumerate(zip(tokens, texts, strict=True)):
+            if not run.active[row]:
+                continue
+            if token == end:
+                run.active[row] = False
+                yield Piece(row, None, text.end() if text else "", "eos")
+                continue
+            said = text.push(token) if text else ""
+            finished = "stop" if text and text.stopped else "length" if step == run.steps - 1 else None
+            if finished:
+                run.active[row] = False
+                said += text.end() if text else ""
+                if text and text.stopped:  # the end of the text completed a stop string
+                    finished = "stop"
+            yield Piece(row, token, said, finished)
+        if not run.active.any():
+            break
+    run.timing.keys_read = run.decoder.keys_read()

@@ -1,0 +1,178 @@
+"""Generation: the same tokens whichever way they are computed, and one line for what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inference.models import language_model
+
+import tercet
+from tercet.errors import TercetError
+from tercet.inference.generate import Timing, stream
+from tercet.inference.prompts import PromptError
+
+KINDS = {
+    "nsa": {},
+    "dense": {"model__attention": "dense"},
+    "both, shared, normed, mean, biased": {
+        "model__attention": ("dense", "nsa"),
+        "model__shared_kv": True,
+        "model__qk_norm": True,
+        "model__compression": "mean",
+        "model__attention_bias": True,
+        "model__heads": 4,
+        "model__kv_heads": 2,
+    },
+}
+PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 for i in range(17)], list(range(90, 40, -1))]
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def model(request):
+    return language_model(**KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Each prompt alone, everything read again for each token."""
+    return [greedy(model, prompt, cache=False) for prompt in PROMPTS]
+
+
+def greedy(model, prompts, **options):
+    options = {"max_new_tokens": 16, "temperature": 0, "eos_id": -1, **options}
+    made = tercet.generate(model, prompts, **options)
+    return [g.tokens for g in made] if isinstance(made, list) else made.tokens
+
+
+def test_the_untrained_model_writes_something_worth_comparing(expected):
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    assert len({token for tokens in expected for token in tokens}) > 20
+
+
+def test_tokens_are_the_same_with_and_without_cache(model, expected):
+    assert [greedy(model, prompt) for prompt in PROMPTS] == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_tokens_are_the_same_for_any_chunking_of_the_prompt(model, expected, chunk):
+    assert greedy(model, PROMPTS, prefill_chunk=chunk) == expected
+
+
+def test_tokens_are_the_same_in_any_batch(model, expected):
+    assert greedy(model, PROMPTS) == expected
+    assert greedy(model, PROMPTS[::-1]) == expected[::-1]
+    assert greedy(model, [PROMPTS[1]] * 3) == [expected[1]] * 3
+
+
+def test_a_row_that_ends_early_leaves_the_others_as_they_are(model, expected):
+    end = expected[2][5]
+    cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in expected]
+    assert greedy(model, PROMPTS, eos_id=end) == cut
+    assert len({len(tokens) for tokens in cut}) > 1
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch():
+    model = language_model()
+    options = {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "eos_id": -1}
+    together = tercet.generate(model, PROMPTS, max_new_tokens=12, seed=3, **options)
+    alone = [tercet.generate(model, p, max_new_tokens=12, seed=3 + i, **options) for i, p in enumerate(PROMPTS)]
+    assert [g.tokens for g in together] == [g.tokens for g in alone]
+    other = tercet.generate(model, PROMPTS, max_new_tokens=12, seed=4, **options)
+    assert [g.tokens for g in other] != [g.tokens for g in together]
+
+
+def test_the_callers_random_numbers_are_not_touched():
+    model = language_model()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    tercet.generate(model, "abc", max_new_tokens=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pieces_add_up_to_the_whole():
+    model = language_model()
+    whole = tercet.generate(model, ["ab", "abcdef"], max_new_tokens=20, temperature=0)
+    pieces = list(stream(model, ["ab", "abcdef"], max_new_tokens=20, temperature=0))
+    for row, generated in enumerate(whole):
+        own = [p for p in pieces if p.row == row]
+        assert "".join(p.text for p in own) == generated.text
+        assert [p.token for p in own if p.token is not None] == generated.tokens
+        assert [p.finished for p in own if p.finished] == [generated.finished]
+
+
+def test_a_stop_string_ends_the_text_before_it():
+    model = language_model()
+    whole = tercet.generate(model, "abc", max_new_tokens=24, temperature=0)
+    stop = whole.text[6:9]
+    cut = tercet.generate(model, "abc", max_new_tokens=24, temperature=0, stop=(stop,))
+    assert cut.finished == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_time_and_keys_are_counted():
+    model = language_model()
+    timing = Timing()
+    tercet.generate(model, [PROMPTS[1]], max_new_tokens=5, temperature=0, timing=timing, eos_id=-1)
+    config = model.config.nsa
+    t = len(PROMPTS[1]) + 3  # the position of the last token read
+    assert t // config.select_block + 1 > config.select_count
+    compressed = config.num_compressed(t + 1)
+    selected = (config.select_count - 1) * config.select_block + t % config.select_block + 1
+    assert timing.keys_read == model.config.layers * (compressed + selected + config.window)
+    assert (timing.prompt_tokens, timing.new_tokens) == (len(PROMPTS[1]), 4)
+    assert timing.tokens_per_second > 0
+
+
+def test_rows_of_the_embedding_without_a_token_are_never_drawn():
+    model = language_model(model__vocab_size=264)
+    with torch.no_grad():
+        model.head.weight[256:] *= 50
+    made = tercet.generate(model, "abc", max_new_tokens=20, temperature=5.0)
+    assert max(made.tokens) < 256
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ("", {}, "the prompt is empty: give at least one token to go on from"),
+        (["a", ""], {}, "prompt 1 is empty"),
+        ([], {}, "no prompt was given"),
+        ([[1, 2, 300]], {}, "token 300 at place 2 is outside the vocabulary, 0 to 255"),
+        ([[1, -1]], {}, "token -1 at place 1"),
+        ("a\0b", {}, "has a zero byte at 1"),
+        ("a\udcffb", {}, "character 1 ('\\udcff') stands for a byte that is no UTF-8"),
+        ([{"role": "user"}], {}, "the prompt is dict: give text, or a list of token numbers"),
+        ("x" * 120, {}, "has 120 tokens, with max_new_tokens=16 that is 136, over the context of 128"),
+        ("abc", {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ("abc", {"temperature": -1}, "temperature=-1 must be at least 0"),
+        ("abc", {"top_p": 0}, "top_p=0 must be above 0"),
+        ("abc", {"prefill_chunk": 0}, "prefill_chunk=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(prompts, options, said):
+    with pytest.raises(TercetError) as caught:
+        tercet.generate(language_model(), prompts, **{"max_new_tokens": 16, **options})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_longer_context_can_be_asked_for():
+    assert len(greedy(language_model(), [1] * 120, context=144)) == 16
+
+
+def test_text_without_a_tokenizer_is_refused():
+    from tercet.model.transformer import Transformer
+
+    model = language_model()
+    bare = Transformer(model.config)
+    with pytest.raises(PromptError, match="there is no tokenizer"):
+        tercet.generate(bare, "abc")
+    assert tercet.generate(bare, [1, 2], max_new_tokens=3).text == ""
+
+
+def test_logits_that_are_not_numbers_are_an_error():
+    model = language_model()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(TercetError, match="not finite"):
+        tercet.generate(model, "abc", max_new_tokens=4)
