@@ -94,6 +94,16 @@ def test_kernels_that_disagree_fail(monkeypatch):
     assert "model.backend=reference" in found.mend
 
 
+def test_a_model_that_the_kernels_do_not_run_is_a_warning_and_no_failure(monkeypatch):
+    def refuse(*_, **__):
+        raise kernels.Unsupported("head_dim=7 is odd")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "compare", refuse)
+    found = kernels.parity(small().model, short=True)
+    assert (found.verdict, found.finding) == (WARNING, "the kernels do not run this model: head_dim=7 is odd")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_kernels_are_not_tested_rather_than_passed():
     assert kernels.parity(small().model).verdict == NOT_TESTED

@@ -8,8 +8,13 @@ from pathlib import Path
 def doctor(*, preset: str | None = None, config: Path | None = None, short: bool = False, json: bool = False) -> int:
     """Examine this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
 
-    With a preset or a config (such as RUN/config.toml) kernels, disk and data are examined for that very run. `short`
-    is what goes before every training. The exit code is 1 if anything failed; every finding comes with its mend.
+    Every finding comes with its mend; the exit code is 1 if anything failed.
+
+    Args:
+        preset: Examine kernels, disk and data for this preset.
+        config: Or for a TOML file, such as RUN/config.toml.
+        short: Only what goes before every training.
+        json: Print one line of JSON instead.
     """
     from tercet.config.load import load
     from tercet.doctor.examine import doctor as examine

@@ -24,8 +24,15 @@ def report(
 ) -> int:
     """Judge runs and write a page for each, and one for all of them together if there are several.
 
-    `baseline` is the dense twin that throughput is held against; among several runs it is found by itself.
     The exit code is that of the worst verdict: 0 GO, 3 NO-GO, 4 NOT TESTED.
+
+    Args:
+        runs: Run folders, finished, crashed or still running.
+        out: Where to write; none: report/ in the run folder, or comparison/ for several runs.
+        baseline: Run folder of the dense twin that throughput is held against; found by itself among several runs.
+        target_tokens_per_s: Hold throughput against this instead.
+        min_dense_ratio: How many times the dense twin's tokens/s a run must reach.
+        min_steps: Steps that a verdict needs; can be raised, not lowered.
     """
     if min_steps < Thresholds.min_steps:
         raise TercetError(
@@ -52,7 +59,10 @@ def report(
 def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
     """A live view of a run and all its ranks, until it ends or Ctrl-C.
 
-    `every` is the number of seconds between two looks; `once` shows one frame, as does an output that is no terminal.
+    Args:
+        run: The run folder.
+        every: Seconds between two looks.
+        once: Show one frame and leave, as when the output is no terminal.
     """
     from tercet.report.watch import watch as show
 
