@@ -142,7 +142,7 @@ def make_plan(
         return -(-N // tokens), tokens
 
     piece_bytes = select_block * (dk + dv) * 4 * kv_head_tiles / segment
-    ranges, range_tokens = cut(max(h * (max(dk, dv) * itemsize + 4), piece_bytes))
+    ranges, range_tokens = cut(max(h * max(dk, dv) * itemsize, piece_bytes))
     # Over a whole sequence, a tile sees half of its blocks on average.
     largest_mean = blocks_per_sequence / 2 + 1.5 if ranges == 1 else blocks_per_sequence
     union_only = min(largest_mean, tile_tokens * n) <= min(limits)
