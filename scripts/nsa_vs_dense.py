@@ -60,7 +60,7 @@ def main() -> int:
     for preset in arguments.presets:
         runs[preset] = arguments.runs / preset
         command = [sys.executable, "-m", "tercet", "train", "--preset", preset, "--run.dir", str(runs[preset])]
-        command += ["--train.val_every", "25", "--log.every", "5", "--resume", "auto"]
+        command += ["--train.val_every", "60", "--log.every", "10", "--resume", "auto"]
         command += flags
         subprocess.run(command, check=True)
     draw(runs, arguments.output)

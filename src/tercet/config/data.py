@@ -173,6 +173,10 @@ class DataConfig(SourceConfig):
     """jsonl, parquet and hub streams: files are put in random order, and records are shuffled within blocks
     of this many. python-source, whole text files, shards and synthetic are shuffled over everything."""
 
+    shuffle_sequences: int = Field(default=0, ge=0)
+    """Hand out sequences in a new order within blocks of this many, so that one long document does not fill
+    many small steps in a row; 0: as they are packed. Validation is never shuffled."""
+
     packing: Literal["continue", "whole"] = "continue"
     """continue: every sequence is full, and a document may go on in the next one. whole: a document that
     would not fit in the rest of a sequence starts the next one, and the rest is padding (counted)."""

@@ -17,6 +17,7 @@ from tercet.config.data import DataConfig
 from tercet.data.ahead import Ahead
 from tercet.data.errors import DataError
 from tercet.data.packing import Batches, LoaderStats, Packing, pack
+from tercet.data.sequence_shuffle import pack_shuffled
 from tercet.data.sources import open_stream
 from tercet.data.stream import DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -110,7 +111,11 @@ def build_loader(
         padding_token=tokenizer.eos_id,
     )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    batches = _to_torch(pack(stream, packing, state), data, device)
+    if data.shuffle_sequences and split == "train":
+        packs = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
+    else:
+        packs = pack(stream, packing, state)
+    batches = _to_torch(packs, data, device)
     return Loader(stream, batches, data.prefetch)
 
 

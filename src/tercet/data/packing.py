@@ -89,6 +89,11 @@ class _Packer:
         self._identity = stream.identity
         if state is not None:
             check_identity(state, self._identity)
+            if "cursor" not in state:
+                raise DataError(
+                    "the checkpoint's data cursor stands in a block of shuffled sequences: put data.shuffle_sequences "
+                    f"back to {state['shuffle']['block']}, or start from the weights alone with train.init_from"
+                )
         self._packing = packing
         self._cursor: Cursor | None = state["cursor"] if state else None  # before the document at hand
         self._offset: int = state["offset"] if state else 0  # tokens taken of the document at hand

@@ -1,0 +1,100 @@
+"""Sequences shuffled within blocks: nothing lost or repeated, exact to resume, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tercet.data.errors import DataError
+
+
+def shuffled(data, block=12, **changes):
+    return data.model_copy(update={"shuffle_sequences": block, **changes})
+
+
+def sequences(batches):
+    """(tokens, targets) of every sequence, in order."""
+    return [(tuple(t.tolist()), tuple(y.tolist())) for b in batches for t, y in zip(b.tokens, b.targets, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "shards", "recall"])
+def test_every_block_holds_the_sequences_it_would_have_held_in_another_order(kind, configs, read):
+    plain = sequences(read(configs[kind], 24, sequences=4))
+    mixed = sequences(read(shuffled(configs[kind]), 24, sequences=4))
+    assert mixed != plain
+    for at in range(0, 96, 12):
+        assert sorted(mixed[at : at + 12]) == sorted(plain[at : at + 12])
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "mixture"])
+def test_resuming_after_any_batch_goes_on_exactly(kind, configs, read):
+    data = shuffled(configs[kind], block=5)  # batches lie across blocks
+    straight = read(data, 40, sequences=8)
+    for k in range(0, 37, 3):
+        resumed = read(data, 3, sequences=8, state=json.loads(json.dumps(straight[k].state)))
+        for expected, got in zip(straight[k + 1 :], resumed, strict=False):
+            assert np.array_equal(expected.tokens, got.tokens), f"after batch {k}"
+            assert np.array_equal(expected.targets, got.targets)
+            assert np.array_equal(expected.cu_seqlens, got.cu_seqlens)
+            assert (expected.state, expected.stats) == (got.state, got.stats)
+
+
+def test_a_run_goes_on_at_another_world_size_and_batch_size(configs, read):
+    data = shuffled(configs["jsonl"])
+    straight = sequences(read(data, 30, sequences=4))
+    two = [read(data, 3, sequences=4, rank=r, world_size=2) for r in range(2)]
+    first = [s for step in range(3) for rank in two for s in sequences([rank[step]])]
+    then = sequences(read(data, 4, sequences=6, state=two[1][-1].state))
+    assert first + then == straight[: len(first) + len(then)]
+
+
+def test_ranks_together_read_what_one_rank_reads(configs, read):
+    data = shuffled(configs["jsonl"])
+    alone = read(data, 8, sequences=8)
+    ranks = [read(data, 8, sequences=8, rank=r, world_size=4) for r in range(4)]
+    for step, batch in enumerate(alone):
+        shares = [rank[step] for rank in ranks]
+        assert np.array_equal(np.concatenate([s.tokens for s in shares]), batch.tokens)
+        assert all(s.state == batch.state and s.stats == batch.stats for s in shares)
+        size = shares[0].tokens.numel()
+        bounds = sorted({b + r * size for r, s in enumerate(shares) for b in s.cu_seqlens.tolist()})
+        assert bounds == batch.cu_seqlens.tolist()
+
+
+def test_at_the_end_of_the_data_every_sequence_was_handed_out_once(configs, read):
+    data = configs["jsonl"].model_copy(update={"exhaustion": "stop"})
+    plain, mixed = (sequences(read(d, 10_000, sequences=4)) for d in (data, shuffled(data, block=64)))
+    padding = [s for s in plain if set(s[1]) == {-100} and len(set(s[0])) == 1]
+    assert sorted(s for s in mixed if s not in padding) == sorted(s for s in plain if s not in padding)
+    assert len(mixed) - len(plain) < 4
+
+
+def test_documents_do_not_run_into_each_other(configs, read):
+    for batch in read(shuffled(configs["jsonl"]), 20, sequences=4):
+        flat, targets = batch.tokens.flatten().tolist(), batch.targets.flatten().tolist()
+        bounds = batch.cu_seqlens.tolist()
+        assert set(range(0, len(flat) + 1, batch.tokens.shape[1])) <= set(bounds)
+        for first, end in pairwise(bounds):
+            assert all(targets[i] in (-100, flat[i + 1]) for i in range(first, end - 1))
+
+
+def test_validation_is_not_shuffled(configs, read):
+    data = configs["jsonl"]
+    plain, mixed = (sequences(read(d, 50, split="validation")) for d in (data, shuffled(data)))
+    assert plain == mixed
+
+
+def test_a_block_cannot_be_left_in_its_middle(configs, read):
+    data = shuffled(configs["jsonl"])
+    state = read(data, 1, sequences=4)[-1].state
+    with pytest.raises(DataError, match=r"data\.shuffle_sequences was 12 and is 7"):
+        read(shuffled(data, block=7), 1, sequences=4, state=state)
+    with pytest.raises(DataError, match=r"put data\.shuffle_sequences back to 12"):
+        read(configs["jsonl"], 1, sequences=4, state=state)
+    with pytest.raises(DataError, match=r"data\.seq_len was \d+ and is 160"):
+        read(shuffled(data, seq_len=160), 1, sequences=4, state=state)
+    plain = read(configs["jsonl"], 2, sequences=4)[-1].state
+    assert len(read(data, 2, sequences=4, state=plain)) == 2
