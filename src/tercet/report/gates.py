@@ -226,6 +226,7 @@ def throughput(run: Run, twin: Run | None, findings: list[HealthFired], limits: 
         case.lacks("fewer than two log intervals: the first one only warms up", "train for longer")
         return case.close("")
     case.show("tokens/s", f"{own:,.0f} (median)")
+    against = "" if target is None else f", {target:,.0f} were asked for"
     for finding in (f for f in findings if f.rule == "throughput_drop"):
         case.against(f"it dropped: {finding.sentence}", "see what else ran then; look at the step-time plot")
     if target is not None:
@@ -242,6 +243,7 @@ def throughput(run: Run, twin: Run | None, findings: list[HealthFired], limits: 
             case.lacks("the dense twin has too few log intervals", "train it for longer")
         else:
             case.show("dense twin", f"{other:,.0f} tokens/s, ratio {own / other:.2f} ({twin.folder.name})")
+            against = f", {own / other:.2f}× the dense twin"
             if own < limits.dense_ratio * other:
                 case.against(
                     f"{own / other:.2f}× the dense twin, below {limits.dense_ratio:g}×",
@@ -249,7 +251,7 @@ def throughput(run: Run, twin: Run | None, findings: list[HealthFired], limits: 
                 )
     if run.step < limits.min_steps:
         case.lacks(f"only {run.step} steps were made, {limits.min_steps} are needed", "train for longer")
-    return case.close(f"{own:,.0f} tokens/s")
+    return case.close(f"{own:,.0f} tokens/s{against}")
 
 
 def speed(run: Run) -> float | None:

@@ -63,7 +63,7 @@ def loss(run: Run, findings: Sequence[HealthFired]) -> Plot | None:
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o-", color=ORANGE, markersize=3.5, label="validation")
         _marks(axes, run, findings)
-        _steps(axes, "nats per token")
+        label_steps(axes, "nats per token")
         axes.legend(loc="upper right", ncols=3)
 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
@@ -94,13 +94,13 @@ def grad_norm(run: Run) -> Plot | None:
         clip = run.config.get("train.clip")
         if isinstance(clip, (int, float)) and clip > 0:
             axes.axhline(clip, color=MUTED, linewidth=0.9, linestyle="--", label=f"clipped to {clip:g}")
-        _steps(axes, "global 2-norm")
+        label_steps(axes, "global 2-norm")
         axes.legend(loc="upper right", ncols=2)
 
     return Plot("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping.", draw(paint))
 
 
-def _short_numbers(axes: Any) -> None:
+def short_numbers(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: quantity(v)))
@@ -132,8 +132,8 @@ def throughput(run: Run, twin: Run | None) -> Plot | None:
         if other is not None and own is not None:
             axes.axhline(other, color=ORANGE, linewidth=1.2, linestyle="--", label=f"dense twin {other:,.0f}")
         axes.set_ylim(bottom=0)
-        _short_numbers(axes)
-        _steps(axes, "tokens per second")
+        short_numbers(axes)
+        label_steps(axes, "tokens per second")
         axes.legend(loc="lower right")
 
     shown = [e.mfu for e in run.steps if e.mfu is not None]
@@ -152,7 +152,7 @@ def learning_rate(run: Run) -> Plot | None:
         axes.plot([e.step for e in run.steps], [e.lr for e in run.steps], color=ORANGE)
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        _steps(axes, "learning rate")
+        label_steps(axes, "learning rate")
 
     schedule, warmup = run.config.get("train.schedule", "unknown"), run.config.get("train.warmup_steps", "unknown")
     return Plot("lr", "Learning rate", f"Schedule {schedule}, {warmup} steps of warm-up.", draw(paint))
@@ -177,7 +177,7 @@ def breakdown(run: Run) -> Plot | None:
         totals = sorted(sum(parts) for parts in zip(*(columns[n] for n, _ in used), strict=True))
         # The first interval holds the warming up; it may leave the picture, so that the others can be read.
         axes.set_ylim(0, min(totals[-1] * 1.05, 1.6 * totals[len(totals) // 2] + 1e-9))
-        _steps(axes, "ms per step")
+        label_steps(axes, "ms per step")
         axes.legend(
             loc="upper center", ncols=len(used), bbox_to_anchor=(0.5, 1.16), handlelength=1.0, columnspacing=1.2
         )
@@ -212,7 +212,7 @@ def memory(run: Run) -> Plot | None:
         top = axes.get_ylim()[1]
         if capacity is not None and capacity < 3 * top:
             axes.axhline(capacity, color=RED, linewidth=1.0, linestyle="--", label=f"device has {capacity:.0f}")
-        _steps(axes, "GiB")
+        label_steps(axes, "GiB")
         axes.legend(loc="lower right")
 
     where = "Device memory of rank 0." if run.on_gpu else "Resident memory of the process: it ran on a CPU."
@@ -280,7 +280,7 @@ def gate_health(run: Run) -> Plot | None:
                     x, [min(b) for b in bands], [max(b) for b in bands], color=colour, alpha=0.22, linewidth=0
                 )
                 axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label)
-            _steps(axes, "")
+            label_steps(axes, "")
             axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.2))
         left.set_ylim(0, math.log(3) * 1.05)
         right.set_ylim(0, 1.05)
@@ -339,7 +339,7 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _steps(axes: Any, what: str) -> None:
+def label_steps(axes: Any, what: str) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel(what)
     axes.margins(x=0.01)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tercet.report.facts import Facts, figures, gather
 from tercet.report.figure import SERIES, Plot, draw, thinned
-from tercet.report.plots import _steps, series
+from tercet.report.plots import label_steps, series, short_numbers
 from tercet.report.read import Run, flatten
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
@@ -95,7 +95,7 @@ def _plots(runs: list[Column]) -> list[Plot]:
             axes = figure.subplots()
             for column, colour in zip(runs, SERIES * len(runs), strict=False):
                 paint_run(axes, column, colour)
-            _steps(axes, what)
+            label_steps(axes, what)
             axes.legend(loc="best")
 
         return Plot(anchor, title, caption, draw(paint))
@@ -117,6 +117,7 @@ def _plots(runs: list[Column]) -> list[Plot]:
             rows = thinned([getattr(e, name) for e in steps])
             axes.plot([steps[i].step for i, *_ in rows], [m for _, m, *_ in rows], color=colour, label=column.label)
             axes.set_ylim(bottom=0)
+            short_numbers(axes)
 
         return paint_run
 
