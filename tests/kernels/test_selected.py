@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 pytest.importorskip("triton")
 
@@ -174,6 +176,22 @@ def test_empty_memory_is_never_read(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype))
     for limit in (UNION, KV_MAJOR):
         check(c, small(limit))
+
+
+def test_saved_shapes_follow_a_symbolic_number_of_documents():
+    """Under torch.compile a batch with another number of documents must not compile anew."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    c = case([0, 1, 1, 18, 83, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=2)
+    real = (c.shaped(c.q), c.shaped(c.k), c.shaped(c.v), c.shaped(c.indices))
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC], constraint_sizes=[None])
+    cu = mode.from_tensor(c.tiles.cu, symbolic_context=context)
+    q, k, v, indices = (mode.from_tensor(x, static_shapes=True) for x in real)
+    with mode:
+        fake = sel.selected_saved_like(q, k, v, indices, CONFIG, SimpleNamespace(cu=cu), small(KV_MAJOR))
+    true = sel.selected_saved_like(*real, CONFIG, c.tiles, small(KV_MAJOR))
+    assert isinstance(fake[5].shape[1], torch.SymInt)
+    assert not mode.shape_env.guards
+    assert [tuple(map(int, x.shape)) for x in fake] == [tuple(x.shape) for x in true]
 
 
 def test_what_the_kernels_cannot_take_is_refused():

@@ -82,38 +82,37 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (b - x.shape[1] * t if x.shape[0] > 1 else 0), t, h
 
 
-def _new_lists(c: Call) -> tuple[Tensor, Tensor]:
-    p = c.plan
-    return c.empty(p.G, p.tiles, 2 * p.tile_tokens * (p.n + p.forced)), c.empty(2, p.G, p.tiles)
-
-
-def _new_index(c: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sorted keys, their order, the lists' table, the pieces' table, free slots of each query."""
-    p = c.plan
-    order = c.empty(p.entries, dtype=torch.int64)
-    return c.empty(p.entries), order, c.empty(3, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
-
-
 def selected_saved_like(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
     settings: SelectedSettings | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Uninitialised tensors shaped like what `selected_forward` saves, for fake implementations."""
+    """Uninitialised tensors shaped like what `selected_forward` saves, for fake implementations.
+
+    The number of documents, new in every batch, may be symbolic: it only ever adds to sizes.
+    """
+    B, T, H, dk, G, dv, n = map(int, (*q.shape, *v.shape[2:], block_indices.shape[-1]))
     cu = None if documents is None else documents.cu
-    shape = (*q.shape[:3], v.shape[2], block_indices.shape[-1], q.shape[3], v.shape[3])
-    settings = settings or default_settings(q.shape[3], v.shape[3], q.dtype, config.select_block)
+    settings = settings or default_settings(dk, dv, q.dtype, config.select_block)
     p = make_plan(
-        shape, q.element_size(), None if cu is None else cu.shape[0] - 1,
+        (B, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
         (config.select_block, config.select_initial, config.select_local), settings,
     )  # fmt: skip
-    c = Call.__new__(Call)
-    c.plan, c.device = p, q.device
-    return _new_lists(c) if p.union_only else (*_new_lists(c), c.empty(2, p.ranges), *_new_index(c))
+    more = 0 if cu is None else cu.shape[0] - 2
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    lists = (new(*p.tile_lists), new(2, p.G, p.tiles))
+    if p.union_only:
+        return lists
+    order = new(p.entries, dtype=torch.int64)
+    table = new(3, p.lists + p.ranges * p.G * more)
+    return (*lists, new(2, p.ranges), new(p.entries), order, table, new(p.ranges, p.slots + p.G * more), new(p.N, p.G))
 
 
 def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
     p = c.plan
-    lists, counts = _new_lists(c)
+    lists, counts = c.empty(*p.tile_lists), c.empty(2, p.G, p.tiles)
     wide = power_of_2(p.tile_tokens)
     together = max(1, 128 // wide)
     args = (

@@ -97,6 +97,10 @@ class Plan:
     entries: int
     slots: int
 
+    @property
+    def tile_lists(self) -> tuple[int, int, int]:
+        return self.G, self.tiles, 2 * self.tile_tokens * (self.n + self.forced)
+
     def range_slots(self, tokens: int) -> int:
         """Room for the pieces of a range of so many tokens."""
         return tokens * self.G * self.n // self.segment + self.G * self.L
