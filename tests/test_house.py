@@ -26,7 +26,9 @@ FLOORS = [
 ]
 HEIGHT = {room: len(FLOORS) - i for i, floor in enumerate(FLOORS) for room in floor}
 # A dense baseline for a bench, a verdict, … may come to need a neighbour: say so here, with the reason.
-NEIGHBOURS: set[tuple[str, str]] = set()
+NEIGHBOURS = {
+    ("interop", "inference"),  # an export begins by loading a run as generation does
+}
 
 
 def room_of(path: Path) -> str:

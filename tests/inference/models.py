@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import small
 
+from runs import small
 from tercet.inference.load import LanguageModel
 from tercet.train.loop import train
 

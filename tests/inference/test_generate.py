@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inference.models import language_model
 
 import tercet
+from inference.models import language_model
 from tercet.errors import TercetError
 from tercet.inference.generate import Timing, stream
 from tercet.inference.prompts import PromptError

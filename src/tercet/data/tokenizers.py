@@ -108,8 +108,12 @@ class LibraryTokenizer:
     def objection(self, text: bytes) -> str | None:
         return None
 
+    def to_str(self) -> str:
+        """Its tokenizer.json."""
+        return self._library.to_str(pretty=True)
+
     def save(self, path: Path) -> None:
-        path.write_text(self._library.to_str(pretty=True), encoding="utf-8")
+        path.write_text(self.to_str(), encoding="utf-8")
 
 
 def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:

@@ -66,6 +66,12 @@ class _Cache:
         """Bytes of everything that is kept, counted from the stores themselves."""
         return sum(store.numel() * store.element_size() for store in self._stores.values())
 
+    def take_rows(self, rows: Tensor) -> None:
+        """Become the cache of these rows, in this order; a row may come again: beams, and batches that shrink."""
+        self._stores = {name: store[rows] for name, store in self._stores.items()}
+        self._host_lengths = [self._host_lengths[row] for row in rows.tolist()]
+        self.lengths, self.batch, self.reads = self.lengths[rows], len(self._host_lengths), None
+
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Step:
         """Check that x can follow what is held, and say where its tokens stand."""
         if key != self.key:

@@ -1,0 +1,22 @@
+"""Hugging Face transformers: importing this module makes Tercet's models known to AutoConfig and AutoModelForCausalLM.
+
+No code comes with an exported folder, so nothing remote is ever trusted: the classes are these.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError:
+    from tercet.errors import TercetError
+
+    raise TercetError("tercet.interop.huggingface needs transformers: pip install 'tercet[hub]'") from None
+
+from tercet.interop.huggingface.cache import TercetCache
+from tercet.interop.huggingface.config import TercetConfig
+from tercet.interop.huggingface.model import TercetForCausalLM
+
+AutoConfig.register(TercetConfig.model_type, TercetConfig, exist_ok=True)
+AutoModelForCausalLM.register(TercetConfig, TercetForCausalLM, exist_ok=True)
+
+__all__ = ["TercetCache", "TercetConfig", "TercetForCausalLM"]

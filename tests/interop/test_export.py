@@ -1,0 +1,194 @@
+"""An exported model in transformers: the same bits, the same tokens, no code but ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import tercet
+import tercet.interop.huggingface  # registers
+from inference.models import language_model, trained
+from tercet.errors import TercetError
+from tercet.interop.huggingface import TercetForCausalLM
+from tercet.interop.huggingface.export import as_transformers_model, export
+
+PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
+KINDS = {"nsa": {}, "dense": {"model__attention": "dense"}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run") / "run", train__steps=2)
+
+
+@pytest.fixture(scope="module")
+def folder(run):
+    return export(run, run.parent / "exported")
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def model(request):
+    return language_model(**KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def theirs(model):
+    made = as_transformers_model(model)
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def padded(prompts, side):
+    width = max(map(len, prompts))
+    rows = [[0] * (width - len(p)) + p if side == "left" else p + [0] * (width - len(p)) for p in prompts]
+    masks = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+    masks = masks if side == "left" else [mask[::-1] for mask in masks]
+    return torch.tensor(rows), torch.tensor(masks)
+
+
+def test_a_loaded_export_has_the_bits_of_the_run(run, folder):
+    ours = tercet.load_model(run).state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded) is TercetForCausalLM
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == {f"model.{name}" for name in ours}
+    for name, tensor in ours.items():
+        assert torch.equal(loaded.state_dict()[f"model.{name}"], tensor)
+        assert torch.equal(stored[f"model.{name}"], tensor)
+
+
+def test_saving_what_was_loaded_gives_the_same_file(folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    again, before = (json.loads((p / "config.json").read_text()) for p in (tmp_path, folder))
+    assert again == before
+
+
+def test_nothing_remote_is_in_the_folder(folder):
+    assert not list(folder.glob("*.py"))
+    assert "auto_map" not in json.loads((folder / "config.json").read_text())
+    assert AutoConfig.from_pretrained(folder).max_position_embeddings == 64
+
+
+def test_the_tokenizer_gives_the_same_tokens(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    every = bytes(range(1, 128)).decode() + "".join(map(chr, range(128, 0x500))) + "日本 🙂 <|endoftext|> \x7f Ā\r\n"
+    assert tokenizer(every)["input_ids"] == list(every.encode())
+    assert tokenizer.decode(list(every.encode())) == every
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+
+
+def test_transformers_generates_the_same_tokens(model, theirs):
+    expected = [g.tokens for g in tercet.generate(model, PROMPTS, max_new_tokens=12, temperature=0, eos_id=-1)]
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        for cache in (True, False):
+            out = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, use_cache=cache)
+            assert out[0, len(prompt) :].tolist() == tokens
+    ids, mask = padded(PROMPTS, "left")
+    out = theirs.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    assert out[:, ids.shape[1] :].tolist() == expected
+
+
+def test_padding_on_either_side_changes_nothing(model, theirs):
+    with torch.no_grad():
+        alone = [model(torch.tensor([prompt]))[0] for prompt in PROMPTS]
+        for side in ("left", "right"):
+            ids, mask = padded(PROMPTS, side)
+            for cache in (False, True):
+                logits = theirs(ids, attention_mask=mask, use_cache=cache).logits
+                for row, real, expected in zip(logits, mask.bool(), alone, strict=True):
+                    torch.testing.assert_close(row[real], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_beams_are_the_same_with_and_without_cache(theirs):
+    ids = torch.tensor(PROMPTS[2:])
+    cached, plain = (
+        theirs.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False, use_cache=c).tolist()
+        for c in (True, False)
+    )
+    assert cached == plain
+
+
+def test_the_loss_is_that_of_shifted_labels(model, theirs):
+    ids = torch.tensor([PROMPTS[1]])
+    targets = torch.tensor([PROMPTS[1][1:] + [-100]])
+    ours = model(ids, None, targets)
+    out = theirs(ids, labels=ids, logits_to_keep=0)
+    torch.testing.assert_close(out.loss, ours.total / ours.tokens)
+    out.loss.backward()
+    assert all(p.grad is not None for p in theirs.parameters())
+    theirs.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 2, 16)}, "input_ids was not given"),
+        ({"input_ids": torch.ones(1, 2).long(), "output_attentions": True}, "output_attentions=True"),
+        ({"input_ids": torch.ones(1, 2).long(), "head_mask": torch.ones(1)}, "head_mask"),
+        ({"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "cu_seqlens"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(theirs, given, said):
+    with pytest.raises(ValueError, match=said):
+        theirs(**given)
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def refused(folder, *said):
+    with pytest.raises((TercetError, ValueError)) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_folder_without_its_weights_is_refused(copied):
+    (copied / "model.safetensors").unlink()
+    refused(copied, "has no model.safetensors", "half written")
+
+
+def test_a_file_cut_short_is_refused(copied):
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(copied, "model.safetensors cannot be read", "cut short")
+
+
+def test_a_lost_tensor_is_refused(copied):
+    from safetensors.torch import save_file
+
+    tensors = load_file(copied / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    refused(copied, "missing keys", "model.norm.weight")
+
+
+def test_a_config_that_contradicts_itself_is_refused(copied):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    refused(copied, "hidden_size=32", "tercet.dim=16")
+
+
+def test_an_interrupted_export_leaves_nothing_under_the_name(run, tmp_path, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TercetForCausalLM, "save_pretrained", full)
+    with pytest.raises(TercetError, match="No space left on device"):
+        export(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_is_not_overwritten(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(TercetError, match="not empty"):
+        export(run, tmp_path)
