@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tercet.attention import checks, reference
 from tercet.attention.buckets import Buckets
-from tercet.attention.buckets import Buckets
 from tercet.attention.dispatch import Route, choose
 from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.selection import keep_selection
@@ -170,30 +169,6 @@ def _reference(
     if "window" in branches:
         outs["window"] = reference.window_attention(q, tensors["k_window"], tensors["v_window"], config, packing)
     return reference.combine(gates, outs).to(q.dtype), block_indices
-
-
-def _reference_by_buckets(
-    tensors: dict[str, Tensor],
-    gates: Tensor,
-    config: NSAConfig,
-    buckets: Buckets,
-    branches: tuple[str, ...],
-    block_indices: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    outs, selections = [], []
-    for bucket in buckets.buckets:
-        rows = {
-            name: bucket.compressed_rows(x) if name.endswith("_compressed") else bucket.rows(x)
-            for name, x in tensors.items()
-        }
-        given = None if block_indices is None else bucket.rows(block_indices)
-        out, indices = _reference(rows, bucket.rows(gates), config, None, branches, given)
-        outs.append(out)
-        if indices is not None:
-            selections.append(indices)
-    if block_indices is None and selections:
-        block_indices = buckets.unpack(selections)
-    return buckets.unpack(outs), block_indices
 
 
 def _reference_by_buckets(

@@ -84,13 +84,6 @@ class Packing:
             return None
         return fill_buckets(self.bounds, self.config)
 
-    @cached_property
-    def buckets(self) -> Buckets | None:
-        """Documents of similar length as rows of batches, where there is more than one and their bounds are known."""
-        if self.bounds is None or self.num_documents < 2:
-            return None
-        return fill_buckets(self.bounds, self.config)
-
 
 def _read_bounds(cu_seqlens: Tensor, compressed_cu_seqlens: Tensor) -> list[tuple[int, int, int, int]] | None:
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
