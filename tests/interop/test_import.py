@@ -1,0 +1,160 @@
+"""Dense checkpoints of other families become models that go on learning from the same loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+import tercet
+from inference.models import trained
+from tercet.attention.spec import NSAConfig
+from tercet.config.load import load
+from tercet.errors import TercetError
+from tercet.interop.huggingface.export import export
+from tercet.interop.huggingface.take_over import take_over
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES, rope_theta=5000.0, tie_word_embeddings=True),
+    "llama, linear scaling": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    ),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}
+# blocks of 8: 8 of them, or a window of 64, cover 64 tokens
+NSA = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=8, window=64)
+LENGTH = 64
+
+
+def dense_model(folder, config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # what starts as 0 or 1 would hide a weight in the wrong place
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    return dense_model(folder, FAMILIES[request.param]), folder
+
+
+def losses(theirs, folder, length):
+    """Mean loss of the dense model and of its import, on the same tokens."""
+    tokens = torch.randint(1, 99, (2, length), generator=torch.Generator().manual_seed(1))
+    targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    with torch.no_grad():
+        loss = tercet.load_model(folder)(tokens, None, targets)
+        return theirs(tokens, labels=tokens).loss.item(), (loss.total / loss.tokens).item()
+
+
+def test_a_dense_import_is_the_same_model(family, tmp_path):
+    theirs, folder = family
+    take_over(folder, tmp_path / "out", attention="dense")
+    tokens = torch.randint(1, 99, (2, 100))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            tercet.load_model(tmp_path / "out")(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("cover", ["selected", "window"])
+def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover):
+    theirs, folder = family
+    imported = take_over(folder, tmp_path / "out", nsa=NSA, cover=cover)
+    assert imported.covers == LENGTH
+    dense, ours = losses(theirs, tmp_path / "out", LENGTH)
+    assert abs(ours - dense) < 2e-3
+    take_over(folder, tmp_path / "shut", nsa=NSA, cover=cover, gate_logit=20.0)
+    dense, ours = losses(theirs, tmp_path / "shut", LENGTH)
+    assert abs(ours - dense) < 2e-5
+
+
+def test_beyond_the_covering_branch_the_loss_is_another(tmp_path):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["llama"])
+    take_over(tmp_path / "dense", tmp_path / "out", nsa=NSA, cover="window", gate_logit=20.0)
+    dense, ours = losses(theirs, tmp_path / "out", 4 * LENGTH)
+    assert abs(ours - dense) > 1e-3
+
+
+def test_an_import_goes_on_learning(tmp_path):
+    from tercet.train.loop import train
+
+    theirs = dense_model(tmp_path / "dense", LlamaConfig(**{**SIZES, "vocab_size": 256}))
+    take_over(tmp_path / "dense", tmp_path / "out", nsa=NSA, seq_len=LENGTH)
+    flags = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.tokens_per_step": 128, "train.val_tokens": 0,
+             "data.source": "synthetic", "log.tensorboard": False, "checkpoint.every": 2, "run.threads": 1,
+             "train.sample_tokens": 0, "train.lr": 1e-2, "train.warmup_steps": 0}  # fmt: skip
+    assert train(load(file=tmp_path / "out" / "config.toml", flags=flags).config, origins=None, resume=None) == 0
+    before, after = (tercet.load_model(tmp_path / name).state_dict() for name in ("out", "run"))
+    assert torch.equal(before["embedding.weight"], theirs.model.embed_tokens.weight)
+    # closed gates are not stuck: what they close gets gradients too
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert "blocks.0.attention.gate.proj.weight" in changed
+    assert "blocks.0.attention.kv_proj.weight" in changed
+
+
+def test_an_export_comes_back_with_the_same_bits(tmp_path):
+    run = trained(tmp_path / "run", train__steps=2)
+    take_over(export(run, tmp_path / "exported"), tmp_path / "back")
+    before, after = tercet.load_model(run), tercet.load_model(tmp_path / "back")
+    assert before.config == after.config
+    assert before.context == after.context
+    assert before.tokenizer.fingerprint == after.tokenizer.fingerprint
+    assert before.state_dict().keys() == after.state_dict().keys()
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' cannot be imported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
+        ({"sliding_window": 8, "use_sliding_window": True}, "sliding_window=8 cannot be imported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type='llama3' cannot be imported"),
+        ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, "weights have no place here"),
+        ({"intermediate_size": 64}, "config.json asks for [32, 64]"),
+        ({"num_key_value_heads": 3}, "kv_heads=3"),
+        ({"hidden_size": None}, "config.json: dim"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_in_one_line(tmp_path, change, said):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    path = tmp_path / "dense" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(TercetError) as caught:
+        take_over(tmp_path / "dense", tmp_path / "out")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_half_written_folder_is_refused(tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    (tmp_path / "dense" / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(TercetError, match=r"model\.safetensors cannot be read"):
+        take_over(tmp_path / "dense", tmp_path / "out")
+    (tmp_path / "dense" / "config.json").unlink()
+    with pytest.raises(TercetError, match=r"has no config\.json"):
+        take_over(tmp_path / "dense", tmp_path / "out")
