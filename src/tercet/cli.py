@@ -43,6 +43,7 @@ With --debug an error shows its traceback.
 FUNCTIONS = {
     "report": ("tercet.report.commands:report", "judge runs: GO, NO-GO or NOT TESTED, with a page for each"),
     "watch": ("tercet.report.commands:watch", "a live view of a run"),
+    "sweep": ("tercet.bench.sweep:sweep", "tokens/s and memory over lengths, batches, strategies; a process per cell"),
     "doctor": ("tercet.doctor.commands:doctor", "examine this machine: versions, devices, kernels, disk, data"),
 }
 # `tercet GROUP NAME` calls a function of the module in the same way, all options with their flags.

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from dist.world import Run, environment, flags, free_port
-from runs import SMALL, losses, small
+from runs import SMALL, losses
+from tercet.config.load import ConfigError, load
 from tercet.train.loop import train
 
 # The learning rate does not know when the run will end, so that a shorter run is the beginning of a longer one.
 SETTINGS = SMALL | {
     "data.source": "python-source",
     "train.schedule": "constant",
+    "train.lr": 0.003,
     "train.tokens_per_step": 256,
     "train.micro_batch": 2,
     "train.steps": 6,
@@ -36,8 +38,7 @@ def arguments(folder: Path, **changes: object) -> list[str]:
 def alone(tmp_path_factory) -> dict[int, float]:
     """The losses of the same run in one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    settings = {k.replace(".", "__"): v for k, v in SETTINGS.items()}
-    assert train(small(**settings, run__dir=str(folder))) == 0
+    assert train(load("tiny", flags=SETTINGS | {"run.dir": str(folder)}).config) == 0
     return {step: float(loss) for step, loss in losses(folder).items()}
 
 
@@ -69,30 +70,35 @@ def test_checkpoints_of_two_ranks_go_on_with_one_and_then_with_four(tmp_path, al
     folder = tmp_path / "run"
     with Run(tmp_path / "out", 2, *arguments(folder, parallel__strategy="fsdp", train__steps=2)) as run:
         assert run.wait() == 0, run.text
-    one = {k.replace(".", "__"): v for k, v in SETTINGS.items()} | {"train__steps": 4}
-    assert train(small(**one, run__dir=str(folder)), resume="auto") == 0
+    one = load("tiny", flags=SETTINGS | {"train.steps": 4, "run.dir": str(folder)}).config
+    assert train(one, resume="auto") == 0
     command = arguments(folder, parallel__strategy="ddp", train__micro_batch=1)
     with Run(tmp_path / "out", 4, *command, "--resume", "auto") as run:
         assert run.wait() == 0, run.text
     assert_same(folder, alone)
 
 
-def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do(tmp_path):
-    with Run(tmp_path / "out", 3, *arguments(tmp_path / "run", parallel__strategy="ddp")) as run:
-        assert run.wait() != 0
-    assert "or launch 1 or 2 ranks" in run.text
+def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"take 384 or 768, or launch 1 or 2 ranks"):
+        load(
+            "tiny",
+            flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 3, "train.tokens_per_step": 512},
+        )
+    with pytest.raises(ConfigError, match=r"or launch 1 or 2 ranks, or train.micro_batch 1$"):
+        load("tiny", flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 4})
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_waited_for_until_the_limit_and_then_named(tmp_path):
     command = arguments(
         tmp_path / "run",
         parallel__strategy="ddp",
         parallel__timeout_seconds=8,
-        train__steps=100000,
+        train__steps=9999,
         checkpoint__every=0,
     )
     with Run(tmp_path / "out", 2, *command) as run:
-        run.until("step 2/100000")
+        run.until(" 2/9999")
         victim = run.pid(1)
         os.kill(victim, signal.SIGSTOP)
         time.sleep(2)
@@ -123,7 +129,7 @@ def test_ranks_with_other_settings_are_refused_with_the_difference(tmp_path):
     port = free_port()
     ranks = [by_hand(tmp_path / "run", 0, port), by_hand(tmp_path / "run", 1, port, "--train.lr", "0.5")]
     said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert "has another configuration: train.lr is 0.5 there, 0.0003 on rank 0" in said[0] + said[1]
+    assert "has another configuration: train.lr is 0.5 there, 0.003 on rank 0" in said[0] + said[1]
     assert all(process.returncode == 1 for process in ranks)
 
 

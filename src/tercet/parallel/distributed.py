@@ -108,7 +108,9 @@ class Distributed:
         self.world.settle(self.parallel.timeout_seconds)
 
     def watch(self, where: Callable[[], tuple[int, str]]) -> None:
-        self._watch = Watch(self.world.launch, self.world.members, where)
+        if self._watch is None:
+            self._watch = Watch(self.world, where)
+        self._watch.where = where
 
     def explain(self, error: BaseException) -> BaseException:
         if self._watch is None or isinstance(error, PeerFailed):

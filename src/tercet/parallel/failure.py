@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tercet.errors import TercetError
-from tercet.parallel.launch import Launch
+from tercet.parallel.launch import World
 
 BEAT_SECONDS = 1.0
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
@@ -39,8 +40,8 @@ class PeerFailed(TercetError):
 class Watch:
     """This rank's beat, and the question why a collective failed."""
 
-    def __init__(self, launch: Launch, members: list[dict[str, Any]], where: Callable[[], tuple[int, str]]) -> None:
-        self._launch, self._members, self._where = launch, members, where
+    def __init__(self, world: World, where: Callable[[], tuple[int, str]]) -> None:
+        self._launch, self._members, self._call, self.where = world.launch, world.members, world.call, where
         self._stop = threading.Event()
         self._count = 0
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
@@ -55,7 +56,7 @@ class Watch:
         with contextlib.suppress(dist.DistError, RuntimeError, OSError):
             store = self._connect()
             rank = self._launch.rank
-            step, doing = self._where()
+            step, doing = self.where()
             if not _of_another(error):
                 store.set(f"failed/{rank}", json.dumps({"step": step, "doing": doing, "error": _short(error)}))
                 return error
@@ -70,14 +71,14 @@ class Watch:
         """A connection of its own: a wait on a shared one would stop the beat."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
-        return dist.PrefixStore(f"tercet/beats/{self._launch.restarts}", store)
+        return dist.PrefixStore(f"tercet/{self._call}", store)
 
     def _run(self) -> None:
         with contextlib.suppress(dist.DistError, RuntimeError, OSError):
             store = self._connect()
             while not self._stop.is_set():
                 self._count += 1
-                step, doing = self._where()
+                step, doing = self.where()
                 beat = {"count": self._count, "step": step, "doing": doing}
                 store.set(f"beat/{self._launch.rank}", json.dumps(beat))
                 self._stop.wait(BEAT_SECONDS)
@@ -144,5 +145,6 @@ def _of_another(error: BaseException | None) -> bool:
 
 
 def _short(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160] if text else ''}"
+    text = (str(error).strip() or "no words").splitlines()[0]
+    text = re.sub(r"^\[[^]]*\] *", "", text)  # gloo begins with the place in its own sources
+    return f"{type(error).__name__}: {text[:160]}"

@@ -13,6 +13,7 @@ import shlex
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -102,11 +103,11 @@ def backend_of(parallel: ParallelConfig, device: str) -> str:
 
 @dataclass
 class World:
-    """The process groups of a run, and the store that outlives failures."""
+    """The process groups of a run, and what its ranks know of each other."""
 
     launch: Launch
     device: torch.device
-    store: dist.Store
+    call: str  # this meeting's name in the store, which may have seen others
     control: dist.ProcessGroup  # flags and objects, on the host, never mixed with training's own collectives
     checkpoint: dist.ProcessGroup  # for the saving thread alone
     folder: str | None
@@ -140,21 +141,18 @@ def join(
     limit = timedelta(seconds=parallel.arrival_seconds)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-    except (dist.DistError, OSError, ValueError) as error:
+        store = _store(launch, limit)
+    except (dist.DistError, OSError, ValueError, KeyError) as error:
         raise LaunchError(f"rank {launch.rank} cannot reach the store of rank 0 at {address}: {error}") from None
-    base = getattr(store, "underlying_store", store)
     if launch.rank == 0:
-        verdict = _roll_call(store, base, launch, about, parallel.arrival_seconds, folder)
+        verdict = _roll_call(store, launch, about, parallel.arrival_seconds, folder)
     else:
-        store.set(f"tercet/here/{launch.rank}", json.dumps(about))
         try:
-            store.wait(["tercet/verdict"], limit + timedelta(seconds=30))
+            verdict = _answer_call(store, about, limit + timedelta(seconds=30))
         except dist.DistStoreError:
             raise LaunchError(
                 f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its own output"
             ) from None
-        verdict = json.loads(store.get("tercet/verdict"))
     if verdict["error"]:
         problem = LaunchError(verdict["error"])
         problem.told = launch.rank != 0
@@ -164,7 +162,7 @@ def join(
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=dist.PrefixStore("tercet/group", store),
+        store=dist.PrefixStore(f"tercet/{verdict['call']}/group", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=parallel.first_step_seconds),
@@ -174,7 +172,22 @@ def join(
     control, checkpoint = (dist.new_group(backend="gloo", timeout=long) for _ in range(2))
     assert control is not None
     assert checkpoint is not None
-    return World(launch, device, store, control, checkpoint, verdict["folder"], verdict["members"])
+    return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])
+
+
+def _store(launch: Launch, limit: timedelta) -> dist.Store:
+    """Torchrun's own store; without torchrun, rank 0 keeps one. Nobody is waited for here: the roll call does that."""
+    from torch.distributed.rendezvous import _torchelastic_use_agent_store
+
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        launch.world_size,
+        is_master=launch.rank == 0 and not _torchelastic_use_agent_store(),
+        timeout=limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +195,7 @@ def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) ->
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         **asdict(launch),
+        "name": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": f"{device} ({name})" if device.type == "cuda" else name,
@@ -190,39 +204,58 @@ def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) ->
     }
 
 
+def _answer_call(store: dist.Store, about: dict[str, Any], limit: timedelta) -> dict[str, Any]:
+    """On the other ranks: say who one is, that one is alive, and read the verdict."""
+    name = about["name"]
+    store.set(f"tercet/here/{about['rank']}", json.dumps(about))
+    store.wait([f"tercet/ask/{name}"], limit)
+    call = store.get(f"tercet/ask/{name}").decode()
+    store.set(f"tercet/alive/{call}/{name}", "")
+    store.wait([f"tercet/verdict/{name}"], limit)
+    verdict: dict[str, Any] = json.loads(store.get(f"tercet/verdict/{name}"))
+    return verdict
+
+
 def _roll_call(
     store: dist.Store,
-    base: dist.Store,
     launch: Launch,
     about: dict[str, Any],
     seconds: float,
     folder: Callable[[str | None], Path],
 ) -> dict[str, Any]:
-    """On rank 0: wait for all, compare, decide; every rank reads the verdict."""
+    """On rank 0: wait for all, compare, decide; every rank reads the verdict.
+
+    The store may hold what ranks of an earlier attempt wrote, now dead: only one that answers has arrived.
+    """
     members = {0: about}
     error, path = _missing(store, launch.world_size, seconds, members), None
     if error is None:
         error = disagreement(members)
     if error is None:
         try:
-            earlier = base.get(_FOLDER_KEY).decode() if launch.restarts and base.check([_FOLDER_KEY]) else None
+            earlier = store.get(_FOLDER_KEY).decode() if launch.restarts and store.check([_FOLDER_KEY]) else None
             path = str(folder(earlier))
-            base.set(_FOLDER_KEY, path)
+            store.set(_FOLDER_KEY, path)
         except TercetError as problem:
             error = str(problem)
     people = [{k: v for k, v in members[r].items() if k not in ("config", "versions")} for r in sorted(members)]
-    verdict = {"error": error, "folder": path, "members": people}
-    store.set("tercet/verdict", json.dumps(verdict))
+    verdict = {"error": error, "folder": path, "members": people, "call": about["name"]}
+    for member in members.values():
+        store.set(f"tercet/verdict/{member['name']}", json.dumps(verdict))
     return verdict
 
 
 def _missing(store: dist.Store, ranks: int, seconds: float, members: dict[int, Any]) -> str | None:
-    begun = time.monotonic()
-    spoken = begun
+    begun = spoken = time.monotonic()
+    call = members[0]["name"]
     while len(members) < ranks:
         for rank in range(1, ranks):
-            if rank not in members and store.check([f"tercet/here/{rank}"]):
-                members[rank] = json.loads(store.get(f"tercet/here/{rank}"))
+            if rank in members or not store.check([f"tercet/here/{rank}"]):
+                continue
+            member = json.loads(store.get(f"tercet/here/{rank}"))
+            store.set(f"tercet/ask/{member['name']}", call)
+            if store.check([f"tercet/alive/{call}/{member['name']}"]):
+                members[rank] = member
         absent = [str(r) for r in range(ranks) if r not in members]
         now = time.monotonic()
         if absent and now - begun > seconds:
