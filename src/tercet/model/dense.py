@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,14 +23,16 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = N
     if packing.bounds is not None:
         documents = [(first, end) for first, end, _, _ in packing.bounds if end > first]
         return torch.cat([_sdpa(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in documents], dim=1)
-    varlen = _varlen()
-    if varlen is not None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]:
+    causal = _varlen_causal()
+    if causal is not None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]:
+        from torch.nn.attention.varlen import varlen_attn
+
         h = q.shape[2] // k.shape[2]
         keys, values = (x[0].repeat_interleave(h, dim=1) for x in (k, v))
         bounds = packing.cu_seqlens.int()
         # the longest document is not known without a synchronisation; all tokens is a bound, and costs empty blocks
         longest = packing.length
-        return varlen(q[0], keys, values, bounds, bounds, longest, longest, is_causal=True)[None]
+        return varlen_attn(q[0], keys, values, bounds, bounds, longest, longest, **causal)[None]
     return _masked(q, k, v, packing)
 
 
@@ -39,14 +45,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def _varlen():  # type: ignore[no-untyped-def]
+@lru_cache(maxsize=1)
+def _varlen_causal() -> dict[str, Any] | None:
+    """How this torch's kernel for packed documents is told to be causal: the name of it changed. None without it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    import inspect
-
-    return varlen_attn if "is_causal" in inspect.signature(varlen_attn).parameters else None
+    known = inspect.signature(varlen_attn).parameters
+    if "is_causal" in known:
+        return {"is_causal": True}
+    return {"window_size": (-1, 0)} if "window_size" in known else None
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span = WHOLE) -> Tensor:
