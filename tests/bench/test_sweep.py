@@ -1,0 +1,89 @@
+"""The sweep: which cells, what a run's remains say, and where throughput falls off a cliff."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tercet.bench.sweep import Cell, Point, cliffs, heat_maps, judge, points, render, sweep
+from tercet.telemetry.events import StepLogged
+
+POINT = Point("single", 256, 2, "none")
+
+
+def logged(step: int, seconds: float) -> StepLogged:
+    values = {f.name: 0 for f in dataclasses.fields(StepLogged) if f.default is dataclasses.MISSING}
+    return StepLogged(
+        **values | {"step": step, "step_seconds": seconds, "tokens_per_s": 512 / seconds, "memory_gib": step}
+    )
+
+
+def test_bucket_sizes_multiply_only_the_strategy_that_reads_them():
+    grid = points([256, 512], [1, 2], ["none", "full"], ["ddp", "fsdp"], [1.0, 25.0, 100.0])
+    assert len(grid) == 2 * 2 * 2 * (3 + 1)
+    assert {p.bucket_mb for p in grid if p.strategy == "fsdp"} == {None}
+
+
+def test_the_first_step_is_not_counted_and_memory_is_the_highest():
+    cell = judge(POINT, [logged(1, 9.0), logged(2, 0.5), logged(3, 0.5), logged(4, 0.6)], 0, "", None)
+    assert (cell.outcome, cell.tokens_per_s, cell.step_seconds, cell.memory_gib) == ("ok", 1024.0, 0.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "late", "outcome"),
+    [
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to", None, "out of memory"),
+        (-9, "", None, "out of memory"),
+        (
+            1,
+            "rank 0\nerror: data.path=x does not exist\nTraceback of torchrun",
+            None,
+            "error: data.path=x does not exist",
+        ),
+        (-15, "", 300.4, "too slow (300 s)"),
+        (3, "", None, "exit code 3"),
+    ],
+)
+def test_a_cell_that_failed_says_how(code, text, late, outcome):
+    cell = judge(POINT, [], code, text, late)
+    assert cell.outcome == outcome
+    assert cell.tokens_per_s is None
+
+
+def test_a_cliff_is_found_along_batch_and_along_length_and_a_slope_is_not():
+    def cell(length: int, batch: int, speed: float | None) -> Cell:
+        point = Point("ddp", length, batch, "none", 25.0)
+        return Cell(point, "ok" if speed else "out of memory", speed, 1.0, 1.0, 4)
+
+    cells = [cell(256, 1, 1000), cell(256, 2, 500), cell(256, 4, None), cell(512, 1, 900), cell(512, 2, 880)]
+    found = cliffs(cells)
+    assert len(found) == 1
+    assert "batch 1 → 2 takes throughput from 1000 to 500 tokens/s (50%)" in found[0]
+    assert cliffs([cell(256, 1, 1000), cell(512, 1, 100)])[0].startswith(
+        "ddp, checkpointing none, buckets of 25 MB: length"
+    )
+    table = "\n".join(render(cells))
+    assert "| 256 | 1000 tokens/s, 1.00 GiB | 500 tokens/s, 1.00 GiB | out of memory |" in table
+    assert "warning: ddp" in table
+
+
+def test_heat_maps_are_drawn_with_cells_that_failed(tmp_path):
+    cells = [Cell(POINT, "ok", 10.0, 1.0, 1.0, 3), Cell(dataclasses.replace(POINT, batch=4), "out of memory")]
+    (path,) = heat_maps(cells, tmp_path)
+    assert "<svg" in path.read_text()
+
+
+@pytest.mark.slow
+def test_a_real_sweep_fills_its_table_and_survives_a_cell_that_cannot_run(tmp_path, capsys):
+    assert (
+        sweep(
+            "tiny", (64, 96), (1,), steps=3, seconds=200, out=str(tmp_path), device="cpu", strategies=("single", "bad")
+        )
+        == 0
+    )
+    cells = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
+    assert [c["outcome"] == "ok" for c in cells] == [True, True, False, False]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["ok"] == 2
