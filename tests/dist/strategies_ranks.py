@@ -50,21 +50,25 @@ for _strategy in ("ddp", "fsdp", "cp"):
             CASES[f"{_strategy} {_mode} {_accumulation}"] = ({"strategy": _strategy}, _mode, _accumulation)
 
 
+# Ranks may share a GPU, since gloo carries what they exchange.
+DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu")
+
+
 def main() -> None:
-    asked = [argument.split(":") for argument in sys.argv[1:]]  # STEPS:CASE
+    asked = [argument.split(":") for argument in sys.argv[1:] if argument != "--cuda"]  # STEPS:CASE
     steps_of = {name: int(steps) for steps, name in asked}
     launch = Launch.here()
     configs = {name: configure(name, steps, launch.world_size) for name, steps in steps_of.items()}
     first = next(iter(configs.values()))
     folder = tempfile.mkdtemp() if launch.rank == 0 else ""
-    world = join(launch, first.parallel, torch.device("cpu"), {}, lambda _: folder)  # type: ignore[arg-type,return-value]
+    world = join(launch, first.parallel, DEVICE, {}, lambda _: folder)  # type: ignore[arg-type,return-value]
     for name, config in configs.items():
         steps = steps_of[name]
         expected = run(as_single(config), Single(), steps)
         got = run(config, build_strategy(config.parallel, config.train, world), steps)
         result = compare(got, expected)
         if launch.rank == 0:
-            tell(case=name, **result)
+            tell(case=name, routes=got["routes"], **result)
     world.close()
 
 
@@ -87,6 +91,8 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         train__precision=precision,
         train__clip=0,
         train__lr=1e-2,
+        train__compile="off",
+        parallel__backend="gloo",
         data__source="python-source",
         data__cross_document_attention=cross,
     )
@@ -98,7 +104,7 @@ def as_single(config):  # type: ignore[no-untyped-def]
 
 
 def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-    device = torch.device("cpu")
+    device = DEVICE
     state = build_state(config, device, strategy, None)
     layers = strategy.unwrap(state.model).attention_layers()
     nsa = [layer for layer in layers if hasattr(layer, "stats")]
@@ -138,11 +144,12 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
             losses.append(result.loss.item())
             norms.append(result.grad_norm.item())
             if step == 1:
-                sums = strategy.all_sum(torch.stack([layer.stats.sums() for layer in nsa]))
+                sums = strategy.all_sum(torch.stack([layer.stats.sums(device) for layer in nsa]))
                 stats = [layer.stats.means(row) for layer, row in zip(nsa, sums.tolist(), strict=True)]
                 for layer in nsa:
                     layer.stats.enabled = False
-    return {"losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
+    routes = sorted({str(route) for layer in layers for route in layer.routes.values()})
+    return {"routes": routes, "losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
