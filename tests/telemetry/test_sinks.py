@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from tercet.errors import TercetError
+from tercet.telemetry.background import InBackground
+from tercet.telemetry.events import LayersObserved, Noted, decode, encode
 from tercet.telemetry.sinks import WandbSink
+from tercet.telemetry.tables import STATISTICS
 from watched import corpus, even_clock, run
 
 
@@ -48,3 +53,35 @@ def test_asking_for_what_is_not_installed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TercetError, match="tercet\\[wandb\\]"):
         WandbSink(tmp_path, "x", {})
+
+
+def test_a_slow_reader_does_not_hold_up_the_log_and_a_broken_one_is_named(tmp_path):
+    entered, release, seen, said = threading.Event(), threading.Event(), [], []
+
+    def slow(event):
+        entered.set()
+        release.wait(20)
+        if event.text == "break":
+            raise OSError("no room")
+        seen.append(event.text)
+
+    behind = InBackground("TensorBoard", slow, said.append)
+    for text in ("one", "two", "break", "never"):
+        behind(Noted(step=1, text=text))  # returns, though nothing has been taken in yet
+    assert entered.wait(20)
+    assert seen == []
+    release.set()
+    behind.close()
+    assert seen == ["one", "two"]
+    assert said == ["warning: TensorBoard stopped (OSError: no room); the events in the run folder have everything"]
+
+
+def test_numbers_that_json_has_not_survive_in_any_column():
+    event = LayersObserved(
+        step=1, attention=["nsa"], distances=[[1, 2]],
+        **{name: [float("nan")] for name in STATISTICS if name != "gate_collapse"}, gate_collapse=[float("inf")],
+    )  # fmt: skip
+    back = decode(encode(event))
+    assert math.isnan(back.gate_entropy[0])
+    assert back.gate_collapse == [math.inf]
+    assert back.distances == [[1, 2]]

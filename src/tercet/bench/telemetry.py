@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ import torch
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.parallel.strategy import Single
-from tercet.telemetry.events import EventLog, StepLogged
+from tercet.telemetry.background import InBackground
+from tercet.telemetry.events import Event, EventLog, StepLogged
 from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
-from tercet.telemetry.tables import layer_and_route_tables
+from tercet.telemetry.tables import LayerTable, RouteTable
 from tercet.telemetry.watchdog import Watchdog
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.header import precision_of
@@ -54,9 +56,14 @@ class Bench:
 
         self.batches = [batch() for _ in range(config.accumulation)]
         self.log = EventLog(folder)
-        self.log.readers += [*csv_sinks(folder, []), *layer_and_route_tables(folder, [])]
+        slow: list[Callable[[Event], None]] = [
+            LayerTable(folder / "k_stats.csv", []),
+            RouteTable(folder / "fallback_counters.csv"),
+        ]
         if config.log.tensorboard:
-            self.log.readers.append(TensorBoardSink(folder / "tb", 0))
+            slow.append(TensorBoardSink(folder / "tb", 0))
+        self.behind = [InBackground("a sink", sink, print) for sink in slow]
+        self.log.readers += [*csv_sinks(folder, []), *self.behind]
         self.observer = Observer(
             config,
             folder,
@@ -145,6 +152,8 @@ def measure(config: RunConfig, pairs: int) -> dict[str, Any]:
             for watched in (False, True) if i % 2 else (True, False):  # neither always goes first
                 (with_ if watched else without).append(bench.interval(watched=watched))
         bench.log.close()
+        for sink in bench.behind:
+            sink.close()
     plain = statistics.median(without)
     extra = statistics.median(b - a for a, b in zip(without, with_, strict=True))
     return {

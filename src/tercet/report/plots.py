@@ -111,7 +111,7 @@ def _plain_log(axes: Any) -> None:
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     low, high = axes.get_ylim()
-    if high / low < 12:
+    if high / low < 120:
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else ""))
     else:
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -290,8 +290,12 @@ class EventLog:
 
 def encode(event: Event) -> str:
     """One line of JSON. Numbers that JSON does not have are written as strings: "nan", "inf", "-inf"."""
-    record = {"kind": event.kind, **dataclasses.asdict(event)}
-    return json.dumps({k: _plain(v) for k, v in record.items()}, ensure_ascii=False, allow_nan=False) + "\n"
+    record = {"kind": event.kind, **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)}}
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:  # looking at every number beforehand would cost more than all the rest
+        plain = {k: _plain(v) for k, v in record.items()}
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def decode(line: str) -> Event | None:

@@ -83,8 +83,3 @@ class RouteTable:
         fresh = self._path.with_suffix(".csv.tmp")
         fresh.write_text(line(ROUTE_COLUMNS) + "".join(line(row) for row in rows), encoding="utf-8")
         fresh.replace(self._path)
-
-
-def layer_and_route_tables(folder: Path, past: Iterable[Event]) -> list[Any]:
-    """k_stats.csv and fallback_counters.csv of a run folder, as readers of its events."""
-    return [LayerTable(folder / "k_stats.csv", past), RouteTable(folder / "fallback_counters.csv")]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from tercet.config.schema import RunConfig
 from tercet.model.cost import parameters
 from tercet.parallel.strategy import Strategy
+from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import Event, EventLog, RunStarted
 from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import TensorBoardSink, WandbSink, csv_sinks
-from tercet.telemetry.tables import layer_and_route_tables
+from tercet.telemetry.tables import LayerTable, RouteTable
 from tercet.telemetry.watchdog import Watchdog
 from tercet.train.device import device_name
 from tercet.train.header import precision_of
@@ -33,11 +35,16 @@ def attach(
 ) -> Observer:
     """Let them follow; they leave with the stack. Files that all ranks would write alike are rank 0's."""
     if strategy.rank == 0:
-        log.readers += [screen, *csv_sinks(folder, past), *layer_and_route_tables(folder, past)]
+        log.readers += [screen, *csv_sinks(folder, past)]
+        slow: dict[str, Callable[[Event], None]] = {"the layer table": LayerTable(folder / "k_stats.csv", past)}
+        slow["the route table"] = RouteTable(folder / "fallback_counters.csv")
         if config.log.tensorboard:
-            log.readers.append(TensorBoardSink(folder / "tb", state.step))
+            slow["TensorBoard"] = TensorBoardSink(folder / "tb", state.step)
         if config.log.wandb:
-            log.readers.append(WandbSink(folder, config.run.name, config.model_dump(mode="json")))
+            slow["W&B"] = WandbSink(folder, config.run.name, config.model_dump(mode="json"))
+        log.readers += [
+            stack.enter_context(closing(InBackground(name, sink, screen.say))) for name, sink in slow.items()
+        ]
     log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
     return stack.enter_context(
         closing(
