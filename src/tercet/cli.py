@@ -45,12 +45,18 @@ FUNCTIONS = {
     "watch": ("tercet.report.commands:watch", "a live view of a run"),
     "sweep": ("tercet.bench.sweep:sweep", "tokens/s and memory over lengths, batches, strategies; a process per cell"),
     "doctor": ("tercet.doctor.commands:doctor", "examine this machine: versions, devices, kernels, disk, data"),
+    "generate": ("tercet.inference.commands:generate", "text from a model: tercet generate RUN --prompt TEXT"),
 }
 # `tercet GROUP NAME` calls a function of the module in the same way, all options with their flags.
 GROUPS = {
     "data": ("tercet.data.commands", "texts into tokens: prepare, train-tokenizer, inspect, bench"),
     "bench": ("tercet.bench.commands", "measure attention and training"),
+    "eval": ("tercet.inference.eval_commands", "measure a model: perplexity, needle, recall, selection-map"),
+    "export": ("tercet.interop.export_commands", "a run for other libraries: tercet export hf RUN OUT"),
+    "import": ("tercet.interop.import_commands", "a model of theirs to train on: tercet import hf FOLDER OUT"),
 }
+# Groups whose commands take what they work on without a flag.
+POSITIONAL = {"eval", "export", "import"}
 
 
 @dataclass(frozen=True)
@@ -239,7 +245,7 @@ def _group(group: str, arguments: list[str]) -> int:
     name = arguments[0].replace("_", "-")
     if name not in functions:
         raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
-    return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}") or 0)
+    return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}", positional=group in POSITIONAL) or 0)
 
 
 def _found(command: str) -> Callable[..., Any] | None:

@@ -1,0 +1,181 @@
+"""`tercet eval …`: each function is a command. Nothing heavy is imported here. Every one ends with one JSON line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def perplexity(
+    run: Path,
+    sequences: int = 32,
+    seq_len: int | None = None,
+    batch: int = 4,
+    plot: Path | None = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Loss on held-out data by position in the context: does it keep falling as there is more to read?
+
+    Args:
+        run: A run folder, a checkpoint, or a folder of imported weights.
+        sequences: Held-out sequences to read.
+        seq_len: Tokens per sequence; as in training unless given.
+        batch: Sequences at once.
+        plot: Draw the curve into this SVG file.
+        device: Where to compute.
+        dtype: Of weights and arithmetic.
+    """
+    from tercet.inference.load import load_model
+    from tercet.inference.perplexity import by_position, held_out, overall
+
+    model = load_model(run, device=device, dtype=dtype)
+    found = by_position(model, held_out(model, sequences=sequences, seq_len=seq_len, batch=batch))
+    print(f"{'context':>15}  {'tokens':>10}  {'loss':>8}  {'perplexity':>10}")
+    for s in found:
+        print(f"{f'{s.first} to {s.last}':>15}  {s.tokens:>10,}  {s.loss:>8.4f}  {s.perplexity:>10.3f}")
+    whole = overall(found)
+    print(f"{'all':>15}  {whole.tokens:>10,}  {whole.loss:>8.4f}  {whole.perplexity:>10.3f}")
+    if plot is not None:
+        from tercet.inference.pictures import perplexity_plot
+
+        perplexity_plot({model.run.run.name: found}, plot)
+        print(plot)
+    print(json.dumps({"eval": "perplexity", "run": str(run), "step": model.step, "all": whole.as_dict(),
+                      "by_position": [s.as_dict() for s in found]}))  # fmt: skip
+    return 0
+
+
+def needle(
+    run: Path,
+    lengths: tuple[int, ...] = (),
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    trials: int = 8,
+    style: Literal["auto", "recall", "text"] = "auto",
+    seed: int = 0,
+    batch: int = 8,
+    plot: Path | None = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """A needle in a haystack: a fact at each depth of texts of each length, asked for at the end.
+
+    Args:
+        run: A run folder, a checkpoint, or a folder of imported weights.
+        lengths: Tokens of the texts; a quarter, half and all of the model's context unless given.
+        depths: Where the fact stands: 0 is the beginning, 1 the end.
+        trials: Texts per length and depth.
+        style: recall (noise and ab=42;), text (held-out text and a sentence); auto follows the training data.
+        seed: Of the texts.
+        batch: Texts at once.
+        plot: Draw the map into this SVG file.
+        device: Where to compute.
+        dtype: Of weights and arithmetic.
+    """
+    from tercet.inference.load import load_model
+    from tercet.inference.needle import needle as search
+
+    model = load_model(run, device=device, dtype=dtype)
+    sizes = lengths or tuple(model.context // n for n in (4, 2, 1))
+    found = []
+    for result in search(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
+        found.append(result)
+        print(f"{result.length:>9,} tokens, depth {result.depth:>4.0%}: {result.right} of {result.asked}", flush=True)
+    if plot is not None:
+        from tercet.inference.pictures import needle_map
+
+        needle_map(found, plot)
+        print(plot)
+    print(json.dumps({"eval": "needle", "run": str(run), "step": model.step, "found": [f.as_dict() for f in found]}))
+    return 0
+
+
+def recall(
+    runs: tuple[Path, ...],
+    length: int | None = None,
+    documents: int = 64,
+    batch: int = 8,
+    plot: Path | None = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Accuracy on the synthetic recall task by distance to the fact, for several runs side by side.
+
+    Args:
+        runs: Run folders of models trained on the recall task.
+        length: Tokens per document; as in training unless given.
+        documents: Documents to ask.
+        batch: Documents at once.
+        plot: Draw the curves into this SVG file.
+        device: Where to compute.
+        dtype: Of weights and arithmetic.
+    """
+    from tercet.inference.load import load_model
+    from tercet.inference.recall import recall_by_distance, window_reach
+
+    curves, records, reach = {}, [], None
+    for run in runs:
+        model = load_model(run, device=device, dtype=dtype)
+        found = recall_by_distance(model, length=length or model.context, documents=documents, batch=batch)
+        reach = window_reach(model)
+        print(f"{run}: windows alone reach {reach} tokens back")
+        for r in found:
+            far = "  beyond the windows" if r.first > reach else ""
+            print(f"  {f'{r.first} to {r.last}':>15} tokens back: {r.accuracy:>6.1%} of {r.asked}{far}")
+        curves[str(run)] = [(r.last, r.accuracy) for r in found]
+        records.append(
+            {"run": str(run), "step": model.step, "reach": reach, "by_distance": [r.as_dict() for r in found]}
+        )
+    if plot is not None:
+        from tercet.inference.pictures import curve_plot
+
+        curve_plot(curves, plot, mark=reach)
+        print(plot)
+    print(json.dumps({"eval": "recall", "runs": records}))
+    return 0
+
+
+def selection_map(
+    run: Path,
+    out: Path,
+    prompt: str = "",
+    prompt_file: Path | None = None,
+    query: int = -1,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Which blocks each layer really read for one token of a prompt, as a picture over the text.
+
+    Args:
+        run: A run folder, a checkpoint, or a folder of imported weights.
+        out: The HTML page to write.
+        prompt: The text.
+        prompt_file: A file that holds it.
+        query: The token whose reading is shown, counted from 0; -1 is the last.
+        device: Where to compute.
+        dtype: Of weights and arithmetic.
+    """
+    from tercet.errors import TercetError
+    from tercet.inference.commands import _read
+    from tercet.inference.load import load_model
+    from tercet.inference.prompts import as_tokens
+    from tercet.inference.selection_map import page, selections
+
+    model = load_model(run, device=device, dtype=dtype)
+    text = _read(prompt_file) if prompt_file is not None else prompt
+    (tokens,) = as_tokens([text], model.tokenizer, model.config.vocab_size)
+    found = selections(model, tokens)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page(tokens, model.tokenizer, found, query=query), encoding="utf-8")
+    except OSError as error:
+        raise TercetError(f"{out} cannot be written ({error.strerror}): name another file") from None
+    print(f"{out}: {len(tokens)} tokens, {len(found)} layers")
+    t = query if query >= 0 else len(tokens) + query
+    read = {f"layer_{layer.layer}": sorted(layer.read_by(t)) for layer in found}
+    print(json.dumps({"eval": "selection_map", "run": str(run), "query": t, "blocks": read}))
+    return 0

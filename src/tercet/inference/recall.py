@@ -1,0 +1,96 @@
+"""The recall task: facts scattered in noise, asked for at the end. Accuracy by distance says how far a model reads.
+
+ab=42;………………………?ab=42;    all tokens of an answer must be the likeliest ones, each given those before it
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tercet.config.data import SyntheticConfig
+from tercet.data.loader import build_loader
+from tercet.data.synthetic import ASK, IS, KEY_TOKENS
+from tercet.errors import TercetError
+from tercet.inference.load import LanguageModel
+from tercet.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Answers whose fact lay first … last tokens back."""
+
+    first: int
+    last: int
+    right: int
+    asked: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.asked
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "accuracy": self.accuracy}
+
+
+def window_reach(model: Transformer) -> int:
+    """Tokens back that windows alone can carry anything: each layer w - 1 further."""
+    return model.config.layers * (model.config.nsa.window - 1)
+
+
+@torch.no_grad()
+def answers_right(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[bool]:
+    """Whether the tokens first … last-1 of each span (row, first, last) are the model's own choices."""
+    rows = torch.tensor([row for row, first, last in spans for _ in range(first, last)])
+    at = torch.tensor([place for _, first, last in spans for place in range(first, last)])
+    device = model.embedding.weight.device
+    hidden = model.hidden(documents.to(device))
+    chosen = model.logits(hidden[rows.to(device), (at - 1).to(device)]).argmax(-1).cpu()
+    right = (chosen == documents[rows, at]).split([last - first for _, first, last in spans])
+    return [bool(answer.all()) for answer in right]
+
+
+def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[Recall]:
+    """Accuracy on documents of `length` tokens that training never saw, by distance of the fact: 64-127, 128-255, …"""
+    data = model.run.data
+    if data.synthetic.task != "recall":
+        raise TercetError(
+            f"data.synthetic.task={data.synthetic.task!r}: this model was not trained on the recall task; train one "
+            "with --data.source synthetic --data.synthetic.task recall, or use `tercet eval needle`"
+        )
+    task = data.synthetic.model_copy(update={"length": length, "min_distance": 1})
+    data = data.model_copy(update={"source": "synthetic", "seq_len": length, "synthetic": task})
+    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    with build_loader(
+        data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
+    ) as loader:
+        for loaded in islice(loader, -(-documents // batch)):
+            spans, distances = _questions(loaded.tokens, task)
+            for distance, right in zip(distances, answers_right(model, loaded.tokens, spans), strict=True):
+                counted = counts[distance.bit_length() - 1]
+                counted[0] += right
+                counted[1] += 1
+    return [Recall(1 << i, (2 << i) - 1, right, asked) for i, (right, asked) in sorted(counts.items())]
+
+
+def _questions(documents: Tensor, task: SyntheticConfig) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Where each answer stands (row, first, last), and how far behind its fact's first value token is."""
+    spans, distances = [], []
+    question = KEY_TOKENS + task.value_tokens + 3  # ?ab=42;
+    for row, document in enumerate(documents.tolist()):
+        begin = len(document) - 1 - task.queries * question
+        text = bytes(document)
+        for q in range(task.queries):
+            at = begin + q * question
+            assert document[at] == ASK
+            value = at + KEY_TOKENS + 2
+            fact = text.index(text[at + 1 : value], 0, begin)
+            assert document[fact + KEY_TOKENS] == IS
+            spans.append((row, value, value + task.value_tokens))
+            distances.append(value - (fact + KEY_TOKENS + 1))
+    return spans, distances

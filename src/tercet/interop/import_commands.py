@@ -1,0 +1,43 @@
+"""`tercet import …`: each function is a command. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from tercet.attention.spec import NSAConfig
+
+
+def hf(
+    source: Path,
+    out: Path,
+    nsa: NSAConfig = NSAConfig(),  # noqa: B008  (frozen)
+    attention: Literal["nsa", "dense"] = "nsa",
+    cover: Literal["selected", "window"] = "selected",
+    gate_logit: float = 8.0,
+    seq_len: int | None = None,
+    seed: int = 1337,
+) -> int:
+    """Make a Llama- or Qwen-style dense checkpoint (or an export of Tercet's) a model that training goes on from.
+
+    Args:
+        source: A folder with config.json and safetensors.
+        out: The folder to write: config.toml, model.safetensors, tokenizer.json.
+        nsa: Block sizes of Native Sparse Attention.
+        attention: nsa, or dense to go on as it was.
+        cover: The branch whose gates start open; up to its reach the import equals the dense model.
+        gate_logit: How far open: its gates are sigmoid(this), the others' sigmoid(-this). Higher is nearer to the dense
+            model, lower learns sooner to use the other branches.
+        seq_len: Sequence length of the training to come; the model's own, at most 4096, unless given.
+        seed: Of what starts fresh.
+    """
+    from tercet.interop.huggingface.take_over import take_over
+
+    made = take_over(
+        source, out, nsa=nsa, attention=attention, cover=cover, gate_logit=gate_logit, seq_len=seq_len, seed=seed
+    )
+    if made.covers is not None:
+        print(f"gates start with the {cover} branch open: equal to the dense model up to {made.covers:,} tokens")
+    print(f"{out} is written. Go on with:  tercet train --config {out / 'config.toml'}")
+    print(f"or use it as it is:            tercet generate {out} --prompt TEXT")
+    return 0
