@@ -1,0 +1,169 @@
+"""Evaluations: what is counted, against counting by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inference.models import language_model
+from tercet.errors import TercetError
+from tercet.inference.needle import needle
+from tercet.inference.perplexity import by_position, held_out, overall
+from tercet.inference.pictures import curve_plot, needle_map, perplexity_plot
+from tercet.inference.recall import recall_by_distance, window_reach
+from tercet.inference.selection_map import page, selections
+
+RECALL = {
+    "data__synthetic__task": "recall",
+    "data__synthetic__min_distance": 20,
+    "data__synthetic__pairs": 3,
+    "data__synthetic__queries": 2,
+}
+
+
+class Knowing(torch.nn.Module):
+    """A model that reads the fact wherever it stands, and whose answers are wrong beyond `sight` tokens."""
+
+    def __init__(self, model, sight):
+        super().__init__()
+        self.run, self.config, self.tokenizer, self.context = model.run, model.config, model.tokenizer, model.context
+        self.embedding = torch.nn.Embedding(1, 1)
+        self.sight, self.step = sight, 0
+
+    def hidden(self, tokens, cu_seqlens=None):
+        self.tokens = tokens
+        row, at = torch.meshgrid(*(torch.arange(n) for n in tokens.shape), indexing="ij")
+        return torch.stack((row, at), dim=-1)
+
+    def logits(self, places):
+        guesses = []
+        for row, at in places.tolist():
+            text = bytes(self.tokens[row].tolist())
+            asked = text.rindex(b"?", 0, at + 1)
+            fact = text.index(text[asked + 1 : at + 1])
+            guesses.append(text[fact + at - asked] if at - (fact + at - asked - 1) <= self.sight else 0)
+        return F.one_hot(torch.tensor(guesses), 256).float()
+
+
+def test_recall_is_right_exactly_as_far_as_the_model_sees():
+    model = language_model(**RECALL)
+    for result in recall_by_distance(Knowing(model, 10_000), length=128, documents=12):
+        assert result.right == result.asked > 0
+    short = {r.first: r for r in recall_by_distance(Knowing(model, 63), length=128, documents=12)}
+    assert [r.accuracy for first, r in short.items() if first < 64] == [1.0] * sum(first < 64 for first in short)
+    assert short[64].accuracy == 0
+    assert window_reach(model) == 2 * 7
+
+
+def test_recall_refuses_a_model_of_other_data():
+    with pytest.raises(TercetError, match="not trained on the recall task"):
+        recall_by_distance(language_model(), length=64, documents=1)
+
+
+def test_a_needle_is_found_where_the_model_sees_it_and_nowhere_else():
+    model = language_model(**RECALL)
+    found = list(needle(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=3))
+    assert [(f.length, f.depth, f.right) for f in found] == [(32, 0.0, 3), (32, 1.0, 3), (128, 0.0, 0), (128, 1.0, 3)]
+
+
+def test_a_needle_in_text_is_read_from_held_out_documents():
+    model = language_model(data__source="python-source")
+    found = list(needle(model, lengths=(120,), depths=(0.5,), trials=2))
+    assert [(f.length, f.asked) for f in found] == [(120, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"depths": (1.5,)}, "depths"), ({"lengths": (4,)}, "take 12 tokens"), ({"trials": 0}, "trials=0")],
+)
+def test_needles_that_cannot_be_are_refused(options, said):
+    with pytest.raises(TercetError, match=said):
+        list(needle(language_model(**RECALL), **{"lengths": (32,), "depths": (0.5,), **options}))
+
+
+def test_loss_by_position_adds_up_to_the_loss_of_the_batch():
+    model = language_model(data__source="python-source")
+    batches = list(held_out(model, sequences=4, batch=2))
+    found = by_position(model, iter(batches))
+    loss = [model(b.tokens.reshape(1, -1), b.cu_seqlens, b.targets.reshape(1, -1)) for b in batches]
+    whole = overall(found)
+    assert whole.tokens == sum(int(part.tokens) for part in loss)
+    assert whole.nats == pytest.approx(sum(part.total.item() for part in loss), rel=1e-5)
+    assert [s.first for s in found] == [0, 1, 2, 4, 8, 16, 32, 64][: len(found)]
+
+
+def test_positions_are_counted_within_documents():
+    model = language_model(data__source="synthetic", data__synthetic__length=16)
+    found = by_position(model, held_out(model, sequences=2))
+    assert found[-1].last == 15
+    # 2 sequences of 128: 16 documents, whose last token has no successor
+    assert [s.tokens for s in found] == [16, 16, 32, 64, 16 * 7]
+
+
+def test_longer_sequences_than_in_training_can_be_measured():
+    found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=256))
+    assert found[-1].last == 255
+
+
+def test_the_map_shows_the_blocks_that_the_layers_read():
+    model = language_model()
+    tokens = list(b"the quick brown fox jumps over <lazy> dogs and then & then some more words come")
+    found = selections(model, tokens)
+    t, size = len(tokens) - 1, model.config.nsa.select_block
+    for layer, selection in zip(model.attention_layers(), found, strict=True):
+        blocks = selection.read_by(t)
+        assert len(blocks) == model.config.nsa.select_count
+        assert selection.forced(t) <= blocks.keys()
+        assert layer.stats.read() == {}, "the layer has its own statistics back"
+    told = page(tokens, model.tokenizer, found)
+    text = "".join(part.partition(">")[2].partition("</span>")[0] for part in told.split("<span ")[1:])
+    assert text == bytes(tokens).decode().replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    spans = [part.partition('"')[0] for part in told.split('<span class="')[1:]]
+    assert [i for i, kind in enumerate(spans) if kind == "forced"] == sorted(found[0].forced(t))
+    assert len(spans) == t // size + 1
+
+
+def test_what_a_query_reads_is_what_changes_it():
+    """A token outside of all that was read (blocks, window, compressed) cannot be told apart from another one."""
+    model = language_model(model__layers=1, model__branches=("selected",), model__compression="mean")
+    tokens = [(7 * i) % 250 + 1 for i in range(100)]
+    (found,) = selections(model, tokens)
+    unread = set(range(99 // 8 + 1)) - found.read_by(99).keys()
+    hidden = model.hidden(torch.tensor([tokens]))[0, 99]
+    for block in sorted(unread)[:3]:
+        changed = list(tokens)
+        changed[block * 8] = changed[block * 8] % 250 + 1
+        (again,) = selections(model, changed)
+        if again.read_by(99) == found.read_by(99):
+            assert torch.equal(model.hidden(torch.tensor([changed]))[0, 99], hidden)
+    changed = list(tokens)
+    changed[max(found.read_by(99)) * 8] += 1
+    assert not torch.equal(model.hidden(torch.tensor([changed]))[0, 99], hidden)
+
+
+def test_a_model_that_selects_nothing_has_no_map():
+    with pytest.raises(TercetError, match="no layer of this model selects"):
+        selections(language_model(model__attention="dense"), [1, 2, 3])
+
+
+def test_pictures_are_drawn(tmp_path):
+    model = language_model(**RECALL)
+    found = list(needle(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=1))
+    needle_map(found, tmp_path / "needle.svg")
+    perplexity_plot({"a": by_position(model, held_out(model, sequences=1))}, tmp_path / "p.svg")
+    curve_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", mark=14)
+    for name in ("needle", "p", "c"):
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+
+
+def test_evaluation_reads_what_training_never_saw():
+    from tercet.data.loader import build_loader
+
+    model = language_model(**RECALL)
+    with build_loader(model.run.data, seed=model.run.run.seed, batch_sequences=4) as loader:
+        seen = {tuple(row) for batch in itertools.islice(loader, 50) for row in batch.tokens.tolist()}
+    held = {tuple(row) for batch in held_out(model, sequences=8) for row in batch.tokens.tolist()}
+    assert not seen & held
