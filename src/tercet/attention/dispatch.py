@@ -56,8 +56,7 @@ def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
         return f"q is on {q.device} and the kernels need a CUDA device"
     from tercet.attention import kernels
 
-    order = ("q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window")
-    return kernels.unsupported(*(tensors[name] for name in order), config)
+    return kernels.unsupported(**tensors, config=config)
 
 
 def _interpreting() -> bool:

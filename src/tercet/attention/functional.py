@@ -128,7 +128,13 @@ def run_nsa(
             from tercet.attention import kernels
 
             out, block_indices = kernels.nsa(
-                *tensors.values(),
+                q,
+                k_compressed,
+                v_compressed,
+                k_selected,
+                v_selected,
+                k_window,
+                v_window,
                 gates,
                 config,
                 cu_seqlens=None if packing is None else packing.cu_seqlens,

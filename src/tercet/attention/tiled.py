@@ -229,11 +229,6 @@ def _columns(x: Tensor) -> Tensor:
     return x.mT.contiguous()
 
 
-def _columns(x: Tensor) -> Tensor:
-    """[B·G, S, D] -> [B·G, D, S], copied: CPU matrix products are up to ten times slower with a transposed operand."""
-    return x.mT.contiguous()
-
-
 def _from_group(x: Tensor, batch: int, length: int) -> Tensor:
     """[B·G, T·h, D] -> [B, T, G·h, D]"""
     groups, h = x.shape[0] // batch, x.shape[1] // length if length else 1

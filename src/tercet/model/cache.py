@@ -158,7 +158,7 @@ class NSACache(_Cache):
         that are now complete, E for the row that completes most, or None where no row does."""
         capacity = step.longest if self.max_len is None else self.max_len
         for name, value in (("k_selected", keys["selected"]), ("v_selected", values["selected"])):
-            store = self._store(name, *value.shape[2:], capacity)
+            store = self._store(name, value.shape[2], value.shape[3], capacity)
             self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
         step.window_k = self._extend_window("k_window", keys["window"], step)
         step.window_v = self._extend_window("v_window", values["window"], step)
@@ -180,7 +180,7 @@ class NSACache(_Cache):
         index = self._first_new(step)[:, None] + torch.arange(k.shape[1], device=self.device)
         complete = index < self._visible(step.start + step.counts)[:, None]
         for name, value in (("k_compressed", k), ("v_compressed", v)):
-            store = self._store(name, *value.shape[2:], self.config.num_compressed(length))
+            store = self._store(name, value.shape[2], value.shape[3], self.config.num_compressed(length))
             self._write(store, torch.where(complete, index, store.shape[1] - 1), value)
 
     def compressed(self, step: Step) -> tuple[Tensor, Tensor] | None:
@@ -235,7 +235,7 @@ class DenseCache(_Cache):
     def append(self, step: Step, k: Tensor, v: Tensor) -> None:
         capacity = step.longest if self.max_len is None else self.max_len
         for name, value in (("k", k), ("v", v)):
-            store = self._store(name, *value.shape[2:], capacity)
+            store = self._store(name, value.shape[2], value.shape[3], capacity)
             self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
 
     def all(self, step: Step) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = N
         bounds = packing.cu_seqlens.int()
         # the longest document is not known without a synchronisation; all tokens is a bound, and costs empty blocks
         longest = packing.length
-        return varlen_attn(q[0], keys, values, bounds, bounds, longest, longest, **causal)[None]
+        out = cast(Tensor, varlen_attn(q[0], keys, values, bounds, bounds, longest, longest, **causal))
+        return out[None]
     return _masked(q, k, v, packing)
 
 
