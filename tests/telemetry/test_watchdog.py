@@ -138,6 +138,7 @@ def test_a_frozen_process_is_told_from_a_dead_one_and_a_stuck_one_can_end_itself
     assert [e.over for e in found.of(Stalled)] == [False]
     assert found.state == "gone"
     assert gate(verdict(found), "stability").verdict == "NO-GO"
+    assert "stalled 1 time " in gate(verdict(found), "stability").sentence
 
 
 def drawn(view: View) -> str:

@@ -1,0 +1,160 @@
+"""Gates that no health rule stands behind, each brought down by the fault itself."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+
+import tercet.telemetry.memory as memory
+import tercet.train.step as step_module
+from tercet.report.gates import Thresholds
+from tercet.report.read import read_run
+from tercet.report.verdict import judge
+from tercet.telemetry.events import CheckpointFailed
+from tercet.train import manifest
+from watched import FEW, copy, even_clock, gate, run, verdict
+
+PLAIN = {"train__val_tokens": 0, "checkpoint__every": 0}
+
+
+def test_memory_that_grows_is_no_go(tmp_path, data, monkeypatch):
+    kept = []
+    true = step_module.loss_sum
+
+    def leaky(model, batch):
+        kept.append(torch.ones(6 * 2**20))  # 24 MiB that nobody gives back
+        return true(model, batch)
+
+    monkeypatch.setattr(step_module, "loss_sum", leaky)
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, train__steps=40, **PLAIN)
+    told = gate(verdict(found), "memory")
+    assert told.verdict == "NO-GO"
+    assert "memory grew from" in told.sentence
+
+
+def test_memory_that_does_not_fit_is_no_go(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(memory, "host_total_gib", lambda: 0.1)  # a machine with less than this process takes
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, train__steps=4, **PLAIN)
+    told = gate(verdict(found), "memory")
+    assert told.verdict == "NO-GO"
+    assert "of the device's memory" in told.sentence
+
+
+def test_saves_that_fail_are_no_go(tmp_path, data, monkeypatch):
+    true, calls = manifest.publish, itertools.count()
+
+    def full(*given):
+        if next(calls) == 0:
+            raise OSError(28, "No space left on device")
+        return true(*given)
+
+    monkeypatch.setattr(manifest, "publish", full)
+    with even_clock():
+        changes = PLAIN | {"train__steps": 8, "checkpoint__every": 4, "checkpoint__failures_allowed": 3}
+        found, code = run(tmp_path / "run", data, **changes)
+    assert code == 0
+    assert len(found.of(CheckpointFailed)) == 1
+    told = gate(verdict(found), "checkpoint and resume")
+    assert told.verdict == "NO-GO"
+    assert "No space left" in told.sentence
+
+
+def test_bad_records_are_no_go(tmp_path, data):
+    broken = tmp_path / "broken.jsonl"
+    lines = data.read_text().splitlines()
+    broken.write_text("\n".join(line if i % 5 else "{broken" for i, line in enumerate(lines)) + "\n")
+    with even_clock():
+        found, code = run(tmp_path / "run", broken, train__steps=8, **PLAIN, data__bad_records="skip")
+    assert code == 0
+    told = gate(verdict(found), "data")
+    assert told.verdict == "NO-GO"
+    assert "bad records" in told.sentence
+
+
+def test_made_up_data_is_not_tested(tmp_path, data):
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, train__steps=2, **PLAIN, data__source="synthetic", data__path=())
+    assert "made-up tokens" in gate(verdict(found), "data").sentence
+
+
+def test_a_loss_that_does_not_fall_is_no_go(tmp_path, data, monkeypatch):
+    true, counter = step_module.loss_sum, itertools.count(1)
+    monkeypatch.setattr(step_module, "loss_sum", lambda model, batch: true(model, batch) * (1 + 0.02 * next(counter)))
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **PLAIN, train__steps=24, train__lr=1e-9)
+    told = gate(verdict(found), "stability")
+    assert told.verdict == "NO-GO"
+    assert "the loss did not fall" in told.sentence
+
+
+def as_on_a_gpu(lines, route="triton", reason="", fallback=False):
+    """The record as a GPU would have left it; no kernel runs here."""
+    for line in lines:
+        if line["kind"] == "run_started":
+            line["device"] = "NVIDIA H200"
+        if line["kind"] == "routes":
+            n = len(line["layer"])
+            line |= {"route": [route] * n, "reason": [reason] * n, "fallback": [fallback] * n}
+        if line["kind"] == "doctor":
+            line["check"].append("kernel parity")
+            line["verdict"].append("ok")
+            line["finding"].append("bfloat16: forward 2e-3")
+            line["mend"].append("")
+
+
+def on_gpu(healthy, folder: Path, **changes):
+    found = copy(healthy, folder, lambda lines: as_on_a_gpu(lines, **changes))
+    (folder / "mem_boot.json").write_text('{"device_total_gib": 139.8}')
+    return read_run(found.folder)
+
+
+def test_everything_tested_and_well_is_go(healthy, tmp_path):
+    judged = judge(on_gpu(healthy, tmp_path / "run"), limits=Thresholds(40, checkpoint_blocked=1.0, tokens_per_s=1.0))
+    assert (judged.verdict, judged.exit_code) == ("GO", 0), judged.sentence
+    assert judged.gaps() == []
+
+
+def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):
+    asked = verdict(on_gpu(healthy, tmp_path / "a", route="reference", reason="asked for"))
+    assert gate(asked, "routing").verdict == "NO-GO"
+    assert gate(asked, "fallbacks").verdict == "GO"  # slow, but no fallback: somebody wanted it
+    fell = verdict(on_gpu(healthy, tmp_path / "b", route="reference", reason="head_dim=7", fallback=True))
+    assert gate(fell, "routing").verdict == gate(fell, "fallbacks").verdict == "NO-GO"
+    assert "head_dim=7" in gate(fell, "fallbacks").sentence
+
+
+def test_a_run_slower_than_its_dense_twin_is_no_go(healthy, tmp_path):
+    twin = copy(healthy, tmp_path / "twin")
+    text = (twin.folder / "config.toml").read_text()
+    (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
+    limits = Thresholds(min_steps=40, dense_ratio=1.5)
+    told = gate(judge(healthy, read_run(twin.folder), limits), "throughput")
+    assert told.verdict == "NO-GO"
+    assert "1.00× the dense twin, below 1.5×" in told.sentence
+    assert gate(judge(healthy, read_run(twin.folder), FEW), "throughput").verdict == "GO"
+
+
+def test_kernels_never_compared_on_a_gpu_are_not_tested_and_bad_ones_no_go(healthy, tmp_path):
+    found = on_gpu(healthy, tmp_path / "run")
+
+    def without(lines):
+        lines[:] = [line for line in lines if line["kind"] != "doctor"]
+
+    def disagree(lines):
+        for line in lines:
+            if line["kind"] == "doctor":
+                line["verdict"][-1] = "failed"
+
+    assert gate(verdict(copy(found, tmp_path / "a", without)), "numerics").verdict == "NOT TESTED"
+    assert gate(verdict(copy(found, tmp_path / "b", disagree)), "numerics").verdict == "NO-GO"
+
+
+def test_weights_kept_in_half_precision_are_no_go(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run")
+    report = found.folder / "dtypes_report.txt"
+    report.write_text(report.read_text().replace("parameters: float32", "parameters: bfloat16"))
+    assert gate(verdict(read_run(found.folder)), "numerics").verdict == "NO-GO"
