@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def doctor(*, preset: str | None = None, config: Path | None = None, short: bool = False, json: bool = False) -> int:
+def doctor(
+    *,
+    preset: str | None = None,
+    config: Path | None = None,
+    short: bool = False,
+    json: bool = False,
+    distributed: bool = False,
+    folder: str | None = None,
+) -> int:
     """Examine this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
 
     Every finding comes with its mend; the exit code is 1 if anything failed.
@@ -15,7 +23,13 @@ def doctor(*, preset: str | None = None, config: Path | None = None, short: bool
         config: Or for a TOML file, such as RUN/config.toml.
         short: Only what goes before every training.
         json: Print one line of JSON instead.
+        distributed: Examine the ranks that torchrun started: all-reduce, clocks, versions, one file system.
+        folder: With distributed, where runs will be kept; the folder for temporary files if not given.
     """
+    if distributed:
+        from tercet.parallel.probe import probe
+
+        return probe(folder)
     from tercet.config.load import load
     from tercet.doctor.examine import doctor as examine
 

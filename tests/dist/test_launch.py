@@ -1,0 +1,73 @@
+"""Launches that are refused before anything is allocated, each with the command to use instead."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dist.world import torchrun
+from tercet.config.parallel import ParallelConfig
+from tercet.parallel.launch import Launch, LaunchError, check_launch, disagreement
+
+ALONE = Launch()
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("sys.argv", ["tercet", "train", "--preset", "m7c"])
+
+
+def test_one_process_on_a_machine_with_several_gpus_is_refused_with_the_line_to_use():
+    with pytest.raises(
+        LaunchError, match="this machine has 2 GPUs and one process was started: 1 would stand idle"
+    ) as told:
+        check_launch(ParallelConfig(), ALONE, "cuda", 2)
+    line = "torchrun --standalone --nproc-per-node=2 -m tercet train --preset m7c --parallel.strategy ddp"
+    assert line in str(told.value)
+    assert "--allow-single-rank" in str(told.value)
+
+
+def test_it_is_allowed_when_meant_and_a_warning_in_ci_and_no_matter_on_a_cpu(monkeypatch):
+    assert check_launch(ParallelConfig(allow_single_rank=True), ALONE, "cuda", 8) == []
+    assert check_launch(ParallelConfig(), ALONE, "cuda", 1) == []
+    assert check_launch(ParallelConfig(), ALONE, "cpu", 0) == []
+    monkeypatch.setenv("CI", "1")
+    assert "7 would stand idle" in check_launch(ParallelConfig(), ALONE, "cuda", 8)[0]
+
+
+def test_several_ranks_without_torchrun_are_refused_with_the_line_to_use():
+    with pytest.raises(LaunchError, match=r"parallel\.world_size=4, but 1 rank was launched") as told:
+        check_launch(ParallelConfig(strategy="fsdp", world_size=4), ALONE, "cuda", 4)
+    assert "torchrun --standalone --nproc-per-node=4 -m tercet train" in str(told.value)
+
+
+def test_more_ranks_than_gpus_need_a_transport_that_shares_them():
+    launch = Launch(0, 0, 2, 2, by_torchrun=True)
+    with pytest.raises(LaunchError, match="2 ranks on a machine with 1 GPU: NCCL needs one each"):
+        check_launch(ParallelConfig(strategy="ddp", world_size=2), launch, "cuda", 1)
+    assert check_launch(ParallelConfig(strategy="ddp", world_size=2, backend="gloo"), launch, "cuda", 1) == []
+
+
+def test_ranks_of_other_versions_or_worlds_are_named_with_both_values():
+    def member(**changes):
+        return {"world_size": 2, "host": "a", "versions": {"torch": "2.13.0"}, "config": {"train.lr": 1.0}} | changes
+
+    assert disagreement({0: member(), 1: member()}) is None
+    other = disagreement({0: member(), 1: member(host="b", versions={"torch": "2.11.0"})})
+    assert other == "rank 1 on b has torch 2.11.0 and rank 0 on a 2.13.0: install the same everywhere"
+    assert disagreement({0: member(), 1: member(world_size=4)}) == "rank 1 was told of 4 ranks and rank 0 of 2"
+    missing = disagreement({0: member(), 1: member(config={})})
+    assert missing is not None
+    assert "train.lr is None there, 1.0 on rank 0" in missing
+
+
+def test_the_doctor_measures_the_ranks_of_torchrun(tmp_path):
+    done = torchrun(2, "-m", "tercet", "doctor", "--distributed", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["ranks"], found["cannot_see_folder"]) == (2, [])
+    assert 0 <= found["clock_seconds"] < 1
+    assert all(one["bus_bytes_per_s"] > 0 for one in found["all_reduce"])
+    assert list(tmp_path.iterdir()) == []
