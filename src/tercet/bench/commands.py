@@ -1,0 +1,63 @@
+"""`tercet bench …`: what can be measured, each with its options. Torch is imported when a bench begins."""
+
+from __future__ import annotations
+
+
+def attention(
+    *,
+    shapes: str = "P8k,P64k,C8x2k,C4x4k,C1x16k",
+    inputs: str = "random,smooth",
+    correlation: float = 0.996,
+    dense: str = "cudnn,flash",
+    dense_limit: int = 65536,
+    rows: int = 24,
+    profile: bool = False,
+    graph: bool = True,
+) -> int:
+    """The operator beside dense attention, in one process on this machine's GPU: correctness first, then times.
+
+    Args:
+        shapes: Comma-separated: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64), M4x4k, M1x16k.
+        inputs: random, smooth or both; smooth has the block agreement of text.
+        correlation: Of successive queries in smooth inputs.
+        dense: Dense attention to compare with: cudnn, flash or both.
+        dense_limit: No dense attention beyond this length.
+        rows: Rows checked in fp64 at full length.
+        profile: Also print the time of every kernel.
+        graph: At head 64 also time CUDA graphs.
+    """
+    from tercet.bench.attention import main
+
+    arguments = ["--shapes", shapes, "--inputs", inputs, "--correlation", str(correlation), "--dense", dense]
+    arguments += ["--dense-limit", str(dense_limit), "--rows", str(rows), "--graph" if graph else "--no-graph"]
+    return main(arguments + (["--profile"] if profile else []))
+
+
+def layer(
+    *, lengths: str = "2048,4096,8192,16384", tokens: int = 16384, compile: bool = False, repeats: int = 10
+) -> int:
+    """The whole layer, projections, positions, φ and gates included, beside its dense twin, forward + backward.
+
+    Args:
+        lengths: Sequence lengths, comma-separated.
+        tokens: Tokens in all; the batch is this over the length.
+        compile: Through torch.compile.
+        repeats: How often each is timed; the median counts.
+    """
+    from tercet.bench.layer import main
+
+    return main([int(length) for length in lengths.split(",")], tokens, compile, repeats)
+
+
+def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: int = 8) -> int:
+    """Search launch parameters for this GPU and print rows for the table that ships with the package.
+
+    Args:
+        shapes: As for `tercet bench attention`.
+        kernels: Comma-separated names; all of them unless given.
+        workers: Processes that compile ahead of timing.
+    """
+    from tercet.bench.tune import main
+
+    chosen = [] if kernels is None else ["--kernels", kernels]
+    return main(["--shapes", shapes, "--workers", str(workers), *chosen])

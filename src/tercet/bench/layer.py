@@ -1,0 +1,108 @@
+"""The whole attention layer, projections, positions, φ and gates included, beside its dense twin.
+
+    tercet bench layer --lengths 2048,8192 --tokens 16384
+
+Both layers are the ones that models train with, on the same input, forward + backward, on this machine's GPU (bf16)
+or CPU (fp32). Before anything is timed, the layer on this device's backend is compared with the same layer on the
+reference; where they differ no ratio is printed and the exit code is 1. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tercet.model.attention import DenseAttention, NativeSparseAttention
+
+# ‖Δ‖/‖reference‖ of the output, by the laws of the operator: bf16, fp32
+_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+def main(lengths: list[int], tokens: int, compile: bool, repeats: int) -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {dtype}, dim 768, 12 heads, 2 KV heads, head 64, normal inputs")
+    print(f"{'T':>8} {'batch':>6} {'error':>9} {'NSA ms':>9} {'dense ms':>9} {'× dense':>8}  backend")
+    results = [_at(length, max(1, tokens // length), device, dtype, compile, repeats) for length in lengths]
+    correct = all(row["correct"] for row in results)
+    print(json.dumps({"bench": "layer", "device": name, "compiled": compile, "correct": correct, "results": results}))
+    return 0 if correct else 1
+
+
+def _at(
+    length: int, batch: int, device: torch.device, dtype: torch.dtype, compile: bool, repeats: int
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    sparse = NativeSparseAttention(768, 12, 2, 64)
+    dense = DenseAttention(768, 12, 2, 64)
+    for layer in (sparse, dense):
+        layer.init_weights(std=0.02, output_std=0.02)
+        layer.to(device)
+    x = torch.randn(batch, length, 768, device=device)
+    error = _error(sparse, x, dtype)
+    correct = error <= _TOLERANCE[dtype]
+    times = [_milliseconds(_step(layer, x, dtype, compile), device, repeats) for layer in (sparse, dense)]
+    route = sparse.routes["compressed"]
+    row = {
+        "T": length, "batch": batch, "error": error, "correct": correct, "nsa_ms": times[0], "dense_ms": times[1],
+        "times_dense": times[1] / times[0] if correct else None, "backend": str(route),
+    }  # fmt: skip
+    ratio = f"{times[1] / times[0]:8.2f}" if correct else "   WRONG"
+    print(f"{length:8d} {batch:6d} {error:9.1e} {times[0]:9.2f} {times[1]:9.2f} {ratio}  {route!r}", flush=True)
+    return row
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast(x.device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+@torch.no_grad()
+def _error(layer: NativeSparseAttention, x: Tensor, dtype: torch.dtype) -> float:
+    """Of one row of the batch, against the reference at the same precision of inputs."""
+    with _autocast(x, dtype):
+        found = layer(x[:1]).double()
+        layer.backend = "reference"
+        wanted = layer(x[:1]).double()
+    layer.backend = "auto"
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _step(layer: nn.Module, x: Tensor, dtype: torch.dtype, compile: bool) -> Callable[[], None]:
+    run = torch.compile(layer) if compile else layer
+    inputs = x.clone().requires_grad_()
+
+    def step() -> None:
+        inputs.grad = None
+        with _autocast(x, dtype):
+            out = run(inputs)
+        out.float().square().mean().backward()
+
+    return step
+
+
+def _milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Median over `repeats`, after warming up."""
+    for _ in range(min(3, repeats)):
+        step()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begun = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(times)

@@ -1,0 +1,32 @@
+"""`tercet bench layer`: measures on any device, and gives no ratio for a layer that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tercet.bench import layer
+
+
+def bench(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object], str]:
+    code = layer.main([80], 80, compile=False, repeats=1)
+    said = capsys.readouterr().out
+    return code, json.loads(said.splitlines()[-1]), said
+
+
+def test_both_layers_are_timed_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    code, last, _ = bench(capsys)
+    (row,) = last["results"]  # type: ignore[misc]
+    assert code == 0
+    assert row["times_dense"] == row["dense_ms"] / row["nsa_ms"] > 0
+
+
+def test_a_layer_that_differs_from_the_reference_gets_no_ratio(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "_error", lambda *_: 0.5)
+    code, last, said = bench(capsys)
+    (row,) = last["results"]  # type: ignore[misc]
+    assert (code, last["correct"], row["times_dense"]) == (1, False, None)
+    assert "WRONG" in said
