@@ -404,6 +404,7 @@ class Trainer:
             self.screen.say(f"warning: {self.batches.bad_records} bad records were left out: {said}", "bold yellow")
         losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
         self.screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {self.folder.path}")
+        self.screen.say(f"is it any good?  tercet report {self.folder.path}")
 
     def _disk_sentence(self, error: OSError) -> str:
         kept = manifest.complete_checkpoints(self.folder.checkpoints)

@@ -36,7 +36,7 @@ class Validation:
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            for batch in self._read():
+            for batch in self._read(progress):
                 progress()
                 part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
@@ -52,9 +52,9 @@ class Validation:
             )
         return float(self._strategy.all_sum(total).item()) / targets, targets
 
-    def _read(self) -> list[Batch]:
+    def _read(self, progress: Callable[[], None]) -> list[Batch]:
         if self._batches is None:
-            config = self._config
+            config, found = self._config, []
             wanted = max(1, config.train.val_tokens // config.tokens_per_pass)
             with build_loader(
                 config.data,
@@ -65,5 +65,8 @@ class Validation:
                 split="validation",
                 tokenizer=self._tokenizer,
             ) as loader:
-                self._batches = list(itertools.islice(loader, wanted))
+                for batch in itertools.islice(loader, wanted):
+                    progress()
+                    found.append(batch)
+            self._batches = found
         return self._batches
