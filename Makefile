@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 DONE   := $(VENV)/.setup-done
-EXTRAS := kernels,data,report,dev
+EXTRAS := kernels,data,hub,eval,report,dev
 
 .PHONY: setup train test test-slow test-gpu lint format wheel clean
 
@@ -28,8 +28,9 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two workers, one thread each: two cores are what CI has. Files stay whole, for what their tests share.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
