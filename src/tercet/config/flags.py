@@ -131,8 +131,8 @@ def _in_one_line(box: str) -> str:
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │╭╮╰╯") for line in box.splitlines()]
     paragraphs: list[list[str]] = [[]]
     for line in lines[1:]:
-        if set(line) <= {"─"}:
-            paragraphs.append([])
+        if set(line) <= {"─", "-"}:  # where the terminal knows ASCII only, the frame is of hyphens
+            paragraphs += [[]] if paragraphs[-1] else []
         else:
             paragraphs[-1].append(line)
     said = " ".join(paragraphs[0]).removeprefix("Error parsing ")

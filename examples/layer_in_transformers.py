@@ -1,0 +1,90 @@
+"""NativeSparseAttention inside a transformers model, trained with its Trainer: python examples/layer_in_transformers.py
+
+Every attention layer of a Llama is taken out and NSA put in its place, with the old weights in it and the gates open on
+the selected branch: up to select_count · select_block tokens the model is the one it was, and then it learns more.
+Needs the extra: pip install 'tercet[eval]'
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import tercet
+from tercet.interop.huggingface.dense import open_gate
+
+
+class InLlama(nn.Module):
+    """The layer behind the face that a Llama block calls."""
+
+    def __init__(self, theirs: Any, config: LlamaConfig, nsa: tercet.NSAConfig) -> None:
+        super().__init__()
+        self.layer = tercet.NativeSparseAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.hidden_size // config.num_attention_heads,
+            config=nsa,
+            rope_theta=config.rope_parameters["rope_theta"],
+        )
+        with torch.no_grad():
+            self.layer.q_proj.weight.copy_(theirs.q_proj.weight)
+            self.layer.o_proj.weight.copy_(theirs.o_proj.weight)
+            self.layer.kv_proj.weight.copy_(torch.cat((theirs.k_proj.weight, theirs.v_proj.weight)).repeat(3, 1))
+        open_gate(self.layer, "selected", 8.0)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        # Llama's own masks and rotations are not needed: causality and positions are the layer's business.
+        return self.layer(hidden_states), None
+
+
+def main(steps: int = 30) -> list[float]:
+    """Put the layer in, see that the loss is what it was, and train."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    tokens = (torch.randint(64, (16, 1)) + torch.arange(64)) % 64
+    before = model(tokens, labels=tokens).loss.item()
+    nsa = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=8, window=16)
+    for block in model.model.layers:
+        block.self_attn = InLlama(block.self_attn, config, nsa)
+    after = model(tokens, labels=tokens).loss.item()
+    print(f"loss with Llama's attention {before:.4f}, with NSA in its place {after:.4f}")
+    assert abs(after - before) < 1e-2
+
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print(f"loss {losses[0]} -> {losses[-1]}")
+    return [float(loss) for loss in losses]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Loading a model: from a run, a checkpoint or a folder of weights; and one line for everything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tercet
+from inference.models import trained
+from tercet.cli import main
+from tercet.errors import TercetError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run") / "run", train__steps=4)
+
+
+def test_a_run_gives_its_newest_checkpoint(run):
+    model = tercet.load_model(run)
+    assert model.step == 4
+    assert model.context == 64
+    assert not model.training
+    assert model.tokenizer.decode([97]) == "a"
+
+
+def test_a_checkpoint_gives_itself(run):
+    early, late = (tercet.load_model(run / "checkpoints" / f"step-0000000{n}") for n in (2, 4))
+    assert (early.step, late.step) == (2, 4)
+    assert not torch.equal(early.embedding.weight, late.embedding.weight)
+    newest = tercet.load_model(run / "checkpoints")
+    assert torch.equal(newest.embedding.weight, late.embedding.weight)
+
+
+def test_loading_leaves_the_random_numbers_alone(run):
+    before = torch.get_rng_state()
+    tercet.load_model(run)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_are_those_of_training(run):
+    model = tercet.load_model(run, dtype="float64")
+    assert model.dtype == torch.float64
+    single = tercet.load_model(run)
+    assert all(torch.equal(a.float(), b) for a, b in zip(model.parameters(), single.parameters(), strict=True))
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_but_never_loaded_by_name(tmp_path):
+    run = trained(tmp_path / "run", train__steps=4)
+    shard = next((run / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert tercet.load_model(run).step == 2
+    with pytest.raises(TercetError, match="does not match its SHA-256"):
+        tercet.load_model(run / "checkpoints" / "step-00000004")
+
+
+def test_what_is_no_model_is_refused_in_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half" / "checkpoints" / ".writing-step-00000002").mkdir(parents=True)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    for name, said in {
+        "nowhere": "does not exist",
+        "empty": "holds no checkpoint",
+        "half": "was never finished",
+        "theirs": "tercet import hf",
+    }.items():
+        with pytest.raises(TercetError) as caught:
+            tercet.load_model(tmp_path / name)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_command_writes_what_the_function_writes(run, capsys):
+    assert main(["generate", str(run), "--prompt", "abc", "--max-new-tokens", "9", "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    made = tercet.generate(tercet.load_model(run), "abc", max_new_tokens=9, temperature=0)
+    assert said.out == f"abc{made.text}\n"
+    assert "tokens/s" in said.err
+
+
+def test_a_batch_and_json_on_the_command_line(run, capsys):
+    import json
+
+    flags = ["--max-new-tokens", "5", "--temperature", "0", "--json", "--stop", "zz"]
+    assert main(["generate", str(run), "--prompt", "abc", "--prompt", "defghi", *flags]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [bytes(a["prompt"]) for a in answers] == [b"abc", b"defghi"]
+    assert all(len(a["tokens"]) == 5 for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "error: the prompt is empty"),
+        ([], "error: no prompt was given"),
+        (["--prompt", "x" * 70], "over the context of 64"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt-file", "/no/such/file"], "cannot be read"),
+        (["--promt", "a"], "did you mean --prompt"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line(run, capsys, arguments, said):
+    assert main(["generate", str(run), "--max-new-tokens", "4", *arguments]) in (1, 2)
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_evaluations_end_with_one_line_of_json(run, tmp_path, capsys):
+    import json
+
+    assert main(["eval", "perplexity", str(run), "--sequences", "2", "--plot", str(tmp_path / "p.svg")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["eval"] == "perplexity"
+    assert (tmp_path / "p.svg").exists()
+    assert main(["eval", "selection-map", str(run), str(tmp_path / "m.html"), "--prompt", "x" * 60]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["blocks"].keys() == {"layer_0", "layer_1"}

@@ -1,0 +1,84 @@
+"""The point of it all, at the smallest scale: a model with selection finds what windows cannot carry to it."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from runs import small
+from tercet.data.loader import build_loader
+from tercet.inference.load import LanguageModel
+from tercet.inference.needle import needle
+from tercet.inference.recall import recall_by_distance, window_reach
+
+TASK = {
+    "model__layers": 1,
+    "model__dim": 32,
+    "model__heads": 2,
+    "model__head_dim": 16,
+    "model__ffn_dim": 64,
+    "model__nsa__compress_block": 8,
+    "model__nsa__compress_stride": 4,
+    "data__seq_len": 48,
+    "data__synthetic__task": "recall",
+    "data__synthetic__min_distance": 24,
+    "data__synthetic__pairs": 1,
+    "data__synthetic__queries": 1,
+    "data__synthetic__value_tokens": 1,
+    "train__micro_batch": 32,
+    "train__tokens_per_step": 32 * 48,
+}
+
+
+def learnt(steps, **changes):
+    """A model after `steps` batches of 32 documents."""
+    config = small(**TASK, **changes)
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01)
+    with build_loader(config.data, seed=config.run.seed, batch_sequences=32) as loader:
+        for step, batch in enumerate(islice(loader, steps)):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * min(1, (step + 1) / 20)
+            loss = model(batch.tokens, None, batch.targets)  # one document per row: no packing to tell of
+            (loss.total / loss.tokens).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def with_selection():
+    return learnt(200)
+
+
+@pytest.fixture(scope="module")
+def window_only():
+    return learnt(200, model__branches=("window",))
+
+
+def accuracy_beyond_windows(model):
+    found = recall_by_distance(model, length=48, documents=128, batch=32)
+    far = [r for r in found if r.first > window_reach(model)]
+    assert sum(r.asked for r in far) > 50
+    return sum(r.right for r in far) / sum(r.asked for r in far)
+
+
+def test_selection_retrieves_beyond_the_reach_of_the_windows(with_selection):
+    assert accuracy_beyond_windows(with_selection) > 0.9
+
+
+def test_windows_alone_can_only_guess_there(window_only):
+    assert accuracy_beyond_windows(window_only) < 0.35
+
+
+def test_the_needle_is_found_at_every_depth(with_selection, window_only):
+    found, missed = (
+        [f.accuracy for f in needle(model, lengths=(48,), depths=(0.0, 0.3), trials=32, batch=32)]
+        for model in (with_selection, window_only)
+    )
+    assert min(found) > 0.8
+    assert max(missed) < 0.5

@@ -1,0 +1,38 @@
+"""The examples run as they are told to be run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_train_evaluate_generate_export_transformers_and_lm_eval(tmp_path):
+    came = module("everything").main(tmp_path, steps=12)
+    assert came["loss"] < 5.0  # ln 256 is 5.55
+    assert 0 <= came["accuracy"] <= 1
+
+
+def test_the_layer_in_a_plain_loop_learns():
+    losses = module("layer_in_a_loop").main(steps=25)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_layer_in_a_transformers_model_learns():
+    losses = module("layer_in_transformers").main(steps=8)
+    assert losses[-1] < losses[0]
