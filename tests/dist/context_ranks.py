@@ -69,11 +69,13 @@ def compare(build, bounds, group):  # type: ignore[no-untyped-def]
     own_x.requires_grad_()
     own_y = layer(own_x, share)
     (own_y * own_weight).sum().backward()
+    # A document with one compressed token has no say in its keys: their gradient is 0, and rounding is all there is.
+    scale = 1e-6 * max(g.norm().item() for g in expected.values())
     errors = {"y": relative(own_y, share.take(y)), "x": relative(own_x.grad, share.take(whole_x.grad))}
     for name, p in layer.named_parameters():
         if name in expected:
             dist.all_reduce(p.grad)
-            errors[name] = relative(p.grad, expected[name])
+            errors[name] = relative(p.grad, expected[name], scale)
     worst = torch.tensor([errors["y"], max(errors.values())])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     stats = 0.0
@@ -87,9 +89,8 @@ def compare(build, bounds, group):  # type: ignore[no-untyped-def]
     return {"forward": worst[0].item(), "gradients": worst[1].item(), "stats": stats, "bytes": fetched}
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    size = want.norm().item()
-    return (got - want).norm().item() / (size if size > 0 else 1.0)
+def relative(got: torch.Tensor, want: torch.Tensor, least: float = 1e-12) -> float:
+    return (got - want).norm().item() / max(want.norm().item(), least)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "cp, whole rows": ({"strategy": "cp", "cross_document": True, "dense": True}, "none", 1),
     "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
     "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
+    "hsdp, plain": ({"strategy": "hsdp", "shard_ranks": 2}, "none", 1),
     "cp with data": ({"strategy": "cp", "context_ranks": 2}, "none", 1),
     "cp with data, replicated": ({"strategy": "cp", "context_ranks": 2, "context_weights": "replicated"}, "full", 3),
 }
