@@ -139,6 +139,25 @@ def test_what_would_be_ignored_is_refused(theirs, given, said):
         theirs(**given)
 
 
+def test_trainer_trains_it_and_saves_what_loads_again(folder, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = [{"input_ids": (torch.arange(48) + i) % 40 + 60} for i in range(8)]
+    rows = [{**row, "labels": row["input_ids"]} for row in rows]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_steps=6,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert trainer.evaluate()["eval_loss"] < losses[0]
+
+
 @pytest.fixture
 def copied(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -53,7 +53,7 @@ def generate(
 
     model = load_model(run, device=device, dtype=dtype)
     timing = Timing()
-    options = {
+    options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed, "context": context,
         "prefill_chunk": prefill_chunk, "cache": cache, "timing": timing,

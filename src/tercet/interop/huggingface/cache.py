@@ -32,7 +32,8 @@ class TercetCache(Cache):
         for cache in self.caches:
             cache.take_rows(beam_idx)
 
-    batch_select_indices = reorder_cache
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = torch.arange(self.caches[0].batch, device=self.caches[0].device)

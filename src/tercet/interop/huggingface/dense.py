@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.errors import TercetError
@@ -154,7 +154,7 @@ def _fill_block(
         k_norm = take(f"{own}k_norm.weight", (attention.head_dim,))
         norms = attention.k_norms if isinstance(attention, NativeSparseAttention) else [attention.k_norm]
         for norm in norms or ():
-            assert norm is not None
+            assert isinstance(norm, nn.RMSNorm)
             norm.weight.copy_(k_norm)
 
 

@@ -94,7 +94,8 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         if pretrained_model_name_or_path is not None and Path(pretrained_model_name_or_path).is_dir():
             check_folder(Path(pretrained_model_name_or_path))
         told = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(map(str, info.get(what) or ()))
             if names:

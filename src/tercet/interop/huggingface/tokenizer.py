@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerFast
 
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, Tokenizer
@@ -14,6 +16,8 @@ def as_transformers(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFa
     """A tokenizer that `save_pretrained` writes and AutoTokenizer reads, with EOS for padding too."""
     from tokenizers import Tokenizer as Library
 
+    library: Any
+    end: str | None
     if isinstance(tokenizer, ByteTokenizer):
         library, end = _bytes(), BYTE_EOS
     elif isinstance(tokenizer, LibraryTokenizer):
