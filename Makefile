@@ -2,29 +2,34 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-DONE   := $(VENV)/.setup-done
-EXTRAS := kernels,data,hub,eval,report,dev
+PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-slow test-gpu lint format wheel clean
+.PHONY: setup setup-dev train test test-slow test-gpu lint format wheel clean
 
-setup: $(DONE)
-
-# --no-compile: byte-compiling the dependencies takes longer than unpacking them.
-$(DONE): pyproject.toml constraints.txt
+# What training needs. --no-compile: byte-compiling the dependencies takes longer than unpacking them.
+setup: $(VENV)/.setup-done
+$(VENV)/.setup-done: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (about a minute)…"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@$(PIP) -e ".[data,report]"
+	@touch $@
+
+# And what the tests need besides: Triton for the kernels, transformers and lm-eval, the checkers.
+setup-dev: $(VENV)/.setup-dev-done
+$(VENV)/.setup-dev-done: $(VENV)/.setup-done
+	@echo "Adding what the tests need (about a minute)…"
+	@$(PIP) -e ".[kernels,data,hub,eval,report,dev]"
 	@touch $@
 
 train: setup
 	$(BIN)/tercet train --preset tiny
 
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup
+format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -32,7 +37,7 @@ format: setup
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-slow: setup
+test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
 
 # On a machine with a CUDA device; uses whatever Python holds torch there: make test-gpu GPU_PYTHON=python3
@@ -40,7 +45,7 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests
 
-wheel: setup
+wheel: setup-dev
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 clean:
