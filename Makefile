@@ -11,7 +11,7 @@ setup: $(VENV)/.setup-done
 $(VENV)/.setup-done: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (about a minute)…"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[data,report]"
+	@$(PIP) -e ".[report]"
 	@touch $@
 
 # And what the tests need besides: Triton for the kernels, transformers and lm-eval, the checkers.
