@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tercet
 from tercet import cli
 from tercet.config.flags import FORMER_FLAGS
 from tercet.config.load import load
@@ -187,7 +188,10 @@ def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):
         raise TercetError("disk full: free 3 GiB")
 
     monkeypatch.setitem(sys.modules, "tercet.train.loop", types.SimpleNamespace(train=train))
-    assert run(capsys, "train", "--preset", "tiny") == (1, "", "error: disk full: free 3 GiB\n")
+    code, out, err = run(capsys, "train", "--preset", "tiny")
+    assert (code, err) == (1, "error: disk full: free 3 GiB\n")
+    assert out.startswith(f"tercet {tercet.__version__}: run tiny")  # the sign of life before torch is loaded
+    assert out.count("\n") == 1
     with pytest.raises(TercetError):
         cli.main(["train", "--preset", "tiny", "--debug"])
 
