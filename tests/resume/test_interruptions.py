@@ -212,3 +212,22 @@ def test_a_config_that_changed_since_is_refused_with_the_difference(nursery: Nur
     assert "changed since: train.lr was 0.0003, now 0.5" in child.output
     assert "changed since: train.steps was 6, now 8" in child.output
     assert len(losses(tmp_path / "run")) == 8
+
+
+def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert nursery.run(small(run__dir=str(a))).code == 0
+    assert nursery.run(small(run__dir=str(b), run__seed=7)).code == 0
+    before = losses(b), saved_steps(b)
+    source = a / "checkpoints" / "step-00000002"
+    for resume in (str(source), str(a)):
+        child = nursery.run(small(run__dir=str(b)), resume=resume)
+        assert child.code == 1
+        assert f"{b} already holds a run, and --resume {resume} is another's: pick another --run.dir" in child.output
+        assert (losses(b), saved_steps(b)) == before
+    # Its own, by whatever way, is no other's.
+    (tmp_path / "link").symlink_to(a)
+    child = nursery.run(small(run__dir=str(tmp_path / "link")), resume=str(a / "checkpoints" / "latest"))
+    assert child.code == 0, child.output

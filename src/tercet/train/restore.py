@@ -54,6 +54,10 @@ class Found:
     run_state: dict[str, Any]
     said: list[str]
 
+    def is_in(self, checkpoints: Path) -> bool:
+        """Whether it is the run's own: one of another run is where a fork begins."""
+        return self.path.parent.resolve() == checkpoints.resolve()
+
 
 def choose(resume: str, checkpoints: Path, *, verify: bool) -> Found | None:
     """`auto`: the newest intact checkpoint of this run, None if it has none at all. Otherwise: that very one.

@@ -22,11 +22,17 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     start = restore.choose(resume, folder.checkpoints, verify=config.checkpoint.verify)
     if start is None:
         return None, [f"--resume auto: {folder.checkpoints} has no complete checkpoint, starting at step 0"]
+    own = start.is_in(folder.checkpoints)
+    if not own and folder.holds_a_run:
+        raise TercetError(
+            f"{folder.path} already holds a run, and --resume {resume} is another's: pick another --run.dir, or go on "
+            "with the run that is there by --resume auto"
+        )
     now = config.model_dump(mode="json")
     allow = config.checkpoint.allow_config_change
     changes = restore.check_config(start.run_state["config"], now, allow_change=allow)
     said = [*start.said, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
-    if start.path.parent == folder.checkpoints.resolve() or start.path.parent == folder.checkpoints:
+    if own:
         aside = restore.set_aside(folder.checkpoints, int(start.run_state["step"]))
         said += [f"an abandoned checkpoint is kept as {p}" for p in aside]
     return start, said
