@@ -231,3 +231,21 @@ def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
     (tmp_path / "link").symlink_to(a)
     child = nursery.run(small(run__dir=str(tmp_path / "link")), resume=str(a / "checkpoints" / "latest"))
     assert child.code == 0, child.output
+
+
+def test_a_run_forked_from_another_saves_what_it_begins_with(nursery: Nursery, tmp_path: Path) -> None:
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    assert nursery.run(small(run__dir=str(a))).code == 0
+    source = str(a / "checkpoints" / "step-00000002")
+    # Stopped before its first step, with no save due for long.
+    child = nursery.start(small(run__dir=str(b), **LONG | {"train__warmup_steps": 2}), resume=source)
+    child.until("resuming from")
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 143, child.output
+    last = ended(b)
+    assert saved_steps(b) == sorted({2, last.step})
+    assert f"saved after step {last.step} and left" in child.output
+    # Without a signal it is saved too, and the fork goes the way of the run that it left.
+    assert nursery.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
+    assert saved_steps(c) == [2, 6]
+    assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]

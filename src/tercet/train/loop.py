@@ -83,7 +83,10 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         strategy.watch(lambda: (beat.step, beat.doing))
         past = strategy.first(lambda: list(read_events(log.path)))
         observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
-        trainer = Trainer(config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer)
+        forked = start is not None and not start.is_in(folder.checkpoints)
+        trainer = Trainer(
+            config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer, forked
+        )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
         if examined is not None:
             log.emit(replace(examined, step=state.step, time=time.time()))  # told in the order of the log
@@ -110,6 +113,7 @@ class Trainer:
     stop: StopSignals
     past: list[events.Event]  # of earlier processes of this run
     observer: Observer
+    forked: bool  # from another run's checkpoint, which this folder has no copy of
     _began: float = field(default_factory=time.time)
     _recent: dict[int, list[Batch]] = field(default_factory=dict)  # since the last log line, for a dump
     _first_told: bool = False
@@ -158,6 +162,8 @@ class Trainer:
         """Step after step; (outcome, reason, exit code)."""
         state, steps = self.state, self.config.train.steps
         state.interval.start_clock()
+        if self.forked:
+            self._save()  # whatever comes, this folder has what it began with
         while state.step < steps:
             if self.strategy.any_rank(self.stop.signal is not None):
                 name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
