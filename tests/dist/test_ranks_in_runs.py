@@ -157,33 +157,3 @@ def test_a_rank_killed_in_a_save_or_in_a_restart_loses_nothing(moment, tmp_path,
             os.kill(run.pid(0), signal.SIGKILL)
         assert run.wait(400) == 0, run.text
     assert_same(folder, alone)
-
-
-@pytest.mark.slow
-def test_two_machines_on_loopback_one_killed_and_started_again(tmp_path, alone):
-    folder, endpoint = tmp_path / "run", f"localhost:{free_port()}"
-    options = (
-        *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "loopback"),
-        *("--max-restarts", "3", "--rdzv-conf", "is_host=1"),
-    )
-    guest = (*options[:-2],)
-    command = [*arguments(folder, parallel__strategy="fsdp"), "--resume", "auto"]
-    with Run(tmp_path / "host", 1, *command, options=options) as host:
-        with Run(tmp_path / "guest", 1, *command, options=guest) as other:
-            deadline = time.monotonic() + 200
-            while "step 3/6" not in host.text + other.text:
-                assert time.monotonic() < deadline, host.text + other.text
-                time.sleep(0.01)
-            # the machine is gone: its agent first, so that nobody starts its rank again
-            pids = [
-                int(line.rsplit("pid ", 1)[1].split(",")[0])
-                for line in other.text.splitlines()
-                if "pid " in line and line.startswith("rank ")
-            ]
-            other.process.kill()
-            os.kill(pids[-1], signal.SIGKILL)
-            other.process.wait()
-        with Run(tmp_path / "again", 1, *command, options=guest) as other:
-            assert host.wait(400) == 0, host.text
-            other.wait(120)
-    assert_same(folder, alone)

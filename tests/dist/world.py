@@ -57,7 +57,14 @@ def tell(**what: Any) -> None:
 class Run:
     """`tercet train` under torchrun, in the background, its output in a file."""
 
-    def __init__(self, output: Path, ranks: int, *arguments: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        output: Path,
+        ranks: int,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.output = output
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
@@ -65,7 +72,7 @@ class Run:
             *("-m", "tercet", "train", *arguments),
         ]
         with output.open("w") as stream:
-            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(env))
 
     @property
     def text(self) -> str:
