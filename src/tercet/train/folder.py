@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -73,7 +74,10 @@ def locate(config: RunConfig, resume: str | None) -> Path:
         return path.parent if path.name == "checkpoints" else path
     runs = Path("runs")
     if resume == "auto":
-        earlier = [p for p in runs.glob(f"{config.run.name}-*") if manifest.complete_checkpoints(p / "checkpoints")]
+        # Whole names: tiny's runs are not tiny-dense's.
+        stamped = re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}(-\d+)?")
+        named = [p for p in (runs.iterdir() if runs.is_dir() else ()) if stamped.fullmatch(p.name)]
+        earlier = [p for p in named if manifest.complete_checkpoints(p / "checkpoints")]
         if earlier:
             return max(earlier, key=lambda p: (p / "checkpoints").stat().st_mtime)
     stamp = time.strftime("%Y%m%d-%H%M%S")
