@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import re
 import time
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from tercet.config.load import load
 from tercet.config.train import CheckpointConfig
 from tercet.train import manifest, restore
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
+from tercet.train.folder import locate
 from tercet.train.manifest import CheckpointError
 
 
@@ -144,6 +148,43 @@ def test_a_flipped_byte_anywhere_is_found_before_anything_is_loaded(tmp_path: Pa
     assert "step-00000002" in found.said[0]
 
 
+@pytest.mark.parametrize("mask", [1, 2, 16, 128])
+def test_a_flipped_bit_anywhere_in_the_list_of_files_is_found(tmp_path: Path, mask: int) -> None:
+    path = save(tmp_path, 1, *build())
+    listed = path / "manifest.json"
+    intact = listed.read_bytes()
+    found = set()
+    for at in range(intact.index(b'"files"'), len(intact.rstrip())):
+        content = bytearray(intact)
+        content[at] ^= mask
+        if json_or_none(bytes(content)) == json_or_none(intact):
+            continue  # one kind of white space for another
+        listed.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"step-00000001") as refused:
+            manifest.verify(path)
+        found |= {word for word in ("is damaged", "cannot be read", "is missing") if word in str(refused.value)}
+    assert found >= ({"cannot be read"} if mask == 128 else {"is damaged", "cannot be read", "is missing"})
+
+
+def json_or_none(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("files", [None, [], {"run.json": None}, {"run.json": 7}, {"run.json": {"bytes": 1}}])
+def test_a_manifest_whose_list_of_files_makes_no_sense_is_passed_over(tmp_path: Path, files: object) -> None:
+    net, optimizer = build()
+    older, newest = (save(tmp_path, step, net, optimizer) for step in (1, 2))
+    manifest.write_json(newest / "manifest.json", manifest.read_json(newest / "manifest.json") | {"files": files})
+    with pytest.raises(CheckpointError, match=r"step-00000002: manifest\.json is damaged"):
+        restore.choose(str(newest), tmp_path, verify=True)
+    found = restore.choose("auto", tmp_path, verify=True)
+    assert found is not None
+    assert found.path == older
+
+
 @pytest.mark.parametrize("which", ["model-00001", "model-00002", "run.json", "rank-00000", "manifest.json"])
 def test_a_missing_file_is_named(tmp_path: Path, which: str) -> None:
     path = save(tmp_path, 1, *build())
@@ -242,3 +283,16 @@ def test_a_changed_config_is_told_or_refused() -> None:
     assert restore.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
     with pytest.raises(CheckpointError, match=r"another model: model\.dim was 8, now 16"):
         restore.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
+
+
+def test_auto_looks_for_earlier_runs_of_this_very_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(preset="tiny").config
+    assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", str(locate(config, "auto")))  # there is no runs/ yet
+    for name in ("tiny-20250101-120000", "tiny-20250102-120000-2", "tiny-dense-20260101-120000", "tiny-2gpu"):
+        (tmp_path / "runs" / name / "checkpoints" / "step-00000001").mkdir(parents=True)
+    newest = tmp_path / "runs" / "tiny-dense-20260101-120000" / "checkpoints"
+    os.utime(newest, (2e9, 2e9))
+    os.utime(tmp_path / "runs" / "tiny-2gpu" / "checkpoints", (2e9, 2e9))
+    os.utime(tmp_path / "runs" / "tiny-20250101-120000" / "checkpoints", (1e9, 1e9))
+    assert locate(config, "auto") == Path("runs/tiny-20250102-120000-2")

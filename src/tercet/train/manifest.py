@@ -79,15 +79,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def verify(folder: Path) -> dict[str, Any]:
     """Compare every file with the manifest, and return the manifest. The first difference is an error."""
     manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
+    try:
+        files = {name: (record["bytes"], record["sha256"]) for name, record in manifest["files"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error!r})") from None
+    for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
-            )
-        if file_record(path)["sha256"] != expected["sha256"]:
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {size}")
+        if file_record(path)["sha256"] != digest:
             raise CheckpointError(f"{folder}: {name} does not match its SHA-256: its content was changed or damaged")
     return manifest
 
