@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import tercet
 from cases import SMALL, Inputs, attend, config, cu, inputs
 
 CFG = config()
@@ -172,3 +173,31 @@ def test_auto_tells_what_each_branch_ran_and_why_not_something_faster():
 
 def test_a_config_that_is_no_nsa_config_is_refused():
     refusal(lambda: attend(X, SMALL), "config")  # type: ignore[arg-type]
+
+
+def test_a_packing_made_for_another_call_is_refused():
+    from tercet.attention.layout import Packing
+
+    config, tokens = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6), 12
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+    count = config.num_compressed(tokens)
+    shapes = [(1, tokens, 2, 4), *[(1, count, 1, 4)] * 2, *[(1, tokens, 1, 4)] * 4, (1, tokens, 2, 3)]
+    call = [torch.randn(shape) for shape in shapes]
+    tercet.nsa_attention(*call, config=config, packing=Packing(bounds, tokens, count, config))
+    other = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 7)
+    for wrong in (
+        Packing(bounds, tokens + 1, count, config),
+        Packing(bounds, tokens, count + 1, config),
+        Packing(bounds, tokens, count, other),
+    ):
+        with pytest.raises(ValueError, match="packing was made for"):
+            tercet.nsa_attention(*call, config=config, packing=wrong)
+    with pytest.raises(ValueError, match="both given"):
+        tercet.nsa_attention(*call, config=config, cu_seqlens=bounds, packing=Packing(bounds, tokens, count, config))
+
+
+def test_nothing_to_attend_to_is_refused():
+    config = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6)
+    call = [torch.randn(1, 0, 2, 4), *[torch.randn(1, 0, 1, 4)] * 6, torch.randn(1, 0, 2, 3)]
+    with pytest.raises(ValueError, match=r"q has shape \[1, 0, 2, 4\]"):
+        tercet.nsa_attention(*call, config=config)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+import tercet
 from cases import Case, Inputs, attend, cases, compressed_length, config, cu, inputs, judge, wrong_sets
 
 
@@ -111,3 +112,27 @@ def test_the_bounds_of_the_compressed_tokens_follow_the_documents():
     lengths = [compressed_length(n, cfg) for n in (17, 2, 26, 1, 4)]
     assert bounds.diff().tolist() == lengths
     assert int(bounds[0]) == 0
+
+
+def test_bounds_of_another_integer_type_or_stride_mean_the_same_documents():
+    case_cfg = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6)
+    torch.manual_seed(0)
+    layer = tercet.NativeSparseAttention(16, 4, 2, 4, config=case_cfg)
+    x, bounds = torch.randn(1, 30, 16), torch.tensor([0, 11, 30], dtype=torch.int32)
+    spread = torch.tensor([0, -1, 11, -1, 30, -1], dtype=torch.int32)[::2]
+    expected = layer(x, bounds)
+    for other in (bounds.long(), spread):
+        assert torch.equal(layer(x, other), expected)
+
+
+def test_a_document_too_short_to_compress_gets_nothing_of_its_neighbour():
+    config = tercet.NSAConfig(8, 4, 8, 3, 1, 1, 6)
+    bounds = torch.tensor([0, 8, 14, 22], dtype=torch.int32)  # 6 tokens have no compressed token; 8 have one
+    torch.manual_seed(0)
+    shapes = [(1, 22, 2, 4), (1, 2, 1, 4), (1, 2, 1, 4), *[(1, 22, 1, 4)] * 4]
+    tensors = [torch.randn(shape) for shape in shapes]
+    gates = torch.full((1, 22, 2, 3), 0.5)
+    tensors[2][:, 0] = torch.nan  # the first document's only compressed value
+    out = tercet.nsa_attention(*tensors, gates, config=config, cu_seqlens=bounds)
+    assert out[:, :8].isnan().any()
+    assert out[:, 8:].isfinite().all()

@@ -392,3 +392,28 @@ def test_lengths_without_a_cache_are_refused():
 )
 def test_a_cache_without_room_is_refused(batch, max_len, word):
     refused(lambda: make().make_cache(batch, max_len), word)
+
+
+def test_under_autocast_new_tokens_select_as_the_whole_sequence_does():
+    torch.manual_seed(0)
+    config = tercet.NSAConfig(4, 2, 8, 4, 1, 1, 6)
+    layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=config)
+    layer.init_weights(0.5, 0.5)
+    x = torch.randn(1, 120, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = layer(x)
+        cache = layer.make_cache(1)
+        parts = torch.cat(
+            [layer(x[:, :40], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(40, 120))], 1
+        )
+    torch.testing.assert_close(torch.cat(parts, 1).float(), whole.float(), atol=0.1, rtol=0.05)
+    assert layer.routes["compressed"].reason is not None
+
+
+def test_kernels_asked_for_by_name_are_refused_with_a_cache():
+    layer = tercet.NativeSparseAttention(16, 2, 1, 8)
+    cache = layer.make_cache(1)
+    layer(torch.randn(1, 5, 16), cache=cache)
+    layer.backend = "triton"
+    with pytest.raises(RuntimeError, match="cannot run here: the kernels take whole sequences"):
+        layer(torch.randn(1, 1, 16), cache=cache)

@@ -20,6 +20,7 @@ class Bucket:
 
     tokens: Tensor  # int64 [D, L]: packed index of each row's tokens
     compressed: Tensor  # int64 [D, num_compressed(L)]
+    complete: Tensor  # bool [D, num_compressed(L)]: which compressed tokens the documents really have
     real: Tensor  # int64: which of the D·L tokens are not padding
 
     def rows(self, x: Tensor) -> Tensor:
@@ -30,7 +31,9 @@ class Bucket:
         """[1, Tc, ...] -> [D, num_compressed(L), ...]"""
         if self.compressed.numel() == 0:
             return x.new_zeros(*self.compressed.shape, *x.shape[2:])
-        return x[0].index_select(0, self.compressed.flatten()).unflatten(0, self.compressed.shape)
+        rows = x[0].index_select(0, self.compressed.flatten()).unflatten(0, self.compressed.shape)
+        # zeros for what a shorter document lacks: nothing of another document may stand there, masked or not
+        return torch.where(self.complete[..., None, None], rows, 0)
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,13 @@ def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> 
         longest = int((end - first).max())
         place = torch.arange(longest)
         compressed_place = torch.arange(config.num_compressed(longest))
-        # padding repeats a token of its own document, so that it is as finite as the document is
-        compressed = torch.minimum(compressed_first + compressed_place, (compressed_end - 1).clamp(min=0))
+        complete = compressed_place < compressed_end - compressed_first
         buckets.append(
             Bucket(
+                # padding repeats the document's last token, so that it is as finite as the document is
                 tokens=torch.minimum(first + place, end - 1),
-                compressed=compressed,
+                compressed=torch.where(complete, compressed_first + compressed_place, 0),
+                complete=complete,
                 real=(place < end - first).flatten().nonzero()[:, 0],
             )
         )

@@ -28,6 +28,8 @@ def check_tensors(tensors: dict[str, Tensor]) -> None:
             raise TypeError(f"{name} is {type(x).__name__}, not a torch.Tensor")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {shape_of(x)}: it must have 4 axes, [batch, tokens, heads, size]")
+        if name == "q" and 0 in x.shape:
+            raise ValueError(f"q has shape {shape_of(x)}: it must have at least one sequence, token, head and number")
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}: move all to one device")
         if not x.dtype.is_floating_point:
@@ -144,6 +146,19 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, device: torch.
             )
     if bounds[-1] != length:
         raise ValueError(f"cu_seqlens ends at {bounds[-1]} and there are {length} tokens: it must end at {length}")
+
+
+def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor, config: NSAConfig) -> None:
+    """A Packing belongs to the tensors it comes with. Numbers of the host only."""
+    for name, theirs, ours in (
+        ("batch", 1, q.shape[0]),
+        ("tokens", packing.length, q.shape[1]),
+        ("compressed tokens", packing.compressed_length, k_compressed.shape[1]),
+        ("device", packing.cu_seqlens.device, q.device),
+        ("config", packing.config, config),
+    ):
+        if theirs != ours:
+            raise ValueError(f"packing was made for {name} {theirs} and the call has {ours}: make one for this call")
 
 
 def check_packed_compressed(k_compressed: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> None:

@@ -78,7 +78,9 @@ def nsa_attention(
     """
     checks.check_config(config)
     branches = check_branches(branches)
-    if packing is None and cu_seqlens is not None:
+    if packing is not None and cu_seqlens is not None:
+        raise ValueError("packing and cu_seqlens were both given: packing is made of cu_seqlens, give one")
+    if cu_seqlens is not None:
         packing = _pack(cu_seqlens, q, k_compressed, config, validate)
     out, block_indices, route = run_nsa(
         q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates,
@@ -106,6 +108,8 @@ def run_nsa(
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
     """What nsa_attention does, for callers that torch.compile traces: (out, block_indices, (backend, reason))."""
+    if packing is not None:
+        checks.check_packing(packing, q, k_compressed, config)
     keys = {"compressed": k_compressed, "selected": k_selected, "window": k_window}
     values = {"compressed": v_compressed, "selected": v_selected, "window": v_window}
     tensors = {"q": q}
@@ -161,7 +165,7 @@ def _reference(
     wants_selection = "selected" in branches and block_indices is None
     if "compressed" in branches or wants_selection:
         out, indices, _ = reference.compressed_attention(
-            q, tensors["k_compressed"], tensors["v_compressed"], config, packing, want_indices=block_indices is None
+            q, tensors["k_compressed"], tensors["v_compressed"], config, packing, want_indices=wants_selection
         )
         if "compressed" in branches:
             outs["compressed"] = out
@@ -201,7 +205,7 @@ def _reference_by_buckets(
     return buckets.unpack(outs), block_indices
 
 
-# ------------------------------------------------------------ stages
+# ------------------------------------------------------------ stages: on every device these run the reference
 
 
 def compress_mean(x: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -320,7 +324,14 @@ def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor)
     """out = Σ_c g_c · branch_c (Eq. 5). gates [B, T, H, 3]; branches [B, T, H, Dv]."""
     checks.check_tensors({"compressed": compressed, "selected": selected, "window": window, "gates": gates})
     checks.check_gates(gates, compressed)
-    return reference.combine(gates, {"compressed": compressed, "selected": selected, "window": window})
+    for name, branch in (("selected", selected), ("window", window)):
+        if branch.shape != compressed.shape:
+            raise ValueError(
+                f"{name} has shape {checks.shape_of(branch)} and compressed {checks.shape_of(compressed)}: "
+                "all branches must have one shape"
+            )
+    out = reference.combine(gates, {"compressed": compressed, "selected": selected, "window": window})
+    return out.to(compressed.dtype)
 
 
 def _stage(

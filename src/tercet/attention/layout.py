@@ -58,6 +58,7 @@ class Packing:
     None on a device."""
 
     def __init__(self, cu_seqlens: Tensor, length: int, compressed_length: int, config: NSAConfig) -> None:
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as kernels read it
         self.cu_seqlens, self.length, self.compressed_length, self.config = (
             cu_seqlens, length, compressed_length, config,
         )  # fmt: skip

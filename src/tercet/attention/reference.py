@@ -78,9 +78,9 @@ def block_importance(p: Tensor, first: Tensor | int, num_blocks: int, config: NS
     return importance
 
 
-def group_importance(importance: Tensor) -> Tensor:
-    """One score per block and group: the sum over the group's heads (Eq. 10). [..., h, C, NB] -> [..., C, NB]"""
-    return importance.sum(-3)
+def sum_over_group(p: Tensor) -> Tensor:
+    """One score per group: the sum over its heads (Eq. 10). [B, G, C, h, S] -> [B, G, C, S]"""
+    return p.sum(3)
 
 
 def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
@@ -142,7 +142,7 @@ def compressed_attention(
 
         def observe(tile: Tile, p: Tensor) -> None:
             # p: [B, G, C, h, S]; Eq. 10's sum comes first because Eq. 9 is linear, and costs h times less after it
-            group_p = p.sum(3)
+            group_p = sum_over_group(p)
             blocks = config.num_blocks(tile.last_position + 1)
             importance = block_importance(group_p, tile.first_key, blocks, config)
             if scores is not None:

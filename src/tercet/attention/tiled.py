@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tercet.attention.layout import WHOLE, Packing, Span
 
@@ -177,13 +178,13 @@ class _MaskedAttention(torch.autograd.Function):
         return _from_group(out, batch, length).to(v.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         batch, length, heads, width = q.shape
         groups = k.shape[2]
         h = heads // groups
         rows, keys, values = _by_group(q, groups) * width**-0.5, _by_group(k, groups), _by_group(v, groups)
-        columns, value_columns = _columns(keys), _columns(values)
         columns, value_columns = _columns(keys), _columns(values)
         d_out = _by_group(grads[0], groups)
         d_rows, d_keys, d_values = torch.zeros_like(rows), torch.zeros_like(keys), torch.zeros_like(values)

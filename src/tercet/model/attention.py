@@ -20,6 +20,8 @@ from tercet.model.gate import Gate
 from tercet.model.rope import Rotary, rotate
 from tercet.model.stats import AttentionStats
 
+_CACHED = "the kernels take whole sequences, not new tokens with a cache"
+
 
 class NativeSparseAttention(nn.Module):
     """Every query reads a compressed view of the past, a few selected blocks in full, and a sliding window.
@@ -213,6 +215,9 @@ class NativeSparseAttention(nn.Module):
                 index, raw_k, raw_v = blocks
                 k_compressed = rotate(self.compress_k.phi(raw_k), self.rotary.turn(self._compressed_position(index)))
                 cache.append_compressed(step, k_compressed, self.compress_v.phi(raw_v))
+            if self.backend == "triton":
+                raise RuntimeError(f'backend="triton" cannot run here: {_CACHED}; backend="auto" takes the reference')
+            self._ran = ("reference", _CACHED)
             out = cached_nsa_attention(q, gates, cache, step, self.config, self.branches)
         return self.o_proj(out.flatten(2))
 

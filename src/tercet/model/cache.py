@@ -83,7 +83,9 @@ class _Cache:
             raise ValueError(f"x has batch {batch} and the cache was made for batch {self.batch}")
         if x.device != self.device:
             raise ValueError(f"x is on {x.device} and the cache on {self.device}: move all to one device")
-        counts = [width] * batch if lengths is None else lengths.tolist()
+        if width == 0:
+            raise ValueError(f"x has shape {list(x.shape)}: it must have at least one token")
+        counts = [width] * batch if lengths is None else torch.as_tensor(lengths).tolist()
         if len(counts) != batch or any(not 0 <= count <= width for count in counts) or not any(counts):
             raise ValueError(f"lengths={counts} must be {batch} numbers from 0 to {width}, x's tokens, not all 0")
         after = [a + b for a, b in zip(self._host_lengths, counts, strict=True)]
@@ -95,7 +97,10 @@ class _Cache:
         start = self.lengths
         step = Step(
             start=start,
-            counts=torch.tensor(counts, device=self.device),
+            # told from the host only where rows differ: a copy to a device waits for it
+            counts=torch.full((batch,), width, device=self.device)
+            if lengths is None
+            else torch.tensor(counts, device=self.device),
             # padding may reach past the longest row: it must not point outside the stores
             positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
             longest=max(after),
@@ -155,7 +160,7 @@ class NSACache(_Cache):
         self, step: Step, raw_k: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Keep the new tokens. Returns (index [B, E], raw keys, raw values [B, E, l, G, D]) of the compressed tokens
-        that are now complete, E for the row that completes most, or None where no row does."""
+        that are now complete, E for the row that completes most; None where no row does, and for a first prefill."""
         capacity = step.longest if self.max_len is None else self.max_len
         for name, value in (("k_selected", keys["selected"]), ("v_selected", values["selected"])):
             store = self._store(name, value.shape[2], value.shape[3], capacity)
@@ -164,7 +169,7 @@ class NSACache(_Cache):
         step.window_v = self._extend_window("v_window", values["window"], step)
         k = self._extend_tail("k_tail", raw_k, step)
         v = self._extend_tail("v_tail", values["compressed"], step)
-        if step.emitted == 0:
+        if step.emitted == 0 or step.fresh:  # a first prefill compresses its whole sequence at once
             return None
         l, d = self.config.compress_block, self.config.compress_stride
         index = self._first_new(step)[:, None] + torch.arange(step.emitted, device=self.device)

@@ -21,6 +21,14 @@ _CHUNK_NUMBERS = 1 << 24
 def cached_nsa_attention(
     q: Tensor, gates: Tensor, cache: NSACache, step: Step, config: NSAConfig, branches: tuple[str, ...]
 ) -> Tensor:
+    # as the whole-sequence operator does: scores, and with them the selection, are not left to half precision
+    with torch.autocast(q.device.type, enabled=False):
+        return _cached_nsa(q, gates, cache, step, config, branches)
+
+
+def _cached_nsa(
+    q: Tensor, gates: Tensor, cache: NSACache, step: Step, config: NSAConfig, branches: tuple[str, ...]
+) -> Tensor:
     batch, width, heads, size = q.shape
     groups = cache.key["kv_heads"]
     per_query = max(
@@ -34,15 +42,19 @@ def cached_nsa_attention(
         rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
         t = step.positions[:, part]
         results: dict[str, tuple[Tensor, Tensor]] = {}
-        compressed, read, block_indices = _compressed(rows, t, cache, step, config)
-        if "compressed" in branches:
-            results["compressed"] = compressed, read
-        if "selected" in branches:
-            results["selected"] = _selected(rows, t, block_indices, cache, config)
+        counts: list[Tensor] = []
+        if "compressed" in branches or "selected" in branches:
+            compressed, read, block_indices = _compressed(rows, t, cache, step, config)
+            if "compressed" in branches:
+                results["compressed"] = compressed, read
+            else:
+                counts.append(read)  # read for the selection alone
+            if "selected" in branches:
+                results["selected"] = _selected(rows, t, block_indices, cache, config)
         if "window" in branches:
             results["window"] = _window(rows, t, part, step, config)
         outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
-        reads.append(torch.stack([read for _, read in results.values()]).sum(0))
+        reads.append(torch.stack([*counts, *(read for _, read in results.values())]).sum(0))
     cache.reads = torch.cat(reads, dim=1)
     return torch.cat(outs, dim=1).to(q.dtype)
 
@@ -101,6 +113,11 @@ def _window(rows: Tensor, t: Tensor, part: slice, step: Step, config: NSAConfig)
 
 
 def cached_dense_attention(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return _cached_dense(q, cache, step)
+
+
+def _cached_dense(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
     batch, width, heads, size = q.shape
     k, v = cache.all(step)
     groups = k.shape[2]

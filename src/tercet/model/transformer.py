@@ -94,6 +94,8 @@ class Transformer(nn.Module):
         many of each row's tokens are real: the rest is padding on the right."""
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
+        if lengths is not None and cache is None:
+            raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens)
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):

@@ -274,8 +274,10 @@ class EventLog:
         """Write one line, then tell the readers."""
         event = dataclasses.replace(event, rank=self.rank)
         line = encode(event).encode()
+        size = os.fstat(self._file).st_size
         written = os.write(self._file, line)
         if written != len(line):
+            os.ftruncate(self._file, size)  # a torn line would swallow the next one
             raise OSError(28, f"only {written} of {len(line)} bytes could be written", str(self.path))
         for reader in self.readers:
             reader(event)
