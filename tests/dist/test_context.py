@@ -20,8 +20,8 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
     assert len({t["layer"] for t in told}) == 5
     assert len(told) == 20
     for t in told:
-        assert t["forward"] < 1e-6, t
-        assert t["gradients"] < 1e-5, t
+        assert t["forward"] < 1e-12, t
+        assert t["gradients"] < 1e-8, t
         assert t["stats"] < 1e-12, t
 
 
