@@ -403,9 +403,8 @@ def test_under_autocast_new_tokens_select_as_the_whole_sequence_does():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         whole = layer(x)
         cache = layer.make_cache(1)
-        parts = torch.cat(
-            [layer(x[:, :40], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(40, 120))], 1
-        )
+        parts = [layer(x[:, :40], cache=cache)]
+        parts += [layer(x[:, t : t + 1], cache=cache) for t in range(40, 120)]
     torch.testing.assert_close(torch.cat(parts, 1).float(), whole.float(), atol=0.1, rtol=0.05)
     assert layer.routes["compressed"].reason is not None
 
