@@ -14,7 +14,7 @@ import pytest
 import tercet
 from tercet import cli
 from tercet.config.flags import FORMER_FLAGS
-from tercet.config.load import load
+from tercet.config.load import load, write_config
 from tercet.errors import TercetError
 
 
@@ -179,6 +179,34 @@ def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatc
     ((config, origins, resume),) = calls
     assert (code, resume, config.train.steps, config.run.dir) == (3, "auto", 12, "x")
     assert (origins["train.steps"], origins["model.dim"], origins["train.eps"]) == ("flag", "preset tiny", "default")
+
+
+def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(
+        "tercet.train.loop.train", lambda config, *, origins, resume: seen.append((config, origins, resume)) or 0
+    )
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    kept = load(preset="tiny", flags={"train.lr": 0.125})
+    write_config(kept.config, kept.origins, tmp_path / "a")
+    a, new = str(tmp_path / "a"), str(tmp_path / "new")
+    ways = [("auto", a), (a, None), (str(checkpoint), None), (str(checkpoint.parent), a), (str(checkpoint), new)]
+    for resume, folder in ways:
+        where = ["--run.dir", folder] if folder else []
+        code, _, err = run(capsys, "train", "--resume", resume, *where, "--train.steps", "7")
+        assert (code, err) == (0, "")
+        config, origins, taken = seen.pop()
+        assert (config.train.lr, config.train.steps, config.model, taken) == (0.125, 7, kept.config.model, resume)
+        assert origins["train.lr"] == f"file {tmp_path / 'a' / 'config.toml'}"
+        assert origins["train.steps"] == "flag"
+    # What was said outright counts, and where nothing was kept, something must be.
+    run(capsys, "train", "--preset", "m7c", "--resume", "auto", "--run.dir", a)
+    assert seen.pop()[0].run.name == "m7c"
+    code, _, err = run(capsys, "train", "--resume", "auto", "--run.dir", new)
+    assert code == 2
+    assert "no configuration given" in err
+    assert not seen
 
 
 def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):

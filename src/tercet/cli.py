@@ -1,6 +1,6 @@
 """The command line: parse, call, exit code. torch is imported by the commands that compute, not here.
 
-Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong.
+Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 130 and 143 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -271,14 +271,28 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
     from tercet.config.flags import option_value, parse
     from tercet.config.load import Layer, merge, read_layers
 
-    layers = read_layers(option_value(arguments, "preset"), option_value(arguments, "config"))
+    preset, file = option_value(arguments, "preset"), option_value(arguments, "config")
+    if command == "train" and preset is None and file is None:
+        file = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
+    layers = read_layers(preset, file)
     values = {key: value for layer in layers for key, value in layer.values.items()}
     description = " ".join((about or "").split())
     parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}", description=description)
     own = parsed.options
-    if command == "train" and own.preset is None and own.config is None:
+    if command == "train" and own.preset is None and file is None:
         raise _usage("no configuration given: try `tercet train --preset tiny`, or `tercet presets` for the list")
     return merge([*layers, *(_launched(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
+
+
+def _resumed_config(resume: str | None, folder: str | None) -> str | None:
+    """The configuration that the run to go on with has kept, so that it need not be said again."""
+    if resume == "auto":
+        run = Path(folder) if folder else None
+    else:
+        from tercet.train.manifest import run_of
+
+        run = run_of(Path(resume)) if resume else None
+    return str(run / "config.toml") if run and (run / "config.toml").is_file() else None
 
 
 def _launched(options: Any) -> list[Layer]:

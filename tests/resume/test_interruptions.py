@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +76,21 @@ def test_an_interrupted_run_goes_on_where_it_left(nursery: Nursery, tmp_path: Pa
     assert nursery.run(config, resume="auto").code == 0
     assert nursery.run(small(run__dir=str(straight), train__steps=40, checkpoint__every=0)).code == 0
     assert losses(folder) == losses(straight)
+
+
+def test_the_command_that_an_interrupted_run_names_goes_on_with_it(nursery: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    child = nursery.start(small(run__dir=str(folder), train__steps=40, checkpoint__every=0))
+    child.until("step  5/")
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 143
+    named = re.search(r"go on with: (tercet train .*)", child.output)
+    assert named, child.output
+    command = [sys.executable, "-m", *shlex.split(named.group(1))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming from" in done.stdout
+    assert list(losses(folder)) == list(range(1, 41))
 
 
 @pytest.fixture

@@ -68,10 +68,7 @@ def locate(config: RunConfig, resume: str | None) -> Path:
     if config.run.dir is not None:
         return Path(config.run.dir)
     if resume not in (None, "auto"):
-        path = Path(str(resume)).resolve()
-        if manifest.step_of(path) is not None:
-            return path.parent.parent
-        return path.parent if path.name == "checkpoints" else path
+        return manifest.run_of(Path(str(resume)))
     runs = Path("runs")
     if resume == "auto":
         # Whole names: tiny's runs are not tiny-dense's.

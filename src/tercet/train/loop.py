@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -402,7 +403,7 @@ class Trainer:
         if not completed:
             self.screen.say(
                 f"{reason}: saved after step {self.state.step} and left ({steps}, {took}); "
-                f"go on with --resume auto --run.dir {self.folder.path}"
+                f"go on with: tercet train --resume auto --run.dir {shlex.quote(str(self.folder.path))}"
             )
             return
         if self.batches.bad_records:

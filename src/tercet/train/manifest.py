@@ -50,6 +50,14 @@ def step_of(folder: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def run_of(path: Path) -> Path:
+    """The run folder of a checkpoint, of checkpoints/, or of itself."""
+    path = path.resolve()
+    if step_of(path) is not None:
+        return path.parent.parent
+    return path.parent if path.name == "checkpoints" else path
+
+
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Complete checkpoint folders, oldest first."""
     if not checkpoints.is_dir():
