@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -296,3 +297,20 @@ def test_auto_looks_for_earlier_runs_of_this_very_name(tmp_path: Path, monkeypat
     os.utime(tmp_path / "runs" / "tiny-2gpu" / "checkpoints", (2e9, 2e9))
     os.utime(tmp_path / "runs" / "tiny-20250101-120000" / "checkpoints", (1e9, 1e9))
     assert locate(config, "auto") == Path("runs/tiny-20250102-120000-2")
+
+
+def test_a_key_that_came_to_be_later_has_its_default_and_one_that_is_gone_is_named(tmp_path: Path) -> None:
+    now = load(preset="tiny").config.model_dump(mode="json")
+    before = copy.deepcopy(now)
+    del before["train"]["clip"], before["health"]
+    found = restore.Found(tmp_path, {"config": before}, [])
+    assert restore.check_config(restore.saved_config(found), now, allow_change=False) == []
+    hotter = copy.deepcopy(now)
+    hotter["train"]["clip"] = 77.0
+    with pytest.raises(CheckpointError, match=r"train\.clip was 1\.0, now 77\.0"):
+        restore.check_config(restore.saved_config(found), hotter, allow_change=False)
+    before["train"]["former"] = 1
+    with pytest.raises(CheckpointError, match=r"its config is not one of this Tercet \(train\.former: "):
+        restore.saved_config(found)
+    with pytest.raises(CheckpointError, match=r"run\.json lacks 'config'"):
+        restore.saved_config(restore.Found(tmp_path, {}, []))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tercet.config.schema import RunConfig
 from tercet.train import manifest
 from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
 from tercet.train.manifest import CheckpointError
@@ -117,6 +119,21 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return out
+
+
+def saved_config(found: Found) -> dict[str, Any]:
+    """The config of a checkpoint; keys that came to be since have their defaults."""
+    try:
+        return RunConfig.model_validate(found.run_state["config"]).model_dump(mode="json")
+    except KeyError as error:
+        raise CheckpointError(f"{found.path}: {manifest.RUN_STATE} lacks {error}: restore it from a copy") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(
+            f"{found.path}: its config is not one of this Tercet ({key}: {first['msg']}): use the version of Tercet "
+            "that wrote it, or take over its weights with train.init_from"
+        ) from None
 
 
 def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:

@@ -30,7 +30,7 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
         )
     now = config.model_dump(mode="json")
     allow = config.checkpoint.allow_config_change
-    changes = restore.check_config(start.run_state["config"], now, allow_change=allow)
+    changes = restore.check_config(restore.saved_config(start), now, allow_change=allow)
     said = [*start.said, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
     if own:
         aside = restore.set_aside(folder.checkpoints, int(start.run_state["step"]))
