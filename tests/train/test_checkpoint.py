@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -265,6 +266,31 @@ def test_a_save_that_fails_says_so_frees_its_space_and_leaves_the_earlier_one(
         save(tmp_path, 2, net, optimizer)
     assert manifest.complete_checkpoints(tmp_path) == [earlier]
     assert not list(tmp_path.glob(".writing*"))
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free space there"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "free space there"),
+        (raised(RuntimeError("it failed"), OSError(errno.ENOSPC, "full")), "free space there"),
+        (OSError(errno.EACCES, "Permission denied", "/workspace/runs"), "see that the folder can be written"),
+    ],
+)
+def test_the_mend_of_a_failed_save_is_that_of_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, mend: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(manifest, "write_json", fail)
+    with pytest.raises(CheckpointError, match=f": {mend}$"):
+        save(tmp_path, 2, *build())
 
 
 def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) -> None:

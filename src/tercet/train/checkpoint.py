@@ -7,6 +7,7 @@ is JSON of our own. DCP's protocol (every rank writes, then the coordinator fini
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import warnings
@@ -206,6 +207,16 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Whether it is, or came of, a disk or a quota that is full."""
+    while error is not None:
+        # safetensors' errors have the system's words, and no number.
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _explain(error: BaseException, writer: _CommittingWriter) -> str:
     """One sentence for a failed save: the root cause, what is still safe, and what to do."""
     cause: BaseException = error
@@ -213,5 +224,5 @@ def _explain(error: BaseException, writer: _CommittingWriter) -> str:
         cause = next((e for e, _ in error.failures.values()), error)
     kept = manifest.complete_checkpoints(writer.final.parent)
     safe = f"the newest complete checkpoint is {kept[-1]}" if kept else "no complete checkpoint exists yet"
-    mend = "free space there" if "space" in str(cause).lower() else "see that the folder can be written"
+    mend = "free space there" if _is_full_disk(cause) else "see that the folder can be written"
     return f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {safe}: {mend}"
