@@ -269,13 +269,13 @@ def _first_line(function: Callable[..., Any]) -> str:
 def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
     """Preset, file and flags of a command line as one configuration, and the options of the command itself."""
     from tercet.config.flags import option_value, parse
-    from tercet.config.load import Layer, merge, read_layers
+    from tercet.config.load import Layer, as_none, merge, read_layers
 
     preset, file = option_value(arguments, "preset"), option_value(arguments, "config")
     if command == "train" and preset is None and file is None:
         file = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
     layers = read_layers(preset, file)
-    values = {key: value for layer in layers for key, value in layer.values.items()}
+    values = {key: as_none(key, value) for layer in layers for key, value in layer.values.items()}
     description = " ".join((about or "").split())
     parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}", description=description)
     own = parsed.options

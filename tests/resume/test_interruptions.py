@@ -90,6 +90,7 @@ def test_the_command_that_an_interrupted_run_names_goes_on_with_it(nursery: Nurs
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming from" in done.stdout
+    assert done.stderr == ""
     assert list(losses(folder)) == list(range(1, 41))
 
 

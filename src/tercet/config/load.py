@@ -72,7 +72,7 @@ def merge(layers: list[Layer]) -> Loaded:
     for layer in layers:
         for path, value in layer.values.items():
             _check_key(path, layer.origin)
-            values[path] = _as_none(path, value)
+            values[path] = as_none(path, value)
             origins[path] = layer.origin
     try:
         config = RunConfig.model_validate(nest(values))
@@ -180,9 +180,10 @@ def _check_key(path: str, origin: str) -> None:
     raise ConfigError(f"unknown key {path} in {origin}: {hint}")
 
 
-def _as_none(path: str, value: Any) -> Any:
-    # TOML has no null: "none" says it, for the keys that can be empty.
-    return None if value == "none" and type(None) in getattr(all_keys()[path].annotation, "__args__", ()) else value
+def as_none(path: str, value: Any) -> Any:
+    """TOML has no null: "none" says it, for the keys that can be empty."""
+    key = all_keys().get(path)
+    return None if value == "none" and type(None) in getattr(key and key.annotation, "__args__", ()) else value
 
 
 def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
