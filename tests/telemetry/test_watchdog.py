@@ -106,6 +106,8 @@ def test_signals_are_given_back(parts):
     assert not list(folder.glob("stack_rank0_locked.txt"))
 
 
+# Slow, for it may wait in vain: once woken, a step may be made before the watchdog looks at its clock.
+@pytest.mark.slow
 def test_a_frozen_process_is_told_from_a_dead_one_and_a_stuck_one_can_end_itself(tmp_path, monkeypatch, nursery):
     monkeypatch.setattr(read_module, "FRESH_SECONDS", 0.5)
     monkeypatch.setattr("tercet.report.watch.STALE_SECONDS", 0.5)
