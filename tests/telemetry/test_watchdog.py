@@ -106,14 +106,12 @@ def test_signals_are_given_back(parts):
     assert not list(folder.glob("stack_rank0_locked.txt"))
 
 
-# Slow, for it may wait in vain: once woken, a step may be made before the watchdog looks at its clock.
-@pytest.mark.slow
-def test_a_frozen_process_is_told_from_a_dead_one_and_a_stuck_one_can_end_itself(tmp_path, monkeypatch, nursery):
+def frozen(tmp_path, monkeypatch, nursery):
+    """A run that was stopped for longer than its stall_seconds, and judged meanwhile; the caller lets it go on."""
     monkeypatch.setattr(read_module, "FRESH_SECONDS", 0.5)
     monkeypatch.setattr("tercet.report.watch.STALE_SECONDS", 0.5)
     data = corpus(tmp_path)
     folder = tmp_path / "run"
-    # After the freeze the process finds that its own clock has gone on without it: with health.stall=end it leaves.
     config = settings(
         folder, data, train__steps=100000, train__val_tokens=0, checkpoint__every=0, log__heartbeat_seconds=0.05,
         health__stall="end", health__stall_seconds=2.0, health__stall_start_seconds=60.0,
@@ -123,17 +121,30 @@ def test_a_frozen_process_is_told_from_a_dead_one_and_a_stuck_one_can_end_itself
     assert read_run(folder).state == "running"
     assert gate(verdict(read_run(folder)), "stability").verdict == "NOT TESTED"
     os.kill(child.pid, signal.SIGSTOP)
-    try:
-        wait_for(lambda: read_run(folder).state == "silent")
-        judged = verdict(read_run(folder))
-        assert gate(judged, "stability").verdict == "NO-GO"
-        assert "lives but has not spoken" in gate(judged, "stability").sentence
-        view = View(folder)
-        view.look()
-        assert "frozen or gone" in drawn(view)
-        time.sleep(2.0)
-    finally:
-        os.kill(child.pid, signal.SIGCONT)
+    wait_for(lambda: read_run(folder).state == "silent")
+    judged = verdict(read_run(folder))
+    assert gate(judged, "stability").verdict == "NO-GO"
+    assert "lives but has not spoken" in gate(judged, "stability").sentence
+    view = View(folder)
+    view.look()
+    assert "frozen or gone" in drawn(view)
+    return child, folder
+
+
+def test_a_frozen_process_is_told_from_a_dead_one(tmp_path, monkeypatch, nursery):
+    child, folder = frozen(tmp_path, monkeypatch, nursery)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert read_run(folder).state == "gone"
+
+
+# Slow, for it may wait in vain: once woken, a step may be made before the watchdog looks at its clock.
+@pytest.mark.slow
+def test_a_stuck_process_can_end_itself(tmp_path, monkeypatch, nursery):
+    # After the freeze the process finds that its own clock has gone on without it: with health.stall=end it leaves.
+    child, folder = frozen(tmp_path, monkeypatch, nursery)
+    time.sleep(2.0)
+    os.kill(child.pid, signal.SIGCONT)
     code = child.wait()
     found = read_run(folder)
     assert code == STALLED_EXIT
