@@ -178,10 +178,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", default="m7c")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--micro-batch", type=int, help="sequences per pass; the preset's if not given")
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence; passes keep the preset's number of tokens")
     asked = parser.parse_args(arguments)
     if asked.pairs < 2:
         parser.error(f"--pairs {asked.pairs}: a median of differences needs 2 or more")
     flags: dict[str, Any] = {"checkpoint.every": 0}
+    if asked.seq_len:
+        one_pass = load(preset=asked.preset).config.tokens_per_pass
+        flags |= {"data.seq_len": asked.seq_len, "train.micro_batch": max(1, one_pass // asked.seq_len)}
     if asked.micro_batch:
         flags["train.micro_batch"] = asked.micro_batch
     result = measure(load(preset=asked.preset, flags=flags).config, asked.pairs)

@@ -66,7 +66,12 @@ class TensorBoardSink:
     """Scalars and samples under tb/. After a resume, `purge_step` hides what was superseded."""
 
     def __init__(self, folder: Path, from_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise TercetError(
+                f"log.tensorboard needs tensorboard ({error}): pip install 'tercet[report]', or --log.no_tensorboard"
+            ) from None
 
         self._writer: Any = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
 
