@@ -45,6 +45,23 @@ SMALL: dict[str, Any] = {
 }
 
 
+# Sizes that the kernels take, for runs on a GPU: heads of 64, blocks of 64.
+GPU_SIZES: dict[str, Any] = {
+    "model__dim": 128,
+    "model__heads": 2,
+    "model__kv_heads": 1,
+    "model__head_dim": 64,
+    "model__ffn_dim": 256,
+    "model__nsa__compress_block": 32,
+    "model__nsa__compress_stride": 16,
+    "model__nsa__select_block": 64,
+    "model__nsa__select_count": 4,
+    "model__nsa__window": 128,
+    "data__seq_len": 1024,
+    "run__device": "cuda",
+}
+
+
 def small(**changes: Any) -> RunConfig:
     """A small run; `train__steps=9` changes train.steps."""
     return load(flags=SMALL | {k.replace("__", "."): v for k, v in changes.items()}).config
@@ -77,10 +94,10 @@ class Nursery:
         )
         self._answer()
 
-    def start(self, config: RunConfig, resume: str | None = None) -> Child:
-        """Begin a run in a child."""
+    def start(self, config: RunConfig, resume: str | None = None, output: Path | None = None) -> Child:
+        """Begin a run in a child; what it prints goes to a file of its own, or to `output`."""
         self._children += 1
-        output = Path(self._outputs.name) / f"{self._children}.txt"
+        output = output or Path(self._outputs.name) / f"{self._children}.txt"
         order = {"config": config.model_dump(mode="json"), "resume": resume, "output": str(output)}
         return Child(self, int(self._ask(order)["pid"]), output)
 

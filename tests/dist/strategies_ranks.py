@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from world import tell
 
-from runs import small
+from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
 from tercet.parallel.distributed import build_strategy
 from tercet.parallel.launch import Launch, join
@@ -51,8 +51,9 @@ for _strategy in ("ddp", "fsdp", "cp"):
             CASES[f"{_strategy} {_mode} {_accumulation}"] = ({"strategy": _strategy}, _mode, _accumulation)
 
 
-# Ranks may share a GPU, since gloo carries what they exchange.
+# Ranks may share a GPU, since gloo carries what they exchange. There the model has sizes that the kernels take.
 DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu")
+LENGTH = 1024 if DEVICE.type == "cuda" else 64
 
 
 def main() -> None:
@@ -80,14 +81,16 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
     attention, tie = ("nsa", "dense", "nsa") if settings.pop("dense", False) else "nsa", settings.pop("tie", True)
     context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
     parallel = {f"parallel__{key}": value for key, value in settings.items()}
+    on_gpu = {**GPU_SIZES, "parallel__share_gpus": True} if DEVICE.type == "cuda" else {}
     return small(
         **parallel,
+        **on_gpu,
         parallel__world_size=ranks,
         model__layers=3,
         model__attention=attention,
         model__tie_embeddings=tie,
         train__activation_checkpointing=mode,
-        train__tokens_per_step=2 * 64 * accumulation * ranks // context,
+        train__tokens_per_step=2 * LENGTH * accumulation * ranks // context,
         train__steps=steps,
         train__precision=precision,
         train__clip=0,

@@ -8,7 +8,7 @@ import pytest
 
 from dist.world import torchrun
 from tercet.config.parallel import ParallelConfig
-from tercet.parallel.launch import Launch, LaunchError, check_launch, disagreement
+from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
 
 ALONE = Launch()
 
@@ -43,11 +43,19 @@ def test_several_ranks_without_torchrun_are_refused_with_the_line_to_use():
     assert "torchrun --standalone --nproc-per-node=4 -m tercet train" in str(told.value)
 
 
-def test_more_ranks_than_gpus_need_a_transport_that_shares_them():
+def test_ranks_share_a_gpu_only_when_told_to_and_say_so():
     launch = Launch(0, 0, 2, 2, by_torchrun=True)
-    with pytest.raises(LaunchError, match="2 ranks on a machine with 1 GPU: NCCL needs one each"):
-        check_launch(ParallelConfig(strategy="ddp", world_size=2), launch, "cuda", 1)
-    assert check_launch(ParallelConfig(strategy="ddp", world_size=2, backend="gloo"), launch, "cuda", 1) == []
+    for transport in ("auto", "gloo"):
+        with pytest.raises(LaunchError, match="2 ranks on a machine with 1 GPU: each needs its own; start 1, or"):
+            check_launch(ParallelConfig(strategy="ddp", world_size=2, backend=transport), launch, "cuda", 1)
+    shared = ParallelConfig(strategy="ddp", world_size=2, share_gpus=True)
+    (said,) = check_launch(shared, launch, "cuda", 1)
+    assert said.startswith("2 ranks on a machine with 1 GPU share it (parallel.share_gpus): what they exchange goes")
+    assert backend_of(shared, "cuda") == "gloo"
+    with pytest.raises(LaunchError, match="nothing is to be shared, drop it"):
+        check_launch(shared, launch, "cuda", 2)
+    with pytest.raises(ValueError, match="NCCL needs a GPU for each rank"):
+        ParallelConfig(strategy="ddp", world_size=2, share_gpus=True, backend="nccl")
 
 
 def test_ranks_of_other_versions_or_worlds_are_named_with_both_values():

@@ -33,7 +33,8 @@ def torchrun(
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    paths = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src")]
+    # what else is on the path stays there: a machine's own packages may come through it
+    paths = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",

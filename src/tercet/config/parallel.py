@@ -41,7 +41,9 @@ class ParallelConfig(Section):
     """cp: weights as under fsdp, over all ranks, or as under ddp."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Transport; auto: NCCL between GPUs, gloo between CPUs. gloo lets ranks share a GPU, slowly."""
+    """Transport; auto: NCCL between GPUs, gloo between CPUs and between ranks that share GPUs."""
+    share_gpus: bool = False
+    """Let more ranks than a machine has GPUs share them, through gloo: slow, for trying out what takes several."""
     arrival_seconds: float = Field(default=300.0, gt=0)
     """How long ranks wait for each other at the start, before those missing are named."""
     first_step_seconds: float = Field(default=1800.0, gt=0)
@@ -67,6 +69,8 @@ class ParallelConfig(Section):
     def _read_by_this_strategy(self) -> Self:
         if self.strategy == "single" and self.world_size != 1:
             raise ValueError(f"world_size={self.world_size} with strategy=single: pick ddp or fsdp, or world_size=1")
+        if self.share_gpus and self.backend == "nccl":
+            raise ValueError("share_gpus=true with backend=nccl: NCCL needs a GPU for each rank, take backend=gloo")
         reads = _READS[self.strategy]
         if self.strategy == "cp":
             reads = reads + (_SHARDED if self.context_weights == "sharded" else _REPLICATED)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tercet.errors import TercetError
 from tercet.parallel.distributed import Distributed
+from tercet.parallel.launch import backend_of
 
 
 class Sharded(Distributed):
@@ -44,6 +45,10 @@ class Sharded(Distributed):
             ahead = self.parallel.prefetch
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+        if backend_of(self.parallel, self.world.device.type) == "gloo":
+            # gloo has no mean in every version of torch that is admitted: sums, and one division
+            for module in (cast(FSDPModule, model), *blocks):
+                module.set_force_sum_reduction_for_comms(True)
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=self.world.device)
             with drawn_whole():

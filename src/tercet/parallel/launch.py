@@ -71,12 +71,15 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
         )
     if device != "cuda":
         return []
-    transport = backend_of(parallel, device)
-    if transport == "nccl" and launch.local_world_size > gpus:
+    here = f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}"
+    if launch.local_world_size > gpus and not parallel.share_gpus:
         raise LaunchError(
-            f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one each; "
-            f"start {gpus}, or share GPUs (slowly) with --parallel.backend gloo"
+            f"{here}: each needs its own; start {gpus}, or share GPUs (slowly, through gloo) with --parallel.share_gpus"
         )
+    if parallel.share_gpus and launch.local_world_size <= gpus:
+        raise LaunchError(f"parallel.share_gpus=true, but there are {here}: nothing is to be shared, drop it")
+    if parallel.share_gpus:
+        return [f"{here} share it (parallel.share_gpus): what they exchange goes through the host, slowly"]
     if launch.world_size > 1 or gpus < 2 or parallel.allow_single_rank:
         return []
     sentence = f"this machine has {gpus} GPUs and one process was started: {gpus - 1} would stand idle"
@@ -98,7 +101,7 @@ def torchrun_line(ranks: int, local: int) -> str:
 def backend_of(parallel: ParallelConfig, device: str) -> str:
     if parallel.backend != "auto":
         return parallel.backend
-    return "nccl" if device == "cuda" else "gloo"
+    return "nccl" if device == "cuda" and not parallel.share_gpus else "gloo"
 
 
 @dataclass

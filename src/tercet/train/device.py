@@ -12,8 +12,8 @@ import torch
 from tercet.errors import TercetError
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` takes a GPU if there is one; asking for one that is not there is an error."""
+def pick_device(name: str, local_rank: int = 0, *, share: bool = False) -> torch.device:
+    """`auto` takes a GPU if there is one; asking for one that is not there is an error. `share`: ranks go round."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -21,8 +21,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
             raise TercetError(
                 "run.device=cuda, but torch sees no CUDA device: use --run.device cpu, or mend the driver"
             )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank % gpus if share else local_rank)
+        if device.index < gpus:  # a rank too many is refused in words where ranks are counted (parallel/launch.py)
+            torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
 

@@ -49,7 +49,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     """Train until the last step, a signal, or the end of the data. Returns the process's exit code."""
     set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
     launch = Launch.here()
-    device = pick_device(config.run.device, launch.local_rank)
+    device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
     strategy, path, resume = enter(config, resume, launch, device)
     screen = Screen(config.log.progress, quiet=strategy.rank > 0)
     with parting(strategy), ExitStack() as stack:
