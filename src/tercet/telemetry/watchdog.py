@@ -12,6 +12,7 @@ import faulthandler
 import io
 import json
 import os
+import select
 import signal
 import socket
 import statistics
@@ -170,9 +171,11 @@ class Watchdog:
         return f"CPU use since the last progress, {idle:.1f} s ago: {100 * share:.0f}% of one core: {meaning}"
 
     def _tell(self, text: str) -> None:
-        # Not through the screen: its lock may be what the main thread hangs in.
+        # Not through the screen: its lock may be what the main thread hangs in. And only where there is room: a pipe
+        # that nobody reads any more, or a terminal after Ctrl-S, may be the very cause of the stall.
         with contextlib.suppress(OSError, ValueError):
-            os.write(sys.stderr.fileno(), f"rank {self._rank}: {text}\n".encode())
+            if select.select([], [sys.stderr.fileno()], [], 0)[1]:
+                os.write(sys.stderr.fileno(), f"rank {self._rank}: {text}\n".encode())
 
 
 def stacks() -> str:
