@@ -268,3 +268,22 @@ def test_a_run_forked_from_another_saves_what_it_begins_with(nursery: Nursery, t
     assert nursery.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
     assert saved_steps(c) == [2, 6]
     assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]
+
+
+def test_a_fork_that_died_before_its_first_save_begins_again(nursery: Nursery, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert nursery.run(small(run__dir=str(a))).code == 0
+    source = a / "checkpoints" / "step-00000002"
+    forked = small(run__dir=str(b), checkpoint__every=0)
+    assert nursery.run(forked, resume=str(source)).code == 0
+    expected = losses(b)
+    for path in (b / "checkpoints").iterdir():  # as if it had been killed while it saved
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    child = nursery.run(forked, resume="auto")  # this would have been another run, from step 0
+    assert child.code == 1
+    assert f"{b} began with {source} and has saved nothing of its own: go on with --resume {source}" in child.output
+    other = a / "checkpoints" / "step-00000004"
+    assert "already holds a run" in nursery.run(forked, resume=str(other)).output
+    child = nursery.run(forked, resume=str(source))
+    assert child.code == 0, child.output
+    assert losses(b) == expected

@@ -53,17 +53,22 @@ class Watch:
 
     def explain(self, error: BaseException) -> BaseException:
         """The error to leave with: `error` itself if it is this rank's own, else what happened elsewhere."""
-        with contextlib.suppress(dist.DistError, RuntimeError, OSError):
+        rank, told = self._launch.rank, False
+        step, doing = self.where()
+        try:
             store = self._connect()
-            rank = self._launch.rank
-            step, doing = self.where()
             if not _of_another(error):
                 store.set(f"failed/{rank}", json.dumps({"step": step, "doing": doing, "error": _short(error)}))
                 return error
             sentence = self._who(store)
-            here = f"rank {rank} waited for it in step {step} ({doing}: {_short(error)})"
-            return PeerFailed(f"{sentence}; {here}; all ranks stop", told=store.add("told", 1) > 1)
-        return error
+            told = store.add("told", 1) > 1
+        except (dist.DistError, RuntimeError, OSError):
+            if not _of_another(error):
+                return error
+            # torchrun's first agent keeps the store, or rank 0 where agents are told not to share theirs
+            sentence = f"{self._silent(0, None)}, and with it the store that ranks speak through"
+        here = f"rank {rank} waited for it in step {step} ({doing}: {_short(error)})"
+        return PeerFailed(f"{sentence}; {here}; all ranks stop", told=told)
 
     # ------------------------------------------------------------ the beat
 

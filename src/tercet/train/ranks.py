@@ -44,7 +44,9 @@ def enter(
 
     world = join(launch, config.parallel, device, flat(config.model_dump(mode="json")), folder)
     path = Path(world.folder or "")
-    if launch.restarts and (resume is None or manifest.complete_checkpoints(path / "checkpoints")):
+    # a machine that joins anew counts from zero, whatever the others have been through
+    restarts = max(member["restarts"] for member in world.members)
+    if restarts and (resume is None or manifest.complete_checkpoints(path / "checkpoints")):
         resume = "auto"
     strategy = build_strategy(config.parallel, config.train, world)
     strategy.watch(lambda: (0, "starting"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
 from tercet.model.cost import parameters
+from tercet.telemetry.events import RunStarted, events_file, read_events
 from tercet.train import manifest, restore
 from tercet.train.folder import RunFolder
 
@@ -21,9 +23,14 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     manifest.sweep(folder.checkpoints)
     start = restore.choose(resume, folder.checkpoints, verify=config.checkpoint.verify)
     if start is None:
+        for other in _forked_from(folder):
+            if other is not None and other.parent != folder.checkpoints.resolve():
+                raise TercetError(
+                    f"{folder.path} began with {other} and has saved nothing of its own: go on with --resume {other}"
+                )
         return None, [f"--resume auto: {folder.checkpoints} has no complete checkpoint, starting at step 0"]
     own = start.is_in(folder.checkpoints)
-    if not own and folder.holds_a_run:
+    if not own and folder.holds_a_run and not _is_same_fork(folder, start):
         raise TercetError(
             f"{folder.path} already holds a run, and --resume {resume} is another's: pick another --run.dir, or go on "
             "with the run that is there by --resume auto"
@@ -36,6 +43,19 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
         aside = restore.set_aside(folder.checkpoints, int(start.run_state["step"]))
         said += [f"an abandoned checkpoint is kept as {p}" for p in aside]
     return start, said
+
+
+def _is_same_fork(folder: RunFolder, start: restore.Found) -> bool:
+    """Whether the folder holds nothing but attempts at this very fork that ended before their first save."""
+    saved = manifest.complete_checkpoints(folder.checkpoints)
+    return not saved and all(other == start.path.resolve() for other in _forked_from(folder))
+
+
+def _forked_from(folder: RunFolder) -> list[Path | None]:
+    """What each process that took up this run went on from."""
+    path = events_file(folder.path)
+    started = [e for e in read_events(path) if isinstance(e, RunStarted)] if path.exists() else []
+    return [Path(e.resumed_from).resolve() if e.resumed_from else None for e in started]
 
 
 def check_fit(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
