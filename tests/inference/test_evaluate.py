@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -67,6 +68,9 @@ def test_a_needle_is_found_where_the_model_sees_it_and_nowhere_else():
     model = language_model(**RECALL)
     found = list(needle(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=3))
     assert [(f.length, f.depth, f.right) for f in found] == [(32, 0.0, 3), (32, 1.0, 3), (128, 0.0, 0), (128, 1.0, 3)]
+    # logits of 1 for the chosen one of 256 tokens, 0 for all others
+    spread = math.log(math.e + 255)
+    assert [f.nats for f in found] == pytest.approx([spread - 1, spread - 1, spread, spread - 1])
 
 
 def test_a_needle_in_text_is_read_from_held_out_documents():

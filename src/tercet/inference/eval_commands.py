@@ -84,7 +84,11 @@ def needle(
     found = []
     for result in search(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
         found.append(result)
-        print(f"{result.length:>9,} tokens, depth {result.depth:>4.0%}: {result.right} of {result.asked}", flush=True)
+        print(
+            f"{result.length:>9,} tokens, depth {result.depth:>4.0%}: {result.right} of {result.asked}, "
+            f"loss {result.nats:.3f}",
+            flush=True,
+        )
     if plot is not None:
         from tercet.inference.pictures import needle_map
 

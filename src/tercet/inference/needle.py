@@ -17,7 +17,7 @@ from tercet.data.synthetic import KEYS, NOISE, VALUES
 from tercet.errors import TercetError
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
-from tercet.inference.recall import answers_right
+from tercet.inference.recall import judge
 
 Style = Literal["auto", "recall", "text"]
 _NAMES = ("harbour", "orchard", "lantern", "glacier", "saddle", "violin", "meadow", "compass")
@@ -31,6 +31,7 @@ class Found:
     depth: float
     right: int
     asked: int
+    nats: float  # mean loss per token of the answers: tells guessing from almost knowing where none is right
 
     @property
     def accuracy(self) -> float:
@@ -66,13 +67,14 @@ def needle(
     for length in lengths:
         for depth in depths:
             made = [_document(model, style, length, depth, hay, generator) for _ in range(trials)]
-            right = 0
+            answers = []
             for first in range(0, trials, batch):
                 part = made[first : first + batch]
                 tokens = torch.tensor([document for document, _ in part])
                 spans = [(row, length - answer, length) for row, (_, answer) in enumerate(part)]
-                right += sum(answers_right(model, tokens, spans))
-            yield Found(length, depth, right, trials)
+                answers += judge(model, tokens, spans)
+            right, nats = sum(a.right for a in answers), sum(a.nats for a in answers) / trials
+            yield Found(length, depth, right, trials, nats)
 
 
 def _document(

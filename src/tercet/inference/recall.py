@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.config.data import SyntheticConfig
@@ -43,16 +44,24 @@ def window_reach(model: Transformer) -> int:
     return model.config.layers * (model.config.nsa.window - 1)
 
 
+@dataclass(frozen=True)
+class Answer:
+    right: bool  # all its tokens are the model's own choices
+    nats: float  # mean loss of its tokens
+
+
 @torch.no_grad()
-def answers_right(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[bool]:
-    """Whether the tokens first … last-1 of each span (row, first, last) are the model's own choices."""
+def judge(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[Answer]:
+    """What the model makes of the tokens first … last-1 of each span (row, first, last)."""
+    sizes = [last - first for _, first, last in spans]
     rows = torch.tensor([row for row, first, last in spans for _ in range(first, last)])
     at = torch.tensor([place for _, first, last in spans for place in range(first, last)])
     device = model.embedding.weight.device
     hidden = model.hidden(documents.to(device))
-    chosen = model.logits(hidden[rows.to(device), (at - 1).to(device)]).argmax(-1).cpu()
-    right = (chosen == documents[rows, at]).split([last - first for _, first, last in spans])
-    return [bool(answer.all()) for answer in right]
+    logits = model.logits(hidden[rows.to(device), (at - 1).to(device)]).float().cpu()
+    asked = documents[rows, at]
+    right, nats = logits.argmax(-1) == asked, F.cross_entropy(logits, asked, reduction="none")
+    return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
 
 
 def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[Recall]:
@@ -71,9 +80,9 @@ def recall_by_distance(model: LanguageModel, *, length: int, documents: int, bat
     ) as loader:
         for loaded in islice(loader, -(-documents // batch)):
             spans, distances = _questions(loaded.tokens, task)
-            for distance, right in zip(distances, answers_right(model, loaded.tokens, spans), strict=True):
+            for distance, answer in zip(distances, judge(model, loaded.tokens, spans), strict=True):
                 counted = counts[distance.bit_length() - 1]
-                counted[0] += right
+                counted[0] += answer.right
                 counted[1] += 1
     return [Recall(1 << i, (2 << i) - 1, right, asked) for i, (right, asked) in sorted(counts.items())]
 
