@@ -48,14 +48,14 @@ def operator(shape: str, *, packed: bool = False, dtype: torch.dtype = torch.bfl
     ks, vs, kw, vw = tensor(T, G, DK), tensor(T, G, DV), tensor(T, G, DK), tensor(T, G, DV)
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
     ccu = None if cu is None else ops.nsa_compressed_bounds._init_fn(cu, 32, 16)
-    o_c, lse_c = ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, sizes)
-    blocks = ops.nsa_select._init_fn(q, kc, lse_c, cu, ccu, sizes)
+    o_c, lse_c = ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, sizes, [])
+    blocks = ops.nsa_select._init_fn(q, kc, lse_c, cu, ccu, sizes, [])
     out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(
-        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, sizes
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, sizes, []
     )
     if backward:
         ops.nsa_backward._init_fn(
-            out, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, cu, ccu, saved, sizes
+            out, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, cu, ccu, saved, sizes, []
         )
 
 

@@ -29,8 +29,11 @@ class Route(str):
         return f"'{self}'" if self.reason is None else f"'{self}' ({self.reason})"
 
 
-def choose(backend: str, tensors: dict[str, Tensor], config: NSAConfig) -> tuple[str, str | None]:
-    """(backend, why not a faster one). `tensors` holds q, keys and values by the names of nsa_attention's arguments.
+def choose(
+    backend: str, tensors: dict[str, Tensor], config: NSAConfig, obstacle: str | None = None
+) -> tuple[str, str | None]:
+    """(backend, why not a faster one). `tensors` holds q, keys and values by the names of nsa_attention's arguments;
+    `obstacle` is what stands in the kernels' way besides them.
 
     Plain strings rather than a Route: torch.compile traces this, and knows no subclasses of str.
     """
@@ -38,7 +41,7 @@ def choose(backend: str, tensors: dict[str, Tensor], config: NSAConfig) -> tuple
         raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return "reference", "asked for"
-    reason = why_not_triton(tensors, config)
+    reason = obstacle or why_not_triton(tensors, config)
     if reason is None:
         return "triton", None
     if backend == "triton":

@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from tercet.attention import checks, reference
+from tercet.attention import checks, reference, stretch
 from tercet.attention.buckets import Buckets
 from tercet.attention.dispatch import Route, choose
 from tercet.attention.layout import WHOLE, Packing, Span
@@ -106,9 +106,14 @@ def run_nsa(
     backend: str = "auto",
     branches: tuple[str, ...] = BRANCHES,
     block_indices: Tensor | None = None,
+    span: Span = WHOLE,
 ) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
-    """What nsa_attention does, for callers that torch.compile traces: (out, block_indices, (backend, reason))."""
-    if packing is not None:
+    """What nsa_attention does, for callers that torch.compile traces: (out, block_indices, (backend, reason)).
+
+    With a span, q, gates and given block_indices are a stretch of the sequence (and so are the results), k_selected and
+    k_window others that have every token their branch reads, k_compressed and the packing those of the whole sequence.
+    """
+    if packing is not None and span is WHOLE:
         checks.check_packing(packing, q, k_compressed, config)
     keys = {"compressed": k_compressed, "selected": k_selected, "window": k_window}
     values = {"compressed": v_compressed, "selected": v_selected, "window": v_window}
@@ -121,16 +126,25 @@ def run_nsa(
         tokens: int | None = length
         if branch == "compressed":
             tokens = None if packing is not None else config.num_compressed(length)
+        if span is not WHOLE:
+            tokens = None
+            if branch in branches or branch == "compressed":
+                here = span.of_window if branch == "window" else span
+                checks.check_span(q, keys[branch], branch, here, config, packing)
         checks.check_keys(q, keys[branch], values[branch], branch, tokens)
     checks.check_same_groups(keys, values)
     checks.check_gates(gates, q)
     if block_indices is not None:
         checks.check_block_indices(block_indices, q, k_selected.shape[2], config)
-    route = choose(backend, tensors, config)
+    route = choose(backend, tensors, config, stretch.obstacle(span, packing, branches))
     with torch.autocast(q.device.type, enabled=False):
         if route[0] == "triton":
             from tercet.attention import kernels
 
+            cu_seqlens, places = None if packing is None else packing.cu_seqlens, []
+            if span is not WHOLE:
+                cu_seqlens = stretch.bounds(k_selected, k_window, span, packing)
+                places = stretch.places(q, span, packing)
             out, block_indices = kernels.nsa(
                 q,
                 k_compressed,
@@ -141,12 +155,13 @@ def run_nsa(
                 v_window,
                 gates,
                 config,
-                cu_seqlens=None if packing is None else packing.cu_seqlens,
+                cu_seqlens=cu_seqlens,
                 branches=branches,
                 block_indices=block_indices,
+                span=places,
             )
         else:
-            out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices)
+            out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices, span)
     return out, block_indices, route
 
 
@@ -157,15 +172,22 @@ def _reference(
     packing: Packing | None,
     branches: tuple[str, ...],
     block_indices: Tensor | None,
+    span: Span = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    if packing is not None and packing.buckets is not None:
+    if packing is not None and span is WHOLE and packing.buckets is not None:
         return _reference_by_buckets(tensors, gates, config, packing.buckets, branches, block_indices)
     q = tensors["q"]
     outs: dict[str, Tensor] = {}
     wants_selection = "selected" in branches and block_indices is None
     if "compressed" in branches or wants_selection:
         out, indices, _ = reference.compressed_attention(
-            q, tensors["k_compressed"], tensors["v_compressed"], config, packing, want_indices=wants_selection
+            q,
+            tensors["k_compressed"],
+            tensors["v_compressed"],
+            config,
+            packing,
+            want_indices=wants_selection,
+            span=span,
         )
         if "compressed" in branches:
             outs["compressed"] = out
@@ -174,10 +196,12 @@ def _reference(
     if "selected" in branches:
         assert block_indices is not None
         outs["selected"] = reference.selected_attention(
-            q, tensors["k_selected"], tensors["v_selected"], block_indices, config, packing
+            q, tensors["k_selected"], tensors["v_selected"], block_indices, config, packing, span
         )
     if "window" in branches:
-        outs["window"] = reference.window_attention(q, tensors["k_window"], tensors["v_window"], config, packing)
+        outs["window"] = reference.window_attention(
+            q, tensors["k_window"], tensors["v_window"], config, packing, span.of_window
+        )
     return reference.combine(gates, outs).to(q.dtype), block_indices
 
 

@@ -19,11 +19,23 @@ from tercet.attention.spec import NSAConfig
 class Span:
     """Which part of the whole sequence stands in q, and where the keys at hand begin: token indices of the sequence.
 
-    A rank that holds a part of a long sequence asks for its own queries only, against the keys that it has fetched.
+    A rank that holds a part of a long sequence asks for its own queries only, against the keys that it has fetched; new
+    tokens after a cache are the last of their sequence. The keys of the selected and of the window branch may begin
+    apart: `window_key` is where the window's do, `first_key` unless given.
     """
 
     first_query: int = 0
     first_key: int = 0
+    window_key: int | None = None
+
+    @property
+    def first_window_key(self) -> int:
+        return self.first_key if self.window_key is None else self.window_key
+
+    @property
+    def of_window(self) -> Span:
+        """As the window branch alone sees it."""
+        return Span(self.first_query, self.first_window_key)
 
 
 WHOLE = Span()
@@ -56,6 +68,8 @@ class Packing:
     bounds: list[tuple[int, int, int, int]] | None
     """Each document's (first token, end, first compressed token, end), where reading them costs no synchronisation;
     None on a device."""
+    over_keys: dict[tuple[tuple[int, int], ...], Tensor]
+    """Bounds over stretches of keys, kept for the layers that follow: see stretch.bounds."""
 
     def __init__(self, cu_seqlens: Tensor, length: int, compressed_length: int, config: NSAConfig) -> None:
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as kernels read it
@@ -73,6 +87,7 @@ class Packing:
         first = cu_seqlens[document] + self.compressed_index * config.compress_stride
         self.compressed_first_token = first.clamp(max=max(length - config.compress_block, 0))
         self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
+        self.over_keys = {}
 
     @property
     def num_documents(self) -> int:

@@ -48,6 +48,7 @@ def _shapes() -> dict[str, Shape]:
     k = 1024
     shapes = {f"P{n}k": Shape(1, n * k, 64, 4, 128) for n in (8, 16, 32, 64)}
     shapes |= {f"C{16 // n}x{n}k": Shape(16 // n, n * k, 12, 2, 64) for n in (2, 4, 8, 16)}
+    shapes |= {f"C{64 // n}x{n}k": Shape(64 // n, n * k, 12, 2, 64) for n in (2, 4, 8, 16, 32)}
     shapes |= {f"C1x{n}k": Shape(1, n * k, 12, 2, 64) for n in (8, 32, 64, 128, 256, 512, 1024)}
     shapes |= {f"M{16 // n}x{n}k": Shape(16 // n, n * k, 16, 1, 64) for n in (4, 16)}
     return shapes

@@ -17,7 +17,8 @@ def attention(
     """The operator beside dense attention, in one process on this machine's GPU: correctness first, then times.
 
     Args:
-        shapes: Comma-separated: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64), M4x4k, M1x16k.
+        shapes: Comma-separated: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64; C32x2k … C2x32k
+            and C1x64k have a step's 65,536 tokens), M4x4k, M1x16k.
         inputs: random, smooth or both; smooth has the block agreement of text.
         correlation: Of successive queries in smooth inputs.
         dense: Dense attention to compare with: cudnn, flash or both.

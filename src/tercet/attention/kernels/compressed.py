@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
-from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand, visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, query_tile, settings
 from tercet.attention.kernels.tiles import (
@@ -26,26 +26,28 @@ from tercet.attention.kernels.tiles import (
 )
 from tercet.attention.spec import NSAConfig
 
-_PER_BATCH = ["docs", "length", "per_sequence", "compressed_length", "token_length", "span", "parts"]
+_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries"]
 
 
-@triton.jit(do_not_specialize=_PER_BATCH[:4])
+@triton.jit(do_not_specialize=[*_PER_BATCH, "compressed_length"])
 def _forward(
-    Q, K, V, KD, VD, O, LSE, CU, CCU, docs, length, per_sequence, compressed_length,
+    Q, K, V, KD, VD, O, LSE, CU, CCU, docs, length, per_sequence, first_query, queries, compressed_length,
     q_t, q_h, k_t, k_h, v_t, v_h, scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, QT, PACKED)
+    doc, _, rows, size, first = locate_queries(
+        CU, docs, tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     if first < size:
         if PACKED:
             c0 = tl.load(CCU + doc)
         else:
             c0 = doc * compressed_length
-        position, token, head, inside = query_rows(start, size, first, g, HEADS, QT, M)
+        position, token, head, inside = query_rows(rows, size, first, g, HEADS, QT, M)
         q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
         seen = visible(position, L, S)
         whole = visible(first, L, S) // N * N
@@ -67,13 +69,14 @@ def _forward(
         finish(O, LSE, token, head, inside, m, l, acc, G * HEADS, DV, DVP)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH[:3] + _PER_BATCH[4:6])
+@triton.jit(do_not_specialize=[*_PER_BATCH, "token_length", "span"])
 def _key_gradients(
-    Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, token_length, span,
+    Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries,
+    token_length, span,
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     # program: one tile of compressed tokens, one range of its document's queries, one group; partial sums in fp32
     tile = tl.program_id(0)
@@ -88,23 +91,26 @@ def _key_gradients(
     else:
         start = doc * token_length
         size = token_length
+    rows, origin, size = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
     last = (first + tl.arange(0, N)) * S + L - 1  # the first query that sees each compressed token
-    begin = tl.maximum(part * span, (first * S + L - 1) // QT * QT)
-    end = tl.minimum(part * span + span, size)
+    # ranges and tiles of queries count from the first one at hand
+    begin = origin + tl.maximum(part * span, tl.maximum(first * S + L - 1 - origin, 0) // QT * QT)
+    end = tl.minimum(origin + part * span + span, size)
     if (first < count) & (begin < end):
         k = load_keys(K + g.to(tl.int64) * k_h, None, c0 + first, count - first, g, k_t, DK, DKP, N, False, False)
         v = load_keys(V + g.to(tl.int64) * v_h, None, c0 + first, count - first, g, v_t, DV, DVP, N, False, False)
-        all_seen = ((first + N - 1) * S + L - 1 + QT - 1) // QT * QT  # from this query on the whole tile is visible
+        # from this query on the whole tile is visible
+        all_seen = origin + (tl.maximum((first + N - 1) * S + L - 1 - origin, 0) + QT - 1) // QT * QT
         middle = tl.minimum(tl.maximum(all_seen, begin), end)
         for t in tl.range(begin, middle, QT):
             position, q, do, lse, row_sum, gate = load_queries(
-                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, rows, size, t, g, q_t, q_h, do_t, do_h,
                 HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
             seen = last[:, None] <= position[None, :]
             dk, dv = key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, True, GATED)
         for t in tl.range(middle, end, QT):
             position, q, do, lse, row_sum, gate = load_queries(
-                Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, rows, size, t, g, q_t, q_h, do_t, do_h,
                 HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
             dk, dv = key_gradient(q, do, k, v, None, lse, gate, row_sum, dk, dv, scale, False, GATED)
     place = (part * tl.num_programs(0) + tile).to(tl.int64) * N + tl.arange(0, N)
@@ -113,7 +119,7 @@ def _key_gradients(
     store_rows(DVP_ + g * DV, place, G * DV, always, dv, DV, DVP)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH[:3] + _PER_BATCH[6:])
+@triton.jit(do_not_specialize=[*_PER_BATCH[:3], "parts"])
 def _sum_parts(
     PK, PV, DK_, DV_, CCU, docs, length, per_sequence, parts,
     GK: tl.constexpr, GKP: tl.constexpr, GV: tl.constexpr, GVP: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
@@ -143,13 +149,13 @@ def forward(
     launch = launch or settings("compressed_forward", q, v)
     rows, queries = query_tile(H // G, launch.rows)
     kd, vd = key_descriptors(launch, k, v)
-    cu, *bounds = documents.tokens(queries)
+    cu, *bounds = documents.query_tokens(queries)
     call(
-        _forward, (documents.token_tiles(queries), G),
+        _forward, (documents.query_tiles(queries), G),
         (q, k, v, kd, vd, o, lse, cu, documents.ccu), (*bounds, documents.compressed_length),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
-        DV, padded(DV), queries, rows, launch.keys, documents.packed, kd is not None),
+        DV, padded(DV), queries, rows, launch.keys, documents.packed, documents.stretch, kd is not None),
         **launch.options,
     )  # fmt: skip
     return o, lse
@@ -169,19 +175,20 @@ def key_gradients(
     if tiles == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
     # enough programs to fill the device even where the first tiles see all queries and the last ones almost none
-    parts = max(1, min(launch.parts, -(-documents.length // (16 * queries)), -(-2048 // (tiles * G))))
-    span = -(-documents.length // (parts * queries)) * queries
+    parts = max(1, min(launch.parts, -(-documents.queries // (16 * queries)), -(-2048 // (tiles * G))))
+    span = -(-documents.queries // (parts * queries)) * queries
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
     qd, dod = query_descriptors(launch, q, dout, H // G, rows)
     ccu, *bounds = documents.compressed(N)
     call(
         _key_gradients, (tiles, parts, G),
-        (q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu), (*bounds, documents.length, span),
+        (q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu),
+        (*bounds, documents.first_query, documents.queries, documents.length, span),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
-        DV, padded(DV), queries, rows, N, documents.packed, qd is not None, gate is not None),
+        DV, padded(DV), queries, rows, N, documents.packed, documents.stretch, qd is not None, gate is not None),
         **launch.options,
     )  # fmt: skip
     # padding after the last document's compressed tokens belongs to no tile

@@ -6,6 +6,10 @@ batch every sequence is a document and the tile's place is arithmetic. In a pack
 idle. A program finds its document by bisection of `cu`, which is small and soon in L1.
 
 Rows are *flat*: token t of sequence b is row b·T + t, and documents of a packed batch stand one after another.
+
+A *stretch* of queries: q and all that comes with it may hold only the tokens first_query … first_query + queries - 1 of
+those that the keys hold (of each sequence of a plain batch). Keys know nothing of it: their tiles and documents stay as
+they are. A flag that is off compiles the code of whole sequences.
 """
 
 from __future__ import annotations
@@ -47,6 +51,63 @@ def locate(CU, docs, tile, length, per_sequence, ROWS: tl.constexpr, PACKED: tl.
 
 
 @triton.jit
+def locate_queries(CU, docs, tile, length, per_sequence, first_query, queries, ROWS: tl.constexpr,
+                   PACKED: tl.constexpr, STRETCH: tl.constexpr):  # fmt: skip
+    """The document of a tile of queries: (doc, start, rows, end, first).
+
+    As `locate`, but for queries that may be a stretch: `rows + position` is the row in q of the query at `position` of
+    its document, `end` the position after the document's last query at hand, and `first` any position where the
+    stretch begins within the document. start: the flat row of the document's first key.
+    """
+    if STRETCH:
+        if PACKED:
+            # the documents cut at the stretch's ends are documents themselves
+            doc = 0
+            above = docs
+            while above - doc > 1:
+                middle = (doc + above) // 2
+                if tl.minimum(tl.maximum(tl.load(CU + middle) - first_query, 0), queries) // ROWS + middle <= tile:
+                    doc = middle
+                else:
+                    above = middle
+            start = tl.load(CU + doc)
+            cut = tl.minimum(tl.maximum(start - first_query, 0), queries)
+            rows = start - first_query
+            end = tl.minimum(tl.load(CU + doc + 1), first_query + queries) - start
+            first = (tile - doc - cut // ROWS) * ROWS + cut - rows
+        else:
+            doc = tile // per_sequence
+            start = doc * length
+            rows = doc * queries - first_query
+            end = first_query + queries
+            first = first_query + (tile - doc * per_sequence) * ROWS
+    else:
+        doc, start, end, first = locate(CU, docs, tile, length, per_sequence, ROWS, PACKED)
+        rows = start
+    return doc, start, rows, end, first
+
+
+@triton.jit
+def queries_at_hand(doc, start, size, first_query, queries, PACKED: tl.constexpr, STRETCH: tl.constexpr):
+    """For a document of keys: (rows, begin, end). `rows + position` is the row in q of the query at `position`; those
+    from begin to end - 1 are at hand. With begin >= end there are none."""
+    if STRETCH:
+        if PACKED:
+            rows = start - first_query
+            begin = tl.maximum(first_query - start, 0)
+            end = tl.minimum(first_query + queries - start, size)
+        else:
+            rows = doc * queries - first_query
+            begin = first_query
+            end = first_query + queries
+    else:
+        rows = start
+        begin = 0
+        end = size
+    return rows, begin, end
+
+
+@triton.jit
 def visible(position, L: tl.constexpr, S: tl.constexpr):
     """num_cmp(t): how many compressed tokens the query at `position` sees."""
     return tl.where(position + 1 < L, 0, (position + 1 - L) // S + 1)
@@ -72,18 +133,29 @@ class Documents:
     """What a launch must know of a batch's documents: host numbers and device bounds, never device values.
 
     Kernels take `*documents.tokens(rows)` as (CU, docs, length, per_sequence) and a grid of
-    `documents.token_tiles(rows)`; `compressed` / `compressed_tiles` are the same over compressed tokens.
+    `documents.token_tiles(rows)`; `compressed` / `compressed_tiles` are the same over compressed tokens, and
+    `query_tokens(rows)`, with first_query and queries at its end, and `query_tiles` over the queries.
     """
 
     batch: int
-    length: int  # T
+    length: int  # T: tokens of a sequence, as keys
     compressed_length: int  # Tc, padding included
-    cu: Tensor | None  # int32 [docs + 1], None in a plain batch
+    cu: Tensor | None  # int32 [docs + 1], None in a plain batch; over the keys
     ccu: Tensor | None  # int32 [docs + 1], bounds of the compressed tokens
+    first_query: int = 0  # the token of the first query: see above
+    queries: int = -1  # of a sequence; all of T unless given
+
+    def __post_init__(self) -> None:
+        if self.queries < 0:
+            object.__setattr__(self, "queries", self.length)
 
     @property
     def packed(self) -> bool:
         return self.cu is not None
+
+    @property
+    def stretch(self) -> bool:
+        return self.first_query != 0 or self.queries != self.length
 
     @property
     def count(self) -> int:
@@ -99,11 +171,17 @@ class Documents:
     def compressed_tiles(self, rows: int) -> int:
         return self._tiles(self.compressed_length, rows)
 
+    def query_tiles(self, rows: int) -> int:
+        return self._tiles(self.queries, rows)
+
     def tokens(self, rows: int) -> tuple[Tensor | None, int, int, int]:
         return self.cu, self.count, self.length, -(-self.length // rows)
 
     def compressed(self, rows: int) -> tuple[Tensor | None, int, int, int]:
         return self.ccu, self.count, self.compressed_length, max(1, -(-self.compressed_length // rows))
+
+    def query_tokens(self, rows: int) -> tuple[Tensor | None, int, int, int, int, int]:
+        return self.cu, self.count, self.length, -(-self.queries // rows), self.first_query, self.queries
 
     def _tiles(self, length: int, rows: int) -> int:
         if self.cu is None:

@@ -5,10 +5,15 @@
 gates in, adds dq once and materialises no gradient of a branch's output. Checkpointing policies can name each op.
 
 Missing branches are None going in and empty tensors coming out.
+
+`span` is empty where q holds whole sequences. Else q is a stretch of them (documents.py), and span is the tokens of the
+whole, then the first query's place among the compressed branch's tokens, the selected keys' and the window keys'. The
+keys' own bounds may then differ as well: `cu` is [3, docs + 1], a row for each branch, where they do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import lru_cache
 
@@ -44,8 +49,17 @@ def _config(sizes: tuple[int, ...]) -> NSAConfig:
     return NSAConfig(*sizes)
 
 
-def _documents(q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None) -> Documents:
-    return Documents(q.shape[0], q.shape[1], 0 if kc is None else kc.shape[1], cu, ccu)
+def _documents(
+    q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None, span: Sequence[int] = (),
+    branch: int = 0, keys: Tensor | None = None,
+) -> Documents:  # fmt: skip
+    """As a branch's kernels see them: 0 compressed, 1 selected, 2 window, the latter two with their keys."""
+    compressed = 0 if kc is None else kc.shape[1]
+    if not span:
+        return Documents(q.shape[0], q.shape[1], compressed, cu, ccu)
+    length = span[0] if keys is None else keys.shape[1]
+    bounds = cu if cu is None or cu.dim() == 1 else cu[branch]
+    return Documents(q.shape[0], length, compressed, bounds, ccu, span[1 + branch], q.shape[1])
 
 
 def _rows_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,27 +88,31 @@ def _(cu: Tensor, block: int, stride: int) -> Tensor:
 
 @torch.library.custom_op("tercet::nsa_compressed", mutates_args=())
 def nsa_compressed(
-    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
+    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
 ) -> tuple[Tensor, Tensor]:
     q, kc, vc = _flat(q, kc, vc)
-    return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu))
+    return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu, span))
 
 
 @nsa_compressed.register_fake
 def _(
-    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]
+    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
 ) -> tuple[Tensor, Tensor]:
     return _rows_like(q, vc)
 
 
 @torch.library.custom_op("tercet::nsa_select", mutates_args=())
-def nsa_select(q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]) -> Tensor:
+def nsa_select(
+    q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
+) -> Tensor:
     q, kc = _flat(q, kc)
-    return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu))
+    return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu, span))
 
 
 @nsa_select.register_fake
-def _(q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int]) -> Tensor:
+def _(
+    q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
+) -> Tensor:
     count = _config(tuple(config)).select_count
     return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
 
@@ -118,22 +136,23 @@ def nsa_attend(
     cu: Tensor | None,
     ccu: Tensor | None,
     config: list[int],
+    span: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, o of selected, its lse, o of window, its lse, and the index tensors that selected attention can
     use again). Without gates and with one branch, out is that o."""
-    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, _config(tuple(config)))
+    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, _config(tuple(config)), span)
     return tuple(_none(q) if x is None else x for x in found)
 
 
-def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes):
+def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span):
     q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
-    documents = _documents(q, kc, cu, ccu)
     o_s = lse_s = o_w = lse_w = None
     saved: tuple[Tensor, ...] = ()
     if ks is not None:
+        documents = _documents(q, kc, cu, ccu, span, 1, ks)
         o_s, lse_s, saved = selected_forward(q, ks, vs, block_indices.contiguous(), sizes, documents)
     if kw is not None:
-        o_w, lse_w = window_forward(q, kw, vw, sizes.window, documents)
+        o_w, lse_w = window_forward(q, kw, vw, sizes.window, _documents(q, kc, cu, ccu, span, 2, kw))
     outputs = [o_c, o_s, o_w]
     if gates is None and sum(o is not None for o in outputs) == 1 and o_c is None:
         out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
@@ -143,7 +162,7 @@ def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu
 
 
 @nsa_attend.register_fake
-def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config):
+def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span):
     out, lse = _rows_like(q, next(v for v in (vc, vs, vw) if v is not None))
     alone = gates is None and o_c is None and (ks is None) != (kw is None)
     o_s, lse_s = (_none(q), _none(q)) if ks is None else (_none(q) if alone else torch.empty_like(out), lse)
@@ -152,7 +171,7 @@ def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, conf
     )
     saved = ()
     if ks is not None:
-        documents = _documents(q, kc, cu, ccu)
+        documents = _documents(q, kc, cu, ccu, span, 1, ks)
         saved = selected_saved_like(q, ks, vs, block_indices, _config(tuple(config)), documents)
     return out, o_s, lse_s, o_w, lse_w, *saved, *(_none(q) for _ in range(SAVED - len(saved)))
 
@@ -182,52 +201,56 @@ def nsa_backward(
     ccu: Tensor | None,
     saved: list[Tensor],
     config: list[int],
+    span: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are."""
     grads = _gradients(
         dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved,
-        _config(tuple(config)),
+        _config(tuple(config)), span,
     )  # fmt: skip
     return tuple(_none(q) if x is None else x for x in grads)
 
 
 def _gradients(
-    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes
-):
+    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes,
+    span,
+):  # fmt: skip
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
-    documents = _documents(q, kc, cu, ccu)
     sums, planes, dgates = row_sums([o_c, o_s, o_w], dout, gates)
     g_c, g_s, g_w = (None, None, None) if planes is None else planes.unbind(0)
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
-    if kc is not None or kw is not None:
-        dq = query_gradients(
-            q,
-            dout,
-            None if kc is None else (kc, vc, lse_c, sums[0], g_c),
-            None if kw is None else (kw, vw, lse_w, sums[2], g_w),
-            sizes,
-            documents,
-        )
+    by_compressed = None if kc is None else (kc, vc, lse_c, sums[0], g_c)
+    by_window = None if kw is None else (kw, vw, lse_w, sums[2], g_w)
+    documents = _documents(q, kc, cu, ccu, span)
+    windows = _documents(q, kc, cu, ccu, span, 2, kw) if span else documents
+    if span and kc is not None and kw is not None:
+        # positions may differ: the window's keys need not begin where the documents do
+        dq = query_gradients(q, dout, by_compressed, None, sizes, documents)
+        dq += query_gradients(q, dout, None, by_window, sizes, windows)
+    elif kc is not None or kw is not None:
+        dq = query_gradients(q, dout, by_compressed, by_window, sizes, windows if kc is None else documents)
     if kc is not None:
         dkc, dvc = compressed_key_gradients(q, kc, vc, lse_c, dout, g_c, sums[0], sizes, documents)
     if kw is not None:
-        dkw, dvw = window_key_gradients(q, kw, vw, lse_w, dout, g_w, sums[2], sizes.window, documents)
+        dkw, dvw = window_key_gradients(q, kw, vw, lse_w, dout, g_w, sums[2], sizes.window, windows)
     if ks is not None:
+        blocks = _documents(q, kc, cu, ccu, span, 1, ks) if span else documents
         dq, dks, dvs = selected_backward(
-            q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, documents, saved, dq=dq
+            q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, blocks, saved, dq=dq
         )
     return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
 
 
 @nsa_backward.register_fake
 def _(
-    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config
-):
+    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
+    span,
+):  # fmt: skip
     return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates))
 
 
 def _keep(ctx, inputs, output) -> None:
-    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config = inputs
+    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config, ctx.span = inputs
     out, o_s, lse_s, o_w, lse_w, *saved = output
     # a branch alone and without gates: its output is the result
     if ks is not None and (o_s is None or o_s.numel() == 0):
@@ -246,10 +269,10 @@ _KEPT = 17  # tensors before `saved`
 
 def _attend_gradient(ctx, dout, *_unused):
     if dout is None:
-        return (None,) * 14
+        return (None,) * 15
     kept = ctx.saved_tensors
-    grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config)
-    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 6
+    grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)
+    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 7
 
 
 nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
@@ -269,8 +292,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         kept = ctx.saved_tensors
         if dout is None:
-            return (None,) * 14
-        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config), *(None,) * 6
+            return (None,) * 15
+        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span), *(None,) * 7
 
 
 def _watched() -> bool:
@@ -279,19 +302,20 @@ def _watched() -> bool:
 
 
 def _save_compressed(ctx, inputs, output):
-    q, kc, vc, cu, ccu, config = inputs
+    q, kc, vc, cu, ccu, ctx.config, ctx.span = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
-    ctx.config = config
 
 
 def _compressed_gradient(ctx, dout, _lse):
     q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
     if dout is None:
-        return (None,) * 6
+        return (None,) * 7
     none = (None,) * 5
-    dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], ctx.config)
-    return dq, dkc, dvc, None, None, None
+    dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
+        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], ctx.config, ctx.span
+    )
+    return dq, dkc, dvc, None, None, None, None
 
 
 nsa_compressed.register_autograd(_compressed_gradient, setup_context=_save_compressed)
@@ -313,27 +337,28 @@ def nsa(
     cu_seqlens: Tensor | None = None,
     branches: tuple[str, ...] = ("compressed", "selected", "window"),
     block_indices: Tensor | None = None,
+    span: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     choose = block_indices is None and "selected" in branches
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
     sizes = list(astuple(config)) if watched else config
-    o_c = lse_c = ccu = None
-    if cu_seqlens is not None:
-        ccu = ops.nsa_compressed_bounds(cu_seqlens, config.compress_block, config.compress_stride)
+    span = list(span)
+    o_c = lse_c = None
+    ccu = _bounds(cu_seqlens, config, ops)
     # the gradient of these belongs to nsa_attend: autograd must not follow it twice
     with torch.no_grad():
         if choose or "compressed" in branches:
-            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
+            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes, span)
         if choose:
-            block_indices = ops.keep_selection(ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes))
+            block_indices = ops.keep_selection(ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes, span))
     if "compressed" not in branches:
         kc = vc = o_c = lse_c = None
     if "selected" not in branches:
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    found = ops.nsa_attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes)
+    found = ops.nsa_attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span)
     return found[0] if watched else found, block_indices
 
 
@@ -344,14 +369,14 @@ class _Direct:
     nsa_attend = _Attend.apply
 
     @staticmethod
-    def nsa_compressed(q, kc, vc, cu, ccu, config):
+    def nsa_compressed(q, kc, vc, cu, ccu, config, span):
         q, kc, vc = _flat(q, kc, vc)
-        return compressed_forward(q, kc, vc, config, _documents(q, kc, cu, ccu))
+        return compressed_forward(q, kc, vc, config, _documents(q, kc, cu, ccu, span))
 
     @staticmethod
-    def nsa_select(q, kc, lse, cu, ccu, config):
+    def nsa_select(q, kc, lse, cu, ccu, config, span):
         q, kc = _flat(q, kc)
-        return select(q, kc, lse, config, _documents(q, kc, cu, ccu))
+        return select(q, kc, lse, config, _documents(q, kc, cu, ccu, span))
 
     @staticmethod
     def keep_selection(block_indices):
@@ -359,33 +384,38 @@ class _Direct:
 
 
 def compressed_select(
-    q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
+    q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    sizes = list(astuple(config))
-    ccu = _bounds(cu_seqlens, config)
-    out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes)
+    sizes, span = list(astuple(config)), list(span)
+    ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
+    out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes, span)
     with torch.no_grad():
-        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, sizes)
+        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, sizes, span)
         return out, torch.ops.tercet.keep_selection(block_indices)
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None,
+    span: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
     none = (None,) * 3
     return torch.ops.tercet.nsa_attend(
-        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, list(astuple(config))
+        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, list(astuple(config)), list(span)
     )[0]
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
+) -> Tensor:
     none = (None,) * 4
-    return torch.ops.tercet.nsa_attend(q, None, None, None, None, k, v, *none, cu_seqlens, None, list(astuple(config)))[
-        0
-    ]
+    return torch.ops.tercet.nsa_attend(
+        q, None, None, None, None, k, v, *none, cu_seqlens, None, list(astuple(config)), list(span)
+    )[0]
 
 
-def _bounds(cu_seqlens: Tensor | None, config: NSAConfig) -> Tensor | None:
+def _bounds(cu_seqlens: Tensor | None, config: NSAConfig, ops) -> Tensor | None:
+    """Of the compressed tokens, which are those of the whole sequences."""
     if cu_seqlens is None:
         return None
-    return torch.ops.tercet.nsa_compressed_bounds(cu_seqlens, config.compress_block, config.compress_stride)
+    whole = cu_seqlens if cu_seqlens.dim() == 1 else cu_seqlens[0]
+    return ops.nsa_compressed_bounds(whole, config.compress_block, config.compress_stride)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors
-from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.documents import Documents, locate_queries, visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
 from tercet.attention.kernels.tiles import load_keys, load_rows, query_gradient, query_rows, store_rows
@@ -32,21 +32,23 @@ def _row_values(LSE, SUM, GATE, token, head, inside, H: tl.constexpr, M: tl.cons
     return lse, gate, gate * row_sum
 
 
-@triton.jit(do_not_specialize=["docs", "length", "per_sequence", "compressed_length"])
+@triton.jit(do_not_specialize=["docs", "length", "per_sequence", "first_query", "queries", "compressed_length"])
 def _query_gradient(
     Q, DO, DQ, KC, VC, KCD, VCD, LSEC, SUMC, GATEC, KW, VW, KWD, VWD, LSEW, SUMW, GATEW,
-    CU, CCU, docs, length, per_sequence, compressed_length,
+    CU, CCU, docs, length, per_sequence, first_query, queries, compressed_length,
     q_t, q_h, do_t, do_h, kc_t, kc_h, vc_t, vc_h, kw_t, kw_h, vw_t, vw_h, scale, softmax_scale,
     L: tl.constexpr, S: tl.constexpr, W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, TMAC: tl.constexpr, TMAW: tl.constexpr,
-    COMPRESSED: tl.constexpr, WINDOW: tl.constexpr, GATED: tl.constexpr,
+    QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr,
+    TMAC: tl.constexpr, TMAW: tl.constexpr, COMPRESSED: tl.constexpr, WINDOW: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, QT, PACKED)
+    doc, start, rows, size, first = locate_queries(
+        CU, docs, tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     if first < size:
-        position, token, head, inside = query_rows(start, size, first, g, HEADS, QT, M)
+        position, token, head, inside = query_rows(rows, size, first, g, HEADS, QT, M)
         q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
         do = load_rows(DO + head.to(tl.int64)[:, None] * do_h, token, do_t, inside, DV, DVP)
         acc = tl.zeros([M, DKP], tl.float32)
@@ -111,16 +113,16 @@ def query_gradients(
     kcd, vcd = (None, None) if compressed is None else key_descriptors(launch, kc, vc)
     kwd, vwd = (None, None) if window is None else key_descriptors(launch, kw, vw)
     gate = gate_c if compressed is not None else gate_w
-    cu, *bounds = documents.tokens(queries)
+    cu, *bounds = documents.query_tokens(queries)
     call(
-        _query_gradient, (documents.token_tiles(queries), G),
+        _query_gradient, (documents.query_tiles(queries), G),
         (q, dout, dq, kc, vc, kcd, vcd, lse_c, sum_c, gate_c, kw, vw, kwd, vwd, lse_w, sum_w, gate_w,
          cu, documents.ccu),
         (*bounds, documents.compressed_length),
         (q.stride(1), q.stride(2), dout.stride(1), dout.stride(2),
         *_strides(kc), *_strides(vc), *_strides(kw), *_strides(vw), DK**-0.5 * LOG2E, DK**-0.5,
         config.compress_block, config.compress_stride, config.window, G, H // G,
-        DK, padded(DK), DV, padded(DV), queries, rows, launch.keys, documents.packed,
+        DK, padded(DK), DV, padded(DV), queries, rows, launch.keys, documents.packed, documents.stretch,
         kcd is not None, kwd is not None, compressed is not None, window is not None, gate is not None),
         **launch.options,
     )  # fmt: skip

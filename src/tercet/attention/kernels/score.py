@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors
-from tercet.attention.kernels.documents import Documents, locate, visible
+from tercet.attention.kernels.documents import Documents, locate_queries, visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
 from tercet.attention.kernels.tiles import load_keys, load_rows
@@ -24,7 +24,7 @@ from tercet.attention.spec import NSAConfig
 
 SCRATCH_BYTES = 256 << 20
 WIDEST = 1024  # scores that one program chooses from; longer rows are chosen from in two rounds
-_PER_BATCH = ["docs", "length", "per_sequence", "tile0", "blocks", "compressed_length"]
+_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks", "compressed_length"]
 
 
 @triton.jit
@@ -45,15 +45,18 @@ def _pool_step(q, k, seen, lse, carry, weights, spill, scale, QT: tl.constexpr, 
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _score(
-    Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, tile0, blocks, compressed_length,
+    Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
     q_t, q_h, k_t, k_h, scale,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
-    QT: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+    QT: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
-    doc, start, size, first = locate(CU, docs, tile0 + local_tile, length, per_sequence, QT, PACKED)
+    doc, _, rows, size, first = locate_queries(
+        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     last = tl.minimum(first + QT, size) - 1
     # a query that has no more than COUNT blocks selects them all: nothing to score
     if (first < size) & (last // BLOCK >= COUNT):
@@ -65,7 +68,7 @@ def _score(
         r = tl.arange(0, M)
         position = first + r // HP
         inside = (r % HP < HEADS) & (position < size)
-        token = start + position
+        token = rows + position
         head = g * HEADS + r % HP
         q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
         # 2^15 p: fp16 then keeps eleven bits of every p down to 2^-29
@@ -141,19 +144,21 @@ def _choose_range(SCORES, OUT, end, INITIAL: tl.constexpr, WANTED: tl.constexpr,
     tl.store(OUT + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH[:5])
+@triton.jit(do_not_specialize=_PER_BATCH[:7])
 def _choose(
-    SCORES, INDICES, CU, docs, length, per_sequence, tile0, blocks,
+    SCORES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
-    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     g = tl.program_id(1)
-    _, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    _, _, rows, size, first = locate_queries(
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     position = first + row % QT
     if position < size:
         current = position // BLOCK
-        out = INDICES + ((start + position).to(tl.int64) * G + g) * COUNT
+        out = INDICES + ((rows + position).to(tl.int64) * G + g) * COUNT
         slot = tl.arange(0, CP)
         WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
         if current < COUNT:
@@ -172,17 +177,20 @@ def _choose(
                     _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH[:5])
+@triton.jit(do_not_specialize=_PER_BATCH[:7])
 def _shortlist(
-    SCORES, KEYS, PLACES, CU, docs, length, per_sequence, tile0, blocks,
+    SCORES, KEYS, PLACES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     # round one of long rows: the best of each NP scores, in ascending order, with their scores
     row = tl.program_id(0)
     g = tl.program_id(1)
     chunk = tl.program_id(2)
-    _, _, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    _, _, _, size, first = locate_queries(
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     position = first + row % QT
     WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
     end = position // BLOCK - LOCAL + 1
@@ -199,19 +207,22 @@ def _shortlist(
         tl.store(PLACES + out + place, block, mask=taken)
 
 
-@triton.jit(do_not_specialize=_PER_BATCH[:4])
+@triton.jit(do_not_specialize=_PER_BATCH[:6])
 def _choose_shortlisted(
-    KEYS, PLACES, INDICES, CU, docs, length, per_sequence, tile0,
+    KEYS, PLACES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, LISTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     g = tl.program_id(1)
-    _, start, size, first = locate(CU, docs, tile0 + row // QT, length, per_sequence, QT, PACKED)
+    _, _, rows, size, first = locate_queries(
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     position = first + row % QT
     if position < size:
         current = position // BLOCK
-        out = INDICES + ((start + position).to(tl.int64) * G + g) * COUNT
+        out = INDICES + ((rows + position).to(tl.int64) * G + g) * COUNT
         slot = tl.arange(0, CP)
         WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
         if current < COUNT:
@@ -241,8 +252,8 @@ def select(
     queries = max(launch.rows, spread, 16) // spread
     wanted = count - initial - local
     indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
-    blocks = config.num_blocks(T)
-    tiles = documents.token_tiles(queries)
+    blocks = config.num_blocks(documents.first_query + documents.queries)
+    tiles = documents.query_tiles(queries)
     chunks = -(-(blocks - local) // widest) if blocks > count and wanted else 1
     per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
     step = max(1, min(tiles, scratch_bytes // per_tile))
@@ -253,7 +264,7 @@ def select(
     if chunks > 1:
         shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
     kd, _ = key_descriptors(launch, k, k) if keys == launch.keys else (None, None)
-    cu, *bounds = documents.tokens(queries)
+    cu, *bounds = documents.query_tokens(queries)
     sizes = (block, count, initial, local)
     for tile0 in range(0, tiles, step):
         here = min(step, tiles - tile0)
@@ -263,7 +274,7 @@ def select(
                 (*bounds, tile0, blocks, documents.compressed_length),
                 (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
                 config.compress_block, config.compress_stride, block, count, local,
-                G, heads, spread, DK, padded(DK), queries, keys, documents.packed, kd is not None,
+                G, heads, spread, DK, padded(DK), queries, keys, documents.packed, documents.stretch, kd is not None,
                 q.dtype != torch.float32), **launch.options,
             )  # fmt: skip
         slots = power_of_2(count)
@@ -271,17 +282,19 @@ def select(
             call(
                 _shortlist, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
                 (*bounds, tile0, blocks),
-                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed), num_warps=1,
+                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed, documents.stretch),
+                num_warps=1,
             )  # fmt: skip
             call(
                 _choose_shortlisted, (here * queries, G), (shortlist[0], shortlist[1], indices, cu), (*bounds, tile0),
-                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed), num_warps=1,
+                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed, documents.stretch),
+                num_warps=1,
             )  # fmt: skip
         else:
             call(
                 _choose, (here * queries, G), (scores, indices, cu), (*bounds, tile0, blocks),
                 (*sizes, slots, G, queries, power_of_2(max(32, blocks - local)),
-                 documents.packed),
+                 documents.packed, documents.stretch),
                 num_warps=1,
             )  # fmt: skip
     return indices

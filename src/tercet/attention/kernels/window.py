@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
-from tercet.attention.kernels.documents import Documents, locate
+from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
 from tercet.attention.kernels.tiles import (
@@ -25,7 +25,7 @@ from tercet.attention.kernels.tiles import (
     store_rows,
 )
 
-_PER_BATCH = ["docs", "length", "per_sequence"]
+_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries"]
 
 
 @triton.jit
@@ -40,16 +40,19 @@ def window_tiles(first, size, W: tl.constexpr, QT: tl.constexpr, N: tl.constexpr
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _forward(
-    Q, K, V, KD, VD, O, LSE, CU, docs, length, per_sequence, q_t, q_h, k_t, k_h, v_t, v_h, scale,
+    Q, K, V, KD, VD, O, LSE, CU, docs, length, per_sequence, first_query, queries,
+    q_t, q_h, k_t, k_h, v_t, v_h, scale,
     W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    _, start, size, first = locate(CU, docs, tile, length, per_sequence, QT, PACKED)
+    _, start, rows, size, first = locate_queries(
+        CU, docs, tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    )
     if first < size:
-        position, token, head, inside = query_rows(start, size, first, g, HEADS, QT, M)
+        position, token, head, inside = query_rows(rows, size, first, g, HEADS, QT, M)
         q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
         K += g.to(tl.int64) * k_h
         V += g.to(tl.int64) * v_h
@@ -89,36 +92,40 @@ def _query_step(
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _key_gradients(
-    Q, DO, K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, docs, length, per_sequence,
+    Q, DO, K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, docs, length, per_sequence, first_query, queries,
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
     W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    _, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
+    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
     if first < size:
         k = load_keys(K + g.to(tl.int64) * k_h, None, start + first, size - first, g, k_t, DK, DKP, N, False, False)
         v = load_keys(V + g.to(tl.int64) * v_h, None, start + first, size - first, g, v_t, DV, DVP, N, False, False)
         dk = tl.zeros([N, DKP], tl.float32)
         dv = tl.zeros([N, DVP], tl.float32)
         key = first + tl.arange(0, N)
-        begin = first // QT * QT
-        end = tl.minimum(first + N - 1 + W, size)
-        whole = tl.minimum((first + N - 1 + QT - 1) // QT * QT, end)  # from here on every query is past every key
-        edge = tl.maximum(tl.minimum((first + W) // QT * QT, end // QT * QT), whole)
-        for t in tl.range(begin, whole, QT):
+        rows, origin, last = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
+        # tiles of queries count from the first one at hand, `ahead` tokens before the first key or behind it
+        ahead = first - origin
+        begin = tl.maximum(ahead, 0) // QT * QT
+        end = tl.minimum(ahead + N - 1 + W, last - origin)
+        # from here on every query is past every key
+        whole = tl.minimum((tl.maximum(ahead + N - 1, 0) + QT - 1) // QT * QT, end)
+        edge = tl.maximum(tl.minimum((ahead + W) // QT * QT, end // QT * QT), whole)
+        for t in tl.range(origin + begin, origin + whole, QT):
             dk, dv = _query_step(
-                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, rows, last, t, g, q_t, q_h, do_t, do_h,
                 scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
-        for t in tl.range(whole, edge, QT):
+        for t in tl.range(origin + whole, origin + edge, QT):
             dk, dv = _query_step(
-                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, rows, last, t, g, q_t, q_h, do_t, do_h,
                 scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, False)  # fmt: skip
-        for t in tl.range(edge, end, QT):
+        for t in tl.range(origin + edge, origin + end, QT):
             dk, dv = _query_step(
-                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h,
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, rows, last, t, g, q_t, q_h, do_t, do_h,
                 scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
         store_rows(DKEY + g * DK, start + key, G * DK, key < size, dk * softmax_scale, DK, DKP)
         store_rows(DVALUE + g * DV, start + key, G * DV, key < size, dv, DV, DVP)
@@ -134,12 +141,12 @@ def forward(
     launch = launch or settings("window_forward", q, v)
     rows, queries = query_tile(H // G, launch.rows)
     kd, vd = key_descriptors(launch, k, v)
-    cu, *bounds = documents.tokens(queries)
+    cu, *bounds = documents.query_tokens(queries)
     call(
-        _forward, (documents.token_tiles(queries), G), (q, k, v, kd, vd, o, lse, cu), tuple(bounds),
+        _forward, (documents.query_tiles(queries), G), (q, k, v, kd, vd, o, lse, cu), tuple(bounds),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, kd is not None), **launch.options,
+        documents.packed, documents.stretch, kd is not None), **launch.options,
     )  # fmt: skip
     return o, lse
 
@@ -159,10 +166,11 @@ def key_gradients(
     cu, *bounds = documents.tokens(launch.keys)
     call(
         _key_gradients, (documents.token_tiles(launch.keys), G),
-        (q, dout, k, v, lse, row_sum, gate, dk, dv, qd, dod, cu), tuple(bounds),
+        (q, dout, k, v, lse, row_sum, gate, dk, dv, qd, dod, cu),
+        (*bounds, documents.first_query, documents.queries),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
         window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, qd is not None, gate is not None), **launch.options,
+        documents.packed, documents.stretch, qd is not None, gate is not None), **launch.options,
     )  # fmt: skip
     return dk, dv
