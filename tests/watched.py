@@ -39,6 +39,9 @@ def settings(folder: Path, data: Path, **changes: Any) -> Any:
     base = {
         "run__dir": str(folder),
         "model__nsa__select_count": 5,
+        # 16 blocks: among the 8 of a shorter sequence so small a model does settle on two, and is rightly told of.
+        "data__seq_len": 128,
+        "train__micro_batch": 1,
         "data__source": "jsonl",
         "data__path": (str(data),),
         "data__validation_fraction": 0.1,

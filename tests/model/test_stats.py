@@ -58,9 +58,10 @@ def counted_selection(indices: torch.Tensor, documents) -> dict[str, float]:
                 blocks += len(now)
                 distance += sum(t // CFG.select_block - j for j in now)
                 forced += sum(j in oracle.forced_blocks(t, CFG) for j in now)
-                if t > 0:
+                free = set(now) - set(oracle.forced_blocks(t, CFG))
+                if t // CFG.select_block + 1 > CFG.select_count and free:
                     pairs += 1
-                    overlap += len(set(now) & set(before)) / len(now)
+                    overlap += len(free & set(before)) / len(free)
                 before = now
     return {
         "selected_blocks": blocks / rows,
@@ -94,11 +95,36 @@ def test_numbers_worked_out_by_hand():
     assert read["selected_blocks"] == pytest.approx((4 * 1 + 4 * 2) / 8)
     assert read["selected_distance"] == pytest.approx(4 / 12)
     assert read["selected_forced"] == 1.0
-    # Token 4 shares one of its two blocks with token 3; the six other pairs share all.
-    assert read["selected_overlap"] == pytest.approx(6.5 / 7)
+    assert "selected_overlap" not in read  # every block fits in: nobody chose anything
     assert read["gate_max_share"] == pytest.approx(0.6)
     assert read["gate_entropy"] == pytest.approx(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))
     assert read["gate_collapse"] == 0.0
+
+
+def test_overlap_is_that_of_the_blocks_that_were_chosen():
+    """One initial block and two local ones are forced, n - 3 chosen. From block n on there is a choice."""
+    n, block = CFG.select_count, CFG.select_block
+    assert (CFG.select_initial, CFG.select_local) == (1, 2)
+    length = (n + 3) * block
+    indices = torch.full((1, length, 1, n), -1, dtype=torch.int32)
+    for t in range(length):
+        c = t // block
+        # Stuck: always the first ones after the initial block, whatever the token.
+        row = list(range(c + 1)) if c < n else [*range(n - 2), c - 1, c]
+        indices[0, t, 0, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    gates = torch.full((1, length, 2, 3), 0.5)
+
+    def overlap(indices: torch.Tensor) -> float:
+        stats = AttentionStats(CFG)
+        stats.enabled = True
+        stats.update(gates, indices)
+        return stats.read()["selected_overlap"]
+
+    assert overlap(indices) == 1.0  # although the forced blocks moved on twice
+    moved = indices.clone()
+    moved[0, -1, 0, 1] = n - 2  # the last token, one of whose n - 3 choices is another block
+    tokens = 3 * block
+    assert overlap(moved) == pytest.approx((tokens - 1 / (n - 3)) / tokens)
 
 
 def test_a_branch_that_takes_all_counts_as_collapsed():

@@ -220,7 +220,7 @@ def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
     assert not_a_twin(healthy, dense) == ""
     assert gate(judge(healthy, dense, FEW), "throughput").verdict == "GO"  # as fast as itself
     (twin.folder / "config.toml").write_text(
-        (twin.folder / "config.toml").read_text().replace("seq_len = 64", "seq_len = 32")
+        (twin.folder / "config.toml").read_text().replace("seq_len = 128", "seq_len = 64")
     )
     other = read_run(twin.folder)
     assert "data.seq_len" in not_a_twin(healthy, other)

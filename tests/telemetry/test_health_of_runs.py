@@ -13,6 +13,7 @@ from torch import nn
 
 import tercet.train.step as step_module
 from tercet.config.health import HealthConfig
+from tercet.model.compression import Compression
 from tercet.telemetry.events import HealthFired, StepLogged
 from tercet.telemetry.health import RULES, HealthMonitor
 from tercet.telemetry.layers import LayerProbe
@@ -66,6 +67,18 @@ def test_a_selection_of_forced_blocks_alone_is_found(tmp_path, data):
     with even_clock():
         found, _ = run(tmp_path / "run", data, **SHORT, model__nsa__select_count=3)
     assert rules(found) == {"selection_stuck"}
+    assert gate(verdict(found), "selection health").verdict == "NO-GO"
+
+
+def test_a_selection_that_never_changes_is_found(tmp_path, data, monkeypatch):
+    # φ has died and says the same of every block: all are equally important, and the first ones are taken, always.
+    alive = Compression.forward
+    monkeypatch.setattr(Compression, "forward", lambda self, *given: alive(self, *given) * 0)
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT)
+    assert rules(found) == {"selection_stuck"}
+    told = [f.sentence for f in found.of(HealthFired)]
+    assert told == [f"layer {i}: 100.00% of the freely chosen blocks stay from token to token" for i in (0, 1)]
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
 
 

@@ -27,7 +27,7 @@ class HealthConfig(Section):
     selection_forced_share: float = Field(default=0.98, gt=0, le=1)
     """selection_stuck: share of selected blocks that were forced."""
     selection_overlap: float = Field(default=0.9995, gt=0, le=1)
-    """selection_stuck: mean share of a token's blocks that the token before it read too."""
+    """selection_stuck: mean share of the blocks a token chose freely that the token before it read too."""
     patience: int = Field(default=3, ge=1)
     """Log intervals in a row that gates, selection, throughput or data must look bad before their rule fires."""
 

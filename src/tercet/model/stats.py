@@ -34,7 +34,9 @@ class AttentionStats:
     selected_blocks    mean number of blocks that a (token, group) selects
     selected_distance  mean of c - j over selected blocks: how many blocks back
     selected_forced    fraction of selected blocks that were forced
-    selected_overlap   mean fraction of a token's blocks that the token before it, in the same document, selected too
+    selected_overlap   mean fraction of the blocks a token chose freely that the token before it selected too. Forced
+                       blocks move on with the token, and where every block fits in there is no choice: a selection that
+                       never changes has 1 only if neither counts
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -133,9 +135,11 @@ class AttentionStats:
         before, after = block_indices[:, :-1], block_indices[:, first:]
         if preceding is not None:
             before = torch.cat((preceding, before), dim=1)
-        follows = (t[first:] > 0)[:, None].expand(before.shape[:-1])
-        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & real[:, first:]).sum(-1)
-        overlap = torch.where(follows, kept.double() / real[:, first:].sum(-1).clamp(min=1), 0).sum()
+        free = (real & ~forced)[:, first:]
+        chosen = free.sum(-1)
+        chooses = (t[first:] // self.config.select_block >= self.config.select_count)[:, None] & (chosen > 0)
+        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & free).sum(-1)
+        overlap = torch.where(chooses, kept.double() / chosen.clamp(min=1), 0).sum()
         queries = real.shape[0] * real.shape[1] * real.shape[2]
         bucket = torch.where(real, (distance.double() + 0.5).log2().floor().long() + 1, -1)
         histogram = (bucket.flatten()[:, None] == torch.arange(DISTANCE_BUCKETS, device=bucket.device)).sum(0)
@@ -143,7 +147,7 @@ class AttentionStats:
             (count, torch.full_like(count, queries)),
             (distance.sum(), count),
             (forced.sum(), count),
-            (overlap, follows.sum()),
+            (overlap, chooses.sum()),
         )
         return torch.stack([number.double() for pair in pairs for number in pair]), histogram
 

@@ -141,7 +141,7 @@ class HealthMonitor:
                 bad, limit = forced >= c.selection_forced_share, c.selection_forced_share
                 found += self._after(event, "selection_stuck", (i, "forced"), bad, c.patience, sentence, forced, limit)
             if overlap is not None:
-                sentence = f"layer {i}: {100 * overlap:.2f}% of the selected blocks stay from token to token"
+                sentence = f"layer {i}: {100 * overlap:.2f}% of the freely chosen blocks stay from token to token"
                 bad, limit = overlap >= c.selection_overlap, c.selection_overlap
                 found += self._after(event, "selection_stuck", (i, "same"), bad, c.patience, sentence, overlap, limit)
         return found
