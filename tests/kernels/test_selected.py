@@ -1,5 +1,6 @@
 """The selected branch's kernels against a dense masked softmax, in Triton's interpreter."""
 
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error
+from tercet.attention.kernels.documents import Documents
 from tercet.attention.spec import NSAConfig
 
 sel = import_module("tercet.attention.kernels.selected")  # the package's own `selected` is the differentiable function
@@ -34,7 +36,8 @@ def small(limit=None, **changes):
     return sel.SelectedSettings(**values)
 
 
-def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True):
+def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True, stretch=None):
+    """`stretch`: the tokens of each sequence that are queries; all, unless given."""
     g = torch.Generator().manual_seed(seed)
     N = cu[-1]
     T = N // batch
@@ -48,25 +51,31 @@ def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, force
         cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g, forced
     )
 
-    def shaped(x):
+    first, past = stretch or (0, T)
+
+    def keys(x):
         return x.reshape(batch, T, *x.shape[1:])
 
+    def shaped(x):
+        return keys(x)[:, first:past].contiguous()
+
+    bounds = torch.tensor(cu, dtype=torch.int32) if packed else None
     return SimpleNamespace(
         q=q, k=k, v=v, dout=dout, gate=gate if gated else None, indices=indices, cu=cu, config=config, shaped=shaped,
-        tiles=SimpleNamespace(cu=torch.tensor(cu, dtype=torch.int32)) if packed else None,
+        keys=keys, documents=Documents(batch, T, 0, bounds, None, first, past - first),
     )  # fmt: skip
 
 
 def run(c, settings, save=True):
-    q, k, v, dout = (c.shaped(x) for x in (c.q, c.k, c.v, c.dout))
-    indices = c.shaped(c.indices)
-    o, lse, saved = sel.selected_forward(q, k, v, indices, c.config, c.tiles, settings)
-    like = sel.selected_saved_like(q, k, v, indices, c.config, c.tiles, settings)
+    q, dout, indices = (c.shaped(x) for x in (c.q, c.dout, c.indices))
+    k, v = c.keys(c.k), c.keys(c.v)
+    o, lse, saved = sel.selected_forward(q, k, v, indices, c.config, c.documents, settings)
+    like = sel.selected_saved_like(q, k, v, indices, c.config, c.documents, settings)
     assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
     row_sum = (dout * o).sum(-1)
     gate = None if c.gate is None else c.shaped(c.gate)
     grads = sel.selected_backward(
-        q, k, v, indices, lse, dout, gate, row_sum, c.config, c.tiles, saved if save else (), settings
+        q, k, v, indices, lse, dout, gate, row_sum, c.config, c.documents, saved if save else (), settings
     )
     return tuple(x.reshape(-1, *x.shape[2:]) for x in (o, *grads)), saved
 
@@ -75,8 +84,9 @@ def expected(c):
     leaves = [x.double().requires_grad_() for x in (c.q, c.k, c.v)]
     o = dense_masked(*leaves, c.indices, c.cu, c.config.select_block)
     gated = o if c.gate is None else o * c.gate.double()[..., None]
-    gated.backward(c.dout.double())
-    return (o.detach(), *(x.grad for x in leaves))
+    c.shaped(gated).backward(c.shaped(c.dout.double()))
+    dq, dk, dv = (x.grad for x in leaves)
+    return (*(c.shaped(x).flatten(0, 1) for x in (o.detach(), dq)), dk, dv)
 
 
 def check(c, settings, save=True):
@@ -115,6 +125,24 @@ def test_more_slots_than_blocks_and_no_gate(limit):
 @DESIGNS
 def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
     check(case([0, 20], 18, 1, 16, 16, CONFIG, seed=4), small(limit))
+
+
+@DESIGNS
+def test_queries_may_be_a_stretch_of_a_packed_batch(limit):
+    check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, stretch=(60, 95)), small(limit))
+
+
+@DESIGNS
+def test_queries_may_be_a_stretch_of_each_sequence(limit):
+    check(case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, stretch=(19, 50)), small(limit))
+
+
+def test_ranges_of_a_stretch_sum_to_the_whole():
+    """Keys before and after the stretch, and between the stretches of two sequences, have gradients too: zeros."""
+    c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, stretch=(33, 75))
+    settings = small(KV_MAJOR, range_bytes=1 << 13)
+    _, saved = check(c, settings)
+    assert saved[2].shape[1] >= 3
 
 
 def test_ranges_of_tokens_sum_to_the_whole():
@@ -184,11 +212,11 @@ def test_saved_shapes_follow_a_symbolic_number_of_documents():
     c = case([0, 1, 1, 18, 83, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=2)
     real = (c.shaped(c.q), c.shaped(c.k), c.shaped(c.v), c.shaped(c.indices))
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC], constraint_sizes=[None])
-    cu = mode.from_tensor(c.tiles.cu, symbolic_context=context)
+    cu = mode.from_tensor(c.documents.cu, symbolic_context=context)
     q, k, v, indices = (mode.from_tensor(x, static_shapes=True) for x in real)
     with mode:
-        fake = sel.selected_saved_like(q, k, v, indices, CONFIG, SimpleNamespace(cu=cu), small(KV_MAJOR))
-    true = sel.selected_saved_like(*real, CONFIG, c.tiles, small(KV_MAJOR))
+        fake = sel.selected_saved_like(q, k, v, indices, CONFIG, replace(c.documents, cu=cu), small(KV_MAJOR))
+    true = sel.selected_saved_like(*real, CONFIG, c.documents, small(KV_MAJOR))
     assert isinstance(fake[5].shape[1], torch.SymInt)
     assert not mode.shape_env.guards
     assert [tuple(map(int, x.shape)) for x in fake] == [tuple(x.shape) for x in true]

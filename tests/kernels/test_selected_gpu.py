@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error
+from tercet.attention.kernels.documents import Documents
 from tercet.attention.spec import NSAConfig
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,8 @@ def case(name, seed=0):
         cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g
     ).cuda()
     packed = len(cu) > batch + 1
-    documents = SimpleNamespace(cu=torch.tensor(cu, dtype=torch.int32, device="cuda")) if packed else None
+    bounds = torch.tensor(cu, dtype=torch.int32, device="cuda") if packed else None
+    documents = Documents(batch, N // batch, 0, bounds, None)
     return SimpleNamespace(q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, cu=cu, config=config, shaped=shaped,
                            documents=documents)  # fmt: skip
 
@@ -76,6 +78,26 @@ def test_selected_attention_equals_a_masked_softmax(name, limit):
     tolerance = 1e-5 if c.q.dtype == FP32 else 1e-2
     for what, a, b in zip(("o", "dq", "dk", "dv"), run(c, limit), (o, *(x.grad for x in leaves)), strict=True):
         assert relative_error(a, b.detach()) <= tolerance, what
+
+
+@DESIGNS
+def test_queries_may_be_a_stretch_of_the_keys(limit):
+    c = case("C, packed", seed=5)
+    rows = slice(411, 1507)
+    leaves = [x.float().requires_grad_() for x in (c.q, c.k, c.v)]
+    o = dense_masked(*leaves, c.indices, c.cu, c.config.select_block)
+    (o * c.gate[..., None])[rows].backward(c.dout[rows].float())
+    settings = replace(sel.default_settings(64, 64, BF16, 64), forward_limit=limit, backward_limit=limit)
+    documents = replace(c.documents, first_query=411, queries=1507 - 411)
+    q, dout, gate, indices = (x[None, rows].contiguous() for x in (c.q, c.dout, c.gate, c.indices))
+    k, v = c.k[None], c.v[None]
+    found, lse, saved = sel.selected_forward(q, k, v, indices, c.config, documents, settings)
+    row_sum = (dout.float() * found.float()).sum(-1)
+    dq, dk, dv = sel.selected_backward(q, k, v, indices, lse, dout, gate, row_sum, c.config, documents, saved, settings)
+    wanted = (o[rows], leaves[0].grad[rows], leaves[1].grad, leaves[2].grad)
+    for what, a, b in zip(("o", "dq", "dk", "dv"), (found, dq, dk, dv), wanted, strict=True):
+        assert relative_error(a[0], b.detach()) <= 1e-2, what
+    assert not dk[:, 1507:].any()
 
 
 @DESIGNS

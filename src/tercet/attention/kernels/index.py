@@ -1,6 +1,6 @@
 """The inverted index of a selection: for each block, the (token, slot) pairs that selected it, in token order.
 
-Entries are cut into *ranges* of tokens, so that what the KV-major design keeps per entry stays small and the queries
+Entries are cut into *ranges* of queries, so that what the KV-major design keeps per entry stays small and the queries
 of a range stay in L2; a range's entries stand together, and since padding is sorted along, every range begins at a
 place known without reading anything back. Within a range the order is (KV head, block, forced, token): a stable sort of
 
@@ -17,10 +17,10 @@ Lists are cut into *pieces* of at most SEGMENT entries, one per program. Piece i
 import triton
 import triton.language as tl
 
-from tercet.attention.kernels.union import document_start
+from tercet.attention.kernels.union import document_start, token_of
 
 
-@triton.jit(do_not_specialize=["documents", "steps", "L"])
+@triton.jit(do_not_specialize=["documents", "steps", "L", "queries", "first_query"])
 def make_keys(
     IDX,  # int32 [N, G, n]
     CU,
@@ -28,6 +28,8 @@ def make_keys(
     SPAN,  # int32 [N, G]: first free slot | past the last free slot << 10 | past the last slot << 20
     N,
     T,
+    queries,
+    first_query,
     documents,
     steps,
     blocks_per_sequence,
@@ -41,10 +43,12 @@ def make_keys(
     INITIAL: tl.constexpr,
     LOCAL: tl.constexpr,
     PACKED: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, NP)
-    t = tl.minimum(row // G, N - 1)
+    query = tl.minimum(row // G, N - 1)
+    t = token_of(query, T, queries, first_query, STRETCH)
     g = row % G
     ok = (row < N * G)[:, None] & (i < n)[None, :]
     at = row.to(tl.int64)[:, None] * n + i[None, :]
@@ -58,7 +62,7 @@ def make_keys(
     real = block >= 0
     forced = real & ((block < INITIAL) | (block > last_free[:, None]))
     number = tl.where(real, base[:, None] + block, L - 1)
-    key = (((t // range_tokens * G + g) * L)[:, None] + number) * 2 + forced.to(tl.int32)
+    key = (((query // range_tokens * G + g) * L)[:, None] + number) * 2 + forced.to(tl.int32)
     tl.store(KEYS + at, key, mask=ok)
     lo = tl.sum((real & (block < INITIAL)).to(tl.int32), 1)
     hi = tl.sum((real & (block <= last_free[:, None])).to(tl.int32), 1)
@@ -77,7 +81,7 @@ def first_at_least(KEYS, key, begin, end, steps):
     return begin
 
 
-@triton.jit(do_not_specialize=["documents", "steps", "lists", "slots", "L"])
+@triton.jit(do_not_specialize=["documents", "steps", "lists", "slots", "L", "queries", "first_query"])
 def cut_lists(
     IDX,
     CU,
@@ -89,6 +93,8 @@ def cut_lists(
     slots,
     N,
     T,
+    queries,
+    first_query,
     range_tokens,
     documents,
     steps,
@@ -100,6 +106,7 @@ def cut_lists(
     SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     # Slots (lo - base) // SEGMENT + list .. (hi - base) // SEGMENT + list belong to the list, and hold its pieces.
     lst = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +121,8 @@ def cut_lists(
     some = ok & (lo < hi)
     e = tl.load(ORDER + lo, mask=some, other=0).to(tl.int32)
     block = tl.load(IDX + e, mask=some, other=0)
-    _, start = document_start(e // (G * n), CU, documents, steps, T, PACKED)
+    t = token_of(e // (G * n), T, queries, first_query, STRETCH)
+    _, start = document_start(t, CU, documents, steps, T, PACKED)
     tl.store(LISTS + 2 * lists + lst, start + block * BS, mask=some)
     slot = r.to(tl.int64) * slots + (lo - base) // SEGMENT + lst % (G * L)
     owned = (hi - base) // SEGMENT - (lo - base) // SEGMENT + 1

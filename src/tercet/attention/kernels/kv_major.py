@@ -119,7 +119,7 @@ def attend(
             tl.store(PARTIAL_LSE + to, m + tl.log2(l), mask=ok)
 
 
-@triton.jit(do_not_specialize=["r", "begin", "lists", "slots", "L"])
+@triton.jit(do_not_specialize=["r", "begin", "seen", "lists", "slots", "L", "queries", "first_query"])
 def backward(
     Q,
     K,
@@ -139,10 +139,13 @@ def backward(
     SUMS,  # fp32 [slots + G * L, head tiles, BS, Dk + Dv]: pieces of the cut lists, then every list's sum over ranges
     r,
     begin,
+    seen,  # blocks that begin before this token have a sum from earlier ranges
     lists,
     slots,
     L,
     T,
+    queries,
+    first_query,
     scale,
     qb,
     qt,
@@ -176,6 +179,7 @@ def backward(
     DECIDE: tl.constexpr,
     WITH_DQ: tl.constexpr,
     GATED: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     # dk and dv of every entry, and its partial dq where the range's decision asks for it (WITH_DQ).
     row = tl.arange(0, M)
@@ -206,6 +210,10 @@ def backward(
         do_base = DOUT + (at * ot + b64 * ob + head * oh)
         gate_base = GATE + (at * gt + b64 * gb + head * gh)
         row_base = at * (G * h) + head
+        # what the range's first query is past the block's first token; the same for every query of the block's sequence
+        ahead = begin - first
+        if STRETCH:
+            ahead += first // T * (T - queries) + first_query
         for i in tl.range(start, end, BQ):
             ok = fits & (i + qi < end)
             e = tl.load(ORDER + i + qi, mask=ok, other=begin * (G * n)).to(tl.int32)
@@ -226,7 +234,7 @@ def backward(
             p = tl.exp2(s * scale - lse[:, None])
             # Only forced entries may need the mask; a loop of their own (free entries stand first) gained 8% on some
             # shapes and lost 13% on others, with twice the code.
-            p = tl.where((t + (begin - first))[:, None] >= key[None, :], p, 0.0)
+            p = tl.where((t + ahead)[:, None] >= key[None, :], p, 0.0)
             if GATED:
                 # Best in fp32: Triton's pipeline fetches no two-byte rows ahead.
                 gate = tl.load(gate_base + offsets(t, hh, gt, gh, WIDE), mask=ok, other=0.0)
@@ -248,7 +256,7 @@ def backward(
         slot = tl.where(whole, slots + lst % (G * L), tl.program_id(0))
         out = SUMS + (slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (BS * (DK + DV))
         out = out + (key * (DK + DV))[:, None]
-        before = (key < BS) & whole & (first < begin)
+        before = (key < BS) & whole & (first < seen)
         dk += tl.load(out + dk_[None, :], mask=in_columns(before, dk_, DK, DKP), other=0.0)
         tl.store(out + dk_[None, :], dk, mask=in_columns(key < BS, dk_, DK, DKP))
         dv += tl.load(out + DK + dv_[None, :], mask=in_columns(before, dv_, DV, DVP), other=0.0)

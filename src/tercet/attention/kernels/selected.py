@@ -5,7 +5,8 @@ sequences; *KV-major* (kv_major.py) wins where selections are scattered over a l
 tile's union, known on the device, decides for each range of tokens of this very call: both designs are launched and
 one leaves at once. Where even the largest possible union is small, shapes alone decide and the other is not launched.
 
-# q: [B, T, H, Dk]   k: [B, T, G, Dk]   v: [B, T, G, Dv]   block_indices: int32 [B, T, G, n]   N = B * T
+Queries may be a stretch of the keys' tokens (documents.py): with Q of them to a sequence,
+# q: [B, Q, H, Dk]   k: [B, T, G, Dk]   v: [B, T, G, Dv]   block_indices: int32 [B, Q, G, n]   N = B * Q
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
         settings: SelectedSettings | None, strided: tuple[Tensor, ...] = (), contiguous: tuple[Tensor, ...] = (),
     ) -> None:  # fmt: skip
-        B, T, H, dk = q.shape
-        G, dv = v.shape[2], v.shape[3]
+        B, Q, H, dk = q.shape
+        T, G, dv = v.shape[1:]
         cu = None if documents is None else documents.cu
+        self.first_query = 0 if documents is None else documents.first_query
+        self.stretch = Q != T
         self.settings = settings or default_settings(dk, dv, q.dtype, config.select_block)
         self.plan = make_plan(
-            (B, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
+            (B, Q, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
             (config.select_block, config.select_initial, config.select_local), self.settings,
         )  # fmt: skip
         self.q, self.k, self.v = q, k, v
@@ -67,6 +70,11 @@ class Call:
         """`variant`: what this launch's constants depend on besides the plan and the inputs' layout."""
         launch(_compiled, (kernel.__name__, self.key, self.tma, variant), kernel, grid, args, options)
 
+    @property
+    def tokens(self) -> tuple[int, int, int]:
+        """Where queries stand among the keys, as `token_of` takes it."""
+        return self.plan.T, self.plan.queries, self.first_query
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -90,11 +98,11 @@ def selected_saved_like(
 
     The number of documents, new in every batch, may be symbolic: it only ever adds to sizes.
     """
-    B, T, H, dk, G, dv, n = map(int, (*q.shape, *v.shape[2:], block_indices.shape[-1]))
+    B, Q, H, dk, T, G, dv, n = map(int, (*q.shape, *v.shape[1:], block_indices.shape[-1]))
     cu = None if documents is None else documents.cu
     settings = settings or default_settings(dk, dv, q.dtype, config.select_block)
     p = make_plan(
-        (B, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
+        (B, Q, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
         (config.select_block, config.select_initial, config.select_local), settings,
     )  # fmt: skip
     more = 0 if cu is None else cu.shape[0] - 2
@@ -116,8 +124,9 @@ def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
     wide = power_of_2(p.tile_tokens)
     together = max(1, 128 // wide)
     args = (
-        c.indices, c.cu, lists, counts, p.N, p.T, p.documents, p.steps, p.tiles,
+        c.indices, c.cu, lists, counts, p.N, *c.tokens, p.documents, p.steps, p.tiles,
         p.G, p.n, p.tile_tokens, wide, together, p.select_block, p.initial, p.local, p.forced, p.packed,
+        c.stretch,
     )  # fmt: skip
     c.launch(union.build_lists, (-(-p.tiles // together), p.G, 1), args, num_warps=max(1, together * wide // 32))
     return lists, counts
@@ -137,15 +146,15 @@ def _build_index(c: Call) -> tuple[Tensor, ...]:
     slots = power_of_2(p.n)
     rows = max(1, 1024 // slots)
     args = (
-        c.indices, c.cu, keys, span, p.N, p.T, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
-        p.G, p.n, slots, rows, p.select_block, p.initial, p.local, p.packed,
+        c.indices, c.cu, keys, span, p.N, *c.tokens, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
+        p.G, p.n, slots, rows, p.select_block, p.initial, p.local, p.packed, c.stretch,
     )  # fmt: skip
     c.launch(index.make_keys, (-(-p.N * p.G // rows), 1, 1), args)
     keys, order = torch.sort(keys, stable=True)
     steps = (p.range_tokens * p.G * p.n).bit_length()
     args = (
-        c.indices, c.cu, keys, order, lists, pieces, p.lists, p.slots, p.N, p.T, p.range_tokens, p.documents, p.steps,
-        steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed,
+        c.indices, c.cu, keys, order, lists, pieces, p.lists, p.slots, p.N, *c.tokens, p.range_tokens, p.documents,
+        p.steps, steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed, c.stretch,
     )  # fmt: skip
     c.launch(index.cut_lists, (-(-p.lists // 128), 1, 1), args)
     return keys, order, lists, pieces, span
@@ -172,8 +181,9 @@ def selected_forward(
         decision = _decide(c, counts)
         saved = (lists, counts, decision, *_build_index(c))
     args = (
-        q, k, v, c.k_tiles, c.v_tiles, lists, counts, decision, o, lse, p.N, p.T, p.tiles, p.range_tokens, scale,
-        *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes[1:], c.tma,
+        q, k, v, c.k_tiles, c.v_tiles, lists, counts, decision, o, lse, p.N, *c.tokens, p.tiles, p.range_tokens,
+        scale, *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes[1:], c.tma,
+        c.stretch,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
     c.launch(union.tile_forward, grid, args, num_warps=s.warps, num_stages=s.union_stages)
@@ -230,8 +240,8 @@ def selected_backward(
     sizes = (p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
     inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, row_sum, gates)
     args = (
-        *inputs, lists, counts, chosen, dq, p.N, p.T, p.tiles, p.range_tokens, scale, softmax_scale, *c.strides,
-        p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
+        *inputs, lists, counts, chosen, dq, p.N, *c.tokens, p.tiles, p.range_tokens, scale, softmax_scale, *c.strides,
+        p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add, c.stretch,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
     c.launch(union.tile_dq, grid, args, gated, add, num_warps=s.warps, num_stages=s.union_dq_stages)
@@ -242,12 +252,13 @@ def selected_backward(
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
     for r, begin, end in p.each_range():
+        known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
         for with_dq in (False,) if p.union_only else (False, True):
             rows, stages = (s.fused_rows, s.fused_stages) if with_dq else (s.backward_rows, s.backward_stages)
             args = (
-                *inputs, keys, order, piece_table, list_table, chosen, partial, sums, r, begin, p.lists, p.slots, p.L,
-                p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes,
-                p.segment, wide, c.tma, not p.union_only, with_dq, gated,
+                *inputs, keys, order, piece_table, list_table, chosen, partial, sums, r, begin, known, p.lists,
+                p.slots, p.L, *c.tokens, scale, *c.strides, p.G, p.h, p.kv_head_tile, rows // p.kv_head_tile, rows,
+                p.n, *sizes, p.segment, wide, c.tma, not p.union_only, with_dq, gated, c.stretch,
             )  # fmt: skip
             grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
             c.launch(kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
@@ -261,7 +272,7 @@ def selected_backward(
             c.launch(kv_sums.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
         last = r == p.ranges - 1
         args = (
-            sums, list_table, c.cu, dk, dv, r, begin, end, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
+            sums, list_table, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
             p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, p.segment,
             chunk, 4, p.packed, last,
         )  # fmt: skip

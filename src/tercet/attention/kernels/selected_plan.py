@@ -65,8 +65,9 @@ class Plan:
     """
 
     identity: int
-    N: int
-    T: int
+    N: int  # queries, over the batch
+    T: int  # keys of a sequence
+    queries: int  # of a sequence: T, unless they are a stretch of it
     G: int
     h: int
     n: int
@@ -109,6 +110,15 @@ class Plan:
         for r in range(self.ranges):
             yield r, r * self.range_tokens, min((r + 1) * self.range_tokens, self.N)
 
+    def new_keys(self, r: int, keys: int, first_query: int) -> tuple[int, int]:
+        """First and past the last token whose blocks come to be known with range r: all, over the ranges."""
+
+        def token(query: int) -> int:
+            return query + query // self.queries * (self.T - self.queries) + first_query
+
+        begin = token(r * self.range_tokens) if r else 0
+        return begin, token((r + 1) * self.range_tokens) if r < self.ranges - 1 else keys
+
 
 @lru_cache(maxsize=1024)
 def make_plan(
@@ -118,11 +128,11 @@ def make_plan(
     blocks: tuple[int, int, int],
     settings: SelectedSettings,
 ) -> Plan:
-    B, T, H, G, n, dk, dv = shape
+    B, Q, T, H, G, n, dk, dv = shape
     select_block, initial, local = blocks
-    N, h = B * T, H // G
-    if N * G * n >= 1 << 31:
-        raise ValueError(f"B*T*G*n={N * G * n} does not fit 31 bits: split the batch or the sequence")
+    N, h = B * Q, H // G
+    if max(N * G * n, B * T) >= 1 << 31:
+        raise ValueError(f"B*T*G*n={max(N * G * n, B * T)} does not fit 31 bits: split the batch or the sequence")
     if select_block & (select_block - 1) or not 16 <= select_block <= 128:
         raise ValueError(f"select_block={select_block} is not a power of two in 16..128: the kernels take only those")
     if max(dk, dv) > 256:
@@ -148,15 +158,16 @@ def make_plan(
     piece_bytes = select_block * (dk + dv) * 4 * kv_head_tiles / segment
     ranges, range_tokens = cut(max(h * max(dk, dv) * itemsize, piece_bytes))
     # Over a whole sequence, a tile sees half of its blocks on average.
-    largest_mean = blocks_per_sequence / 2 + 1.5 if ranges == 1 else blocks_per_sequence
+    largest_mean = blocks_per_sequence / 2 + 1.5 if ranges == 1 and Q == T else blocks_per_sequence
     union_only = min(largest_mean, tile_tokens * n) <= min(limits)
     if union_only:
         ranges, range_tokens = cut(piece_bytes)
-    L = (B * blocks_per_sequence if documents is None else N // select_block + documents) + 1
+    L = (B * blocks_per_sequence if documents is None else T // select_block + documents) + 1
     return Plan(
         identity=_identities.setdefault((shape, itemsize, documents is None, blocks, settings), len(_identities)),
         N=N,
-        T=T if documents is None else N,
+        T=T,
+        queries=Q,
         G=G,
         h=h,
         n=n,

@@ -5,8 +5,10 @@ among them (first and local blocks, which neighbours share). Each entry is the a
 bit per token of the tile. Lists of absolute tokens need no document-aligned tiles: where a tile straddles two
 documents, each document's blocks carry the bits of its own tokens only.
 
-Tokens are flattened over the batch: t in [0, B*T). Rows of a tile are (token, head of the group). Strides come as
+Tokens are flattened over the batch: t in [0, B*T). Rows of a tile are (query, head of the group). Strides come as
 token and head strides and, for the batch, the excess of its stride over T token strides (0 when contiguous).
+Queries may be a stretch of the tokens (documents.py): query i of all N is then token `token_of(i)`, and everything that
+belongs to queries, lists and tiles included, is addressed by i.
 """
 
 import triton
@@ -58,7 +60,15 @@ def document_start(t, CU, documents, steps, T, PACKED: tl.constexpr):
     return lo, start
 
 
-@triton.jit(do_not_specialize=["documents", "steps"])
+@triton.jit
+def token_of(i, T, queries, first_query, STRETCH: tl.constexpr):
+    """The token that query i is: itself, unless queries are the stretch of each sequence that begins at first_query."""
+    if STRETCH:
+        i += i // queries * (T - queries) + first_query
+    return i
+
+
+@triton.jit(do_not_specialize=["documents", "steps", "queries", "first_query"])
 def build_lists(
     IDX,  # int32 [N, G, n]
     CU,
@@ -66,6 +76,8 @@ def build_lists(
     COUNTS,  # int32 [2, G, tiles]
     N,
     T,
+    queries,
+    first_query,
     documents,
     steps,
     tiles,
@@ -79,6 +91,7 @@ def build_lists(
     LOCAL: tl.constexpr,
     F: tl.constexpr,
     PACKED: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     # Merges the ascending lists of QT tokens; TILES tiles advance together. F = 0: no forced lists are wanted.
     LENGTH: tl.constexpr = 2 * QT * (n + F)
@@ -86,11 +99,12 @@ def build_lists(
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     g = tl.program_id(1)
     qi = tl.arange(0, QP)
-    t = tile[:, None] * QT + qi[None, :]
-    ok = (tile < tiles)[:, None] & (qi < QT)[None, :] & (t < N)
-    _, start = document_start(tl.minimum(t, N - 1), CU, documents, steps, T, PACKED)
+    i = tile[:, None] * QT + qi[None, :]
+    ok = (tile < tiles)[:, None] & (qi < QT)[None, :] & (i < N)
+    t = token_of(tl.minimum(i, N - 1), T, queries, first_query, STRETCH)
+    _, start = document_start(t, CU, documents, steps, T, PACKED)
     last_free = (t - start) // BS - LOCAL  # blocks after this one are local to t
-    row = (t.to(tl.int64) * G + g) * n
+    row = (i.to(tl.int64) * G + g) * n
     position = tl.zeros([TILES, QP], tl.int32)
     block = tl.load(IDX + row, mask=ok, other=-1)
     first = tl.where(block >= 0, start + block * BS, END)
@@ -121,7 +135,7 @@ def build_lists(
         tl.store(COUNTS + G * tiles + slot, forced_count, mask=tile < tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "first_query"])
 def tile_forward(
     Q,
     K,
@@ -135,6 +149,8 @@ def tile_forward(
     LSE,
     N,
     T,
+    queries,
+    first_query,
     tiles,
     range_tokens,
     scale,
@@ -160,6 +176,7 @@ def tile_forward(
     DKP: tl.constexpr,
     DVP: tl.constexpr,
     TMA: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     # Program (tile, KV head, head tile). F > 0: each range's decision says which of the two lists to walk.
     tile = tl.program_id(0)
@@ -167,15 +184,16 @@ def tile_forward(
     r = tl.arange(0, M)
     qi = r // HT
     hh = tl.program_id(2) * HT + r % HT
-    t = tile * QT + qi
-    ok = (qi < QT) & (hh < h) & (t < N)
+    i = tile * QT + qi
+    ok = (qi < QT) & (hh < h) & (i < N)
+    t = token_of(i, T, queries, first_query, STRETCH)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
-    t64 = t.to(tl.int64)
+    i64 = i.to(tl.int64)
     head = g.to(tl.int64) * h + hh
     q = tl.load(
-        Q + (t64 * qt + (t // T).to(tl.int64) * qb + head * qh)[:, None] + dk[None, :],
+        Q + (i64 * qt + (t // T).to(tl.int64) * qb + head * qh)[:, None] + dk[None, :],
         mask=in_columns(ok, dk, DK, DKP),
         other=0.0,
     )
@@ -191,9 +209,9 @@ def tile_forward(
     m = tl.full([M], -1e20, tl.float32)
     l = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
-    for i in tl.range(0, count):
-        first = tl.load(entry + i)
-        bits = tl.load(entry + length + i)
+    for j in tl.range(0, count):
+        first = tl.load(entry + j)
+        bits = tl.load(entry + length + j)
         k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         last = tl.where(((bits >> qi) & 1) == 1, t - first, -1)
@@ -207,14 +225,14 @@ def tile_forward(
         m = new
     some = l > 0
     l = tl.where(some, l, 1.0)
-    row = t64 * (G * h) + head
+    row = i64 * (G * h) + head
     tl.store(
         O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=in_columns(ok, dv, DV, DVP)
     )
     tl.store(LSE + row, tl.where(some, m + tl.log2(l), 1e30), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "first_query"])
 def tile_dq(
     Q,
     K,
@@ -231,6 +249,8 @@ def tile_dq(
     DQ,
     N,
     T,
+    queries,
+    first_query,
     tiles,
     range_tokens,
     scale,
@@ -265,6 +285,7 @@ def tile_dq(
     TMA: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     # dq over the union lists, of the ranges whose dq the KV-major design does not compute.
     tile = tl.program_id(0)
@@ -272,8 +293,9 @@ def tile_dq(
     r = tl.arange(0, M)
     qi = r // HT
     hh = tl.program_id(2) * HT + r % HT
-    t = tile * QT + qi
-    ok = (qi < QT) & (hh < h) & (t < N)
+    i = tile * QT + qi
+    ok = (qi < QT) & (hh < h) & (i < N)
+    t = token_of(i, T, queries, first_query, STRETCH)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
@@ -281,15 +303,15 @@ def tile_dq(
     if F > 0:
         run = tl.load(DECISION + tile * QT // range_tokens) == 0
     if run:
-        t64 = t.to(tl.int64)
+        i64 = i.to(tl.int64)
         b64 = (t // T).to(tl.int64)
         head = g.to(tl.int64) * h + hh
-        row = t64 * (G * h) + head
+        row = i64 * (G * h) + head
         q = tl.load(
-            Q + (t64 * qt + b64 * qb + head * qh)[:, None] + dk[None, :], mask=in_columns(ok, dk, DK, DKP), other=0.0
+            Q + (i64 * qt + b64 * qb + head * qh)[:, None] + dk[None, :], mask=in_columns(ok, dk, DK, DKP), other=0.0
         )
         do = tl.load(
-            DOUT + (t64 * ot + b64 * ob + head * oh)[:, None] + dv[None, :], mask=in_columns(ok, dv, DV, DVP), other=0.0
+            DOUT + (i64 * ot + b64 * ob + head * oh)[:, None] + dv[None, :], mask=in_columns(ok, dv, DV, DVP), other=0.0
         )
         lse = tl.load(LSE + row, mask=ok, other=1e30)
         row_sum = tl.load(ROW_SUM + row, mask=ok, other=0.0)
@@ -297,9 +319,9 @@ def tile_dq(
         count = tl.load(COUNTS + slot)
         entry = LISTS + slot.to(tl.int64) * (2 * QT * (n + F))
         acc = tl.zeros([M, DKP], tl.float32)
-        for i in tl.range(0, count):
-            first = tl.load(entry + i)
-            bits = tl.load(entry + QT * n + i)
+        for j in tl.range(0, count):
+            first = tl.load(entry + j)
+            bits = tl.load(entry + QT * n + j)
             k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
             v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -310,7 +332,7 @@ def tile_dq(
             acc = tl.dot(ds, k, acc, input_precision="ieee")
         factor = tl.full([M], softmax_scale, tl.float32)
         if GATED:
-            gate = tl.load(GATE + t64 * gt + b64 * gb + head * gh, mask=ok, other=0.0)
+            gate = tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0)
             factor = factor * gate.to(tl.float32)
         acc *= factor[:, None]
         to = DQ + row[:, None] * DK + dk[None, :]
