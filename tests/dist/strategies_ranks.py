@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import sys
 import tempfile
+import time
+import traceback
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu"
 LENGTH = 1024 if DEVICE.type == "cuda" else 64
 
 
-def main() -> None:
+def main() -> int:
     asked = [argument.split(":") for argument in sys.argv[1:] if argument != "--cuda"]  # STEPS:CASE
     steps_of = {name: int(steps) for steps, name in asked}
     launch = Launch.here()
@@ -64,14 +66,23 @@ def main() -> None:
     first = next(iter(configs.values()))
     folder = tempfile.mkdtemp() if launch.rank == 0 else ""
     world = join(launch, first.parallel, DEVICE, {}, lambda _: folder)  # type: ignore[arg-type,return-value]
+    failed = 0
     for name, config in configs.items():
-        steps = steps_of[name]
-        expected = run(as_single(config), Single(), steps)
-        got = run(config, build_strategy(config.parallel, config.train, world), steps)
-        result = compare(got, expected)
+        steps, began = steps_of[name], time.monotonic()
+        try:
+            expected = run(as_single(config), Single(), steps)
+            alone = time.monotonic() - began
+            got = run(config, build_strategy(config.parallel, config.train, world), steps)
+            result = compare(got, expected)
+        except Exception:  # told, and the other cases go on: a run on a borrowed GPU should say all it can
+            traceback.print_exc()
+            failed = 1
+            continue
         if launch.rank == 0:
-            tell(case=name, routes=got["routes"], **result)
+            seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
+            tell(case=name, routes=got["routes"], **result, **seconds)
     world.close()
+    return failed
 
 
 def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def]
@@ -183,7 +194,8 @@ def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(1200, exit=True)
+    faulthandler.dump_traceback_later(300 if DEVICE.type == "cuda" else 1200, exit=True)
     torch.set_num_threads(1)
-    main()
+    code = main()
     dist.destroy_process_group() if dist.is_initialized() else None
+    sys.exit(code)

@@ -27,7 +27,8 @@ def torchrun(
     """`torchrun --standalone` with this interpreter, to its end."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options, *arguments),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
+        *(*options, *arguments),
     ]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(env), check=False)
 
@@ -69,6 +70,7 @@ class Run:
         self.output = output
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *("--local-addr", "127.0.0.1"),  # a machine without a name server may not know its own name
             *(options or ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")),
             *("-m", "tercet", "train", *arguments),
         ]
