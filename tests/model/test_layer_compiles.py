@@ -12,7 +12,7 @@ from tercet.attention.layout import Packing
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
 
-def stands_in_for_the_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices):  # type: ignore[no-untyped-def]
+def stands_in_for_the_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices, **more):  # type: ignore[no-untyped-def]
     """Of the kernels' signature and shapes; they themselves are single operators to the compiler."""
     indices = torch.zeros(*q.shape[:2], ks.shape[2], config.select_count, dtype=torch.int32)
     return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention.buckets import Buckets, fill_buckets
+from tercet.attention.chunks import Rearrangement, place_chunks
 from tercet.attention.spec import NSAConfig
 
 
@@ -65,6 +66,11 @@ class Packing:
     """[Tc] int64: i, counted within the document."""
     compressed_first_token: Tensor
     """[Tc] int64: the packed index of the first token under each compressed token (padding: clamped)."""
+    into_chunks: Rearrangement
+    """T tokens -> the tokens of S = T // d chunks of d, which begin anew at each document; what a document has over is
+    in none."""
+    chunks_into_compressed: Rearrangement
+    """S - l/d + 1 runs of l/d chunks, by their first chunk -> Tc compressed tokens."""
     bounds: list[tuple[int, int, int, int]] | None
     """Each document's (first token, end, first compressed token, end), where reading them costs no synchronisation;
     None on a device."""
@@ -86,6 +92,10 @@ class Packing:
         self.compressed_index = index - self.compressed_cu_seqlens[document]
         first = cu_seqlens[document] + self.compressed_index * config.compress_stride
         self.compressed_first_token = first.clamp(max=max(length - config.compress_block, 0))
+        self.into_chunks, self.chunks_into_compressed = place_chunks(
+            cu_seqlens, self.compressed_cu_seqlens, (self.document, self.position),
+            (self.compressed_document, self.compressed_index), config,
+        )  # fmt: skip
         self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
         self.over_keys = {}
 

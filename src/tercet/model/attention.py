@@ -17,7 +17,7 @@ from tercet.model.cached import cached_dense_attention, cached_nsa_attention
 from tercet.model.compression import Compression
 from tercet.model.dense import dense_attention
 from tercet.model.gate import Gate
-from tercet.model.rope import Rotary, rotate
+from tercet.model.rope import Rotary, Turn, Turns, rotate
 from tercet.model.stats import AttentionStats
 
 _CACHED = "the kernels take whole sequences, not new tokens with a cache"
@@ -123,11 +123,13 @@ class NativeSparseAttention(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         cache: NSACache | None = None,
         lengths: Tensor | None = None,
+        turns: Turns | None = None,
     ) -> Tensor:
         """x: [B, T, dim]. cu_seqlens: bounds of packed documents, B = 1 (or the `Packing` made of them).
 
         With a cache, x continues what the cache holds. `lengths` [B] says how many of each row's T tokens are real
-        (the rest is padding on the right, and its outputs mean nothing).
+        (the rest is padding on the right, and its outputs mean nothing). `turns`: the rotary turns of this pass, where
+        the caller has made them for all layers (`turns_of`).
         """
         _check_input(x, self.dim)
         if cache is not None:
@@ -137,8 +139,9 @@ class NativeSparseAttention(nn.Module):
         if lengths is not None:
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
         packing = self._packing(cu_seqlens, x)
-        q, raw, keys, values = self.project(x, None if packing is None else packing.position)
-        k_compressed, v_compressed = self._compress(raw, values["compressed"], packing)
+        turns = turns_of(self.rotary, x, packing, self.config) if turns is None else turns
+        q, raw, keys, values = self.project(x, None, turns.tokens)
+        k_compressed, v_compressed = self._compress(raw, values["compressed"], packing, turns.compressed)
         gates = self.gate(x)
         out, block_indices, self._ran = run_nsa(
             q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
@@ -150,13 +153,11 @@ class NativeSparseAttention(nn.Module):
     # ------------------------------------------------------------ parts
 
     def project(
-        self, x: Tensor, positions: Tensor | None
+        self, x: Tensor, positions: Tensor | None, turn: Turn | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """q and the selected and window keys rotated at their tokens' positions; the compressed branch's keys raw."""
         batch, length, _ = x.shape
-        if positions is None:
-            positions = torch.arange(length, device=x.device)
-        turn = self.rotary.turn(positions)
+        turn = _turn(self.rotary, x, positions) if turn is None else turn
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -176,17 +177,15 @@ class NativeSparseAttention(nn.Module):
     def _per_branch(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         return parts * len(BRANCHES) if self.shared_kv else parts
 
-    def _compress(self, k: Tensor, v: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    def _compress(
+        self, k: Tensor, v: Tensor, packing: Packing | None, turn: Turn | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Built from unrotated keys, and rotated once, at the position of each block's last token."""
-        k_compressed, v_compressed = self.compress_k(k, packing), self.compress_v(v, packing)
-        if packing is None:
-            index = torch.arange(k_compressed.shape[1], device=k.device)
-        else:
-            index = packing.compressed_index
-        return rotate(k_compressed, self.rotary.turn(self._compressed_position(index))), v_compressed
+        turn = _compressed_turn(self.rotary, k, packing, self.config) if turn is None else turn
+        return rotate(self.compress_k(k, packing), turn), self.compress_v(v, packing)
 
     def _compressed_position(self, index: Tensor) -> Tensor:
-        return index * self.config.compress_stride + self.config.compress_block - 1
+        return _last_token(index, self.config)
 
     def _packing(self, cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:
         if cu_seqlens is None or isinstance(cu_seqlens, Packing):
@@ -285,6 +284,7 @@ class DenseAttention(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         cache: DenseCache | None = None,
         lengths: Tensor | None = None,
+        turns: Turns | None = None,
     ) -> Tensor:
         _check_input(x, self.dim)
         if cache is not None:
@@ -299,7 +299,8 @@ class DenseAttention(nn.Module):
         elif cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=_readable(cu_seqlens))
             packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
-        q, k, v = self.project(x, None if packing is None else packing.position)
+        positions = None if packing is None else packing.position
+        q, k, v = self.project(x, positions, None if turns is None else turns.tokens)
         return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
 
     @torch.no_grad()
@@ -309,11 +310,9 @@ class DenseAttention(nn.Module):
         cache.append(step, k, v)
         return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
 
-    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, positions: Tensor | None, turn: Turn | None = None) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape
-        if positions is None:
-            positions = torch.arange(length, device=x.device)
-        turn = self.rotary.turn(positions)
+        turn = _turn(self.rotary, x, positions) if turn is None else turn
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
         k, v = self.kv_proj(x).split((self.kv_heads * self.head_dim, self.kv_heads * self.value_dim), dim=-1)
         k = k.view(batch, length, self.kv_heads, self.head_dim)
@@ -321,6 +320,29 @@ class DenseAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, turn), rotate(k, turn), v
+
+
+def turns_of(rotary: Rotary, x: Tensor, packing: Packing | None, config: NSAConfig | None) -> Turns:
+    """Turns of the tokens x [B, T, ...] and, with a config, of their compressed tokens: for all layers of a pass."""
+    tokens = _turn(rotary, x, None if packing is None else packing.position)
+    return Turns(tokens, None if config is None else _compressed_turn(rotary, x, packing, config))
+
+
+def _turn(rotary: Rotary, x: Tensor, positions: Tensor | None) -> Turn:
+    return rotary.turn(torch.arange(x.shape[1], device=x.device) if positions is None else positions)
+
+
+def _compressed_turn(rotary: Rotary, x: Tensor, packing: Packing | None, config: NSAConfig) -> Turn:
+    if packing is None:
+        index = torch.arange(config.num_compressed(x.shape[1]), device=x.device)
+    else:
+        index = packing.compressed_index
+    return rotary.turn(_last_token(index, config))
+
+
+def _last_token(index: Tensor, config: NSAConfig) -> Tensor:
+    """Positions of the last tokens under compressed tokens."""
+    return index * config.compress_stride + config.compress_block - 1
 
 
 def _readable(cu_seqlens: Tensor) -> bool:

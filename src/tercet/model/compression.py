@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from tercet.attention.chunks import Rearrangement
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing
 from tercet.attention.spec import NSAConfig
@@ -43,12 +48,70 @@ class Compression(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
         """x: [B, T, G, D] -> [B, Tc, G, D]"""
-        return self.phi(compression_blocks(x, self.config, packing))
+        stride = self.config.compress_stride
+        if x.shape[1] < self.config.compress_block:
+            return self.phi(compression_blocks(x, self.config, packing))
+        if packing is None:
+            return self._phi_of_chunks(x[:, : x.shape[1] // stride * stride].unflatten(1, (-1, stride)))
+        chunks = _rearranged(x[0], packing.into_chunks).unflatten(0, (-1, stride))[None]
+        return _rearranged(self._phi_of_chunks(chunks)[0], packing.chunks_into_compressed)[None]
 
     def phi(self, blocks: Tensor) -> Tensor:
         mean = blocks.mean(2)
         if self.kind == "mean":
             return mean
         placed = (blocks + self.position[:, None].to(blocks.dtype)).transpose(2, 3).flatten(3)
-        correction = self.down(nn.functional.gelu(self.up(placed)))
+        correction = self.down(F.gelu(self.up(placed)))
         return mean + correction.to(mean.dtype)
+
+    def _phi_of_chunks(self, chunks: Tensor) -> Tensor:
+        """The same for every l/d chunks that lie one after another. [B, S, d, G, D] -> [B, S - l/d + 1, G, D]
+
+        A chunk is in l/d blocks. Laid out block by block it would be written l/d times, kept for the backward pass so,
+        and its gradient gathered by an index_put that sorts; here each chunk is multiplied once with the weights of
+        all the places that it can have in a block, and the products are added.
+        """
+        l, d = self.config.compress_block, self.config.compress_stride
+        places, count = l // d, chunks.shape[1] - l // d + 1
+        wide = torch.promote_types(chunks.dtype, torch.float32)
+        sums = chunks.sum(2, dtype=wide)
+        mean = (_added([sums[:, j : j + count] for j in range(places)]) / l).to(chunks.dtype)
+        if self.kind == "mean":
+            return mean
+        weight = self.up.weight.unflatten(1, (places, -1)).transpose(0, 1).flatten(0, 1)
+        products = F.linear(chunks.transpose(2, 3).flatten(3), weight).unflatten(-1, (places, -1))
+        hidden = _added([products[:, j : j + count, :, j] for j in range(places)])
+        # W(x + position) = Wx + W·position: a vector, instead of an addition to every token
+        bias = self.up.bias + (self.up.weight * self.position.flatten()).sum(1)
+        correction = self.down(F.gelu(hidden + bias))
+        return mean + correction.to(mean.dtype)
+
+
+def _added(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _rearranged(x: Tensor, rearrangement: Rearrangement) -> Tensor:
+    result: Tensor = _Rearranged.apply(x, *rearrangement)
+    return result
+
+
+class _Rearranged(torch.autograd.Function):
+    """Rows to other places, each at most once: the gradient is a gather too, where autograd would sort and scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, is_there: Tensor, back: Tensor, is_back: Tensor) -> Tensor:
+        ctx.save_for_backward(back, is_back)
+        return _taken(x, there, is_there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _taken(upstream[0], *ctx.saved_tensors), None, None, None, None
+
+
+def _taken(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
+    return torch.where(real.view(-1, *(1,) * (x.dim() - 1)), x[index], 0)

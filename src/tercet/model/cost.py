@@ -83,11 +83,14 @@ def attention_matrices(model: ModelConfig, kind: str) -> int:
 
 
 def compression_flops(model: ModelConfig, length: int) -> float:
-    """FLOPs of φ over one document: for keys and values, l·D -> D -> D per compressed token and KV head."""
+    """FLOPs of φ over one document, for keys and values: l·D -> D for each chunk of d tokens and KV head (a chunk is
+    multiplied once for all its places in a block), D -> D for each compressed token."""
     if model.compression == "mean" or "compressed" not in model.branches:
         return 0.0
-    per_token = sum(2 * (model.nsa.compress_block + 1) * size * size for size in _head_sizes(model))
-    return float(per_token * model.kv_heads * model.nsa.num_compressed(length))
+    compressed = model.nsa.num_compressed(length)
+    chunks = length // model.nsa.compress_stride if compressed else 0
+    squares = sum(2 * size * size for size in _head_sizes(model))
+    return float(squares * model.kv_heads * (model.nsa.compress_block * chunks + compressed))
 
 
 def pairs(nsa: NSAConfig, length: int, branches: tuple[str, ...]) -> Pairs:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from tercet.attention.checks import check_cu_seqlens
 from tercet.attention.layout import Packing
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.attention import DenseAttention, NativeSparseAttention, turns_of
 from tercet.model.config import AttentionKind, ModelConfig
 from tercet.model.ffn import SwiGLU
 from tercet.model.loss import Loss, cross_entropy
+from tercet.model.rope import Rotary, Turns
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
@@ -38,8 +39,10 @@ class Block(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         cache: Any = None,
         lengths: Tensor | None = None,
+        turns: Turns | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache, lengths=lengths)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=turns)
         return x + self.ffn(self.ffn_norm(x))
 
     def init_weights(self, std: float, into_residual: float) -> None:
@@ -59,6 +62,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         # Tied means that there is no head, not that one parameter has two names: checkpoints, shards and decay
         # groups then need not know of it.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -98,8 +102,9 @@ class Transformer(nn.Module):
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens)
         x = self.embedding(tokens)
+        turns = self._turns(tokens, packing) if cache is None else None
         for i, block in enumerate(self.blocks):
-            x = block(x, packing) if cache is None else block(x, packing, cache[i], lengths)
+            x = block(x, packing, turns=turns) if cache is None else block(x, packing, cache[i], lengths)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -117,6 +122,13 @@ class Transformer(nn.Module):
         on_cpu = cu_seqlens.device.type == "cpu"
         check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu)
         return Packing(cu_seqlens, length, length // self.config.nsa.compress_stride, self.config.nsa)
+
+    def _turns(self, tokens: Tensor, packing: Any) -> Turns | None:
+        """Rotary turns, worked out once for all layers; a rank's share of a sequence has positions of its own."""
+        if packing is not None and not isinstance(packing, Packing):
+            return None
+        sparse = "nsa" in self.config.attention_kinds
+        return turns_of(self.rotary, tokens, packing, self.config.nsa if sparse else None)
 
     @overload
     def forward(
