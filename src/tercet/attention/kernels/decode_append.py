@@ -1,0 +1,192 @@
+"""The first launch of a decode step: what the projections gave is normed, turned to its position and kept.
+
+One program per row and KV head turns the queries of its group and writes keys and values into the stores; others,
+of which only those with a row that has just completed a compression block do anything, run φ (decode_compress.py). The
+raw ring has one slot for each of a block's l tokens: what is overwritten now has left the block, so that φ may read
+the ring in the same launch; the newest token it takes from the projection.
+
+q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values   stores: [B, slots, G, D]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.kernels.decode_compress import ROWS, CompressionWeights, compress
+from tercet.attention.kernels.launching import call
+from tercet.attention.kernels.settings import padded, power_of_2
+from tercet.attention.spec import NSAConfig
+
+
+@triton.jit
+def turn(TURNS, t, HALF: tl.constexpr, HP: tl.constexpr):
+    """cos and sin of a position's angles. Whole turns are taken off in fp64: at position 1,000,000 an fp32 angle is off
+    by 0.06 rad."""
+    d = tl.arange(0, HP)
+    turns = tl.load(TURNS + d, mask=d < HALF, other=0.0) * t.to(tl.float64)
+    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def _halves(X, W, inside, eps, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr):
+    """[rows, HP] of both halves of each vector that X points at; RMS-normalised where NORM."""
+    d = tl.arange(0, HP)
+    mask = inside[:, None] & (d < HALF)[None, :]
+    first = tl.load(X[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(X[:, None] + HALF + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+        first *= r * tl.load(W + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        second *= r * tl.load(W + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    return first, second
+
+
+@triton.jit
+def _keep_halves(OUT, inside, first, second, HALF: tl.constexpr, HP: tl.constexpr):
+    d = tl.arange(0, HP)
+    mask = inside[:, None] & (d < HALF)[None, :]
+    tl.store(OUT[:, None] + d[None, :], first.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(OUT[:, None] + HALF + d[None, :], second.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turned(X, OUT, W, inside, cos, sin, eps, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr):
+    first, second = _halves(X, W, inside, eps, HALF, HP, NORM)
+    cos, sin = cos[None, :], sin[None, :]
+    _keep_halves(OUT, inside, first * cos - second * sin, second * cos + first * sin, HALF, HP)
+
+
+@triton.jit
+def _copied(X, OUT, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    tl.store(OUT + d, tl.load(X + d, mask=d < D).to(OUT.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
+    """Where a token's vector stands in a store."""
+    return X + ((b.to(tl.int64) * slots + slot) * G + g) * D
+
+
+@triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots"])
+def _append(
+    Q, KV, QOUT, TURNS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC,
+    PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV,
+    batch, selected_slots, compressed_slots,
+    eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, G: tl.constexpr,
+    HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr,
+    SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, PHI: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    PER_SET: tl.constexpr = G * (DK + DV)
+    HALF: tl.constexpr = DK // 2
+    program = tl.program_id(0)
+    if PHI > 0:
+        if program < PHI:
+            # the long ones first
+            which = program // 2
+            if program % 2 == 0:
+                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, TURNS, LENGTHS, COUNTS, which, batch, compressed_slots,
+                         0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK, NORM, MASKED, MLP, True)  # fmt: skip
+            else:
+                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, which, batch, compressed_slots,
+                         G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK, False, MASKED, MLP, False)  # fmt: skip
+    if program >= PHI:
+        b = (program - PHI) // G
+        g = (program - PHI) % G
+        real = True
+        if MASKED:
+            real = tl.load(COUNTS + b) > 0
+        if real:
+            t = tl.load(LENGTHS + b)
+            cos, sin = turn(TURNS, t, HALF, HALFP)
+            r = tl.arange(0, RP)
+            q = b * (G * HEADS) + g * HEADS + r
+            _turned(Q + q.to(tl.int64) * DK, QOUT + q.to(tl.int64) * DK, QN, r < HEADS, cos, sin, eps,
+                    HALF, HALFP, NORM)  # fmt: skip
+            one = tl.arange(0, 1)
+            alone = one == 0
+            at = KV + b.to(tl.int64) * (SETS * PER_SET)
+            k = at + g * DK
+            v = at + G * DK + g * DV
+            if COMPRESSED:
+                slot = t % L
+                first, second = _halves(k + one, KNC, alone, eps, HALF, HALFP, NORM)
+                _keep_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, first, second, HALF, HALFP)
+                _copied(v, _slot(VR, b, L + 1, slot, g, G, DV), DV, DVP)
+            if SETS == 3:
+                k += PER_SET
+                v += PER_SET
+            if SELECTED:
+                out = _slot(KS, b, selected_slots, t, g, G, DK)
+                _turned(k + one, out + one, KNS, alone, cos, sin, eps, HALF, HALFP, NORM)
+                _copied(v, _slot(VS, b, selected_slots, t, g, G, DV), DV, DVP)
+            if SETS == 3:
+                k += PER_SET
+                v += PER_SET
+            if RING:
+                slot = t % WINDOW
+                out = _slot(KW, b, WINDOW + 1, slot, g, G, DK)
+                _turned(k + one, out + one, KNW, alone, cos, sin, eps, HALF, HALFP, NORM)
+                _copied(v, _slot(VW, b, WINDOW + 1, slot, g, G, DV), DV, DVP)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors of a cache, [B, slots, G, D]; None where nothing that is asked for would read them."""
+
+    lengths: Tensor  # int64 [B]: tokens before this one; the step's last launch counts it
+    turns: Tensor  # fp64 [Dk/2]: full turns per position
+    tokens: int  # that the stores have room for
+    selected: tuple[Tensor, Tensor] | None = None
+    window: tuple[Tensor, Tensor] | None = None  # a ring
+    compressed: tuple[Tensor, Tensor] | None = None
+    raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Weights of the RMS norms of q and of the keys of each set; eps."""
+
+    q: Tensor
+    keys: tuple[Tensor, ...]
+    eps: float
+
+
+def append(
+    q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, *, heads: int, groups: int,
+    key_size: int, value_size: int, shared: bool, norms: Norms | None,
+    phi: tuple[CompressionWeights, CompressionWeights] | None,
+) -> Tensor:  # fmt: skip
+    """Keeps the tokens, and gives the queries turned. counts: int32 [B], 0 for rows that stand still."""
+    batch = q.shape[0]
+    sets = 1 if shared else 3
+    dtype = next(x for x in (held.selected, held.window, held.compressed) if x is not None)[0].dtype
+    out = torch.empty(batch, heads, key_size, dtype=dtype, device=q.device)
+    programs = 0 if held.raw is None else 2 * -(-batch * groups // ROWS)
+    keys = (None,) * 3 if norms is None else norms.keys * 3 if shared else norms.keys
+    parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed)]
+    weights = (CompressionWeights(),) * 2 if phi is None else phi
+    mlp = weights[0].up is not None
+    # stores have a spare slot, and dense stores no compressed tokens
+    slots = 0 if held.selected is None else held.selected[0].shape[1]
+    compressed_slots = 0 if held.compressed is None else held.compressed[0].shape[1]
+    call(
+        _append, (programs + batch * groups,),
+        (q, kv, out, held.turns, held.lengths, counts, None if norms is None else norms.q, *keys,
+         *parts[0], *parts[1], *parts[2], *parts[3], *weights[0].all(), *weights[1].all()),
+        (batch, slots, compressed_slots),
+        (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets,
+         groups, heads // groups, power_of_2(heads // groups), key_size, value_size, power_of_2(key_size // 2),
+         padded(key_size), padded(value_size), norms is not None, counts is not None, mlp,
+         held.selected is not None, held.window is not None, held.raw is not None, programs,
+         32 if dtype == torch.float32 else 64),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

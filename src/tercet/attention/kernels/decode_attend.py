@@ -1,0 +1,258 @@
+"""One query per row against keys that are split over many programs; each leaves a part for the merge.
+
+A tile's rows are the h heads of a group, padded to what a matrix product takes. A part is (o, lse) of the keys that its
+program read, o normalised over them and lse in powers of two, -inf where it read none. How many keys a program takes
+follows from the row's own length on the device: the grid is the same for every length, as a CUDA graph needs.
+
+q: [B, H, Dk]   o: fp32 [B, H, parts, Dv]   lse: fp32 [B, H, parts]   read: int32 [B, G, parts], keys read
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.kernels.decode_select import block_at, chosen_places
+from tercet.attention.kernels.launching import call
+from tercet.attention.kernels.settings import LOG2E, padded, power_of_2
+from tercet.attention.spec import NSAConfig
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the programs of a step leave what they read: compressed (or all) keys first, then selected, then window."""
+
+    o: Tensor
+    lse: Tensor
+    read: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.lse.shape[2]
+
+
+@triton.jit
+def _queries(Q, b, g, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    r = tl.arange(0, RP)
+    d = tl.arange(0, DP)
+    at = ((b.to(tl.int64) * G + g) * HEADS + r) * D
+    return tl.load(Q + at[:, None] + d[None, :], mask=(r < HEADS)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _vectors(X, slot, some, stride, D: tl.constexpr, DP: tl.constexpr):
+    """[slots, DP]; X points at the row's head."""
+    d = tl.arange(0, DP)
+    if D == DP:
+        mask = some[:, None]
+    else:
+        mask = some[:, None] & (d < D)[None, :]
+    return tl.load(X + slot[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _step(s, v, some, m, l, acc):
+    """One step of the online softmax; s: scores in powers of two."""
+    s = tl.where(some[None, :], s, float("-inf"))
+    # finite where a whole tile is hidden: -inf less -inf is no number
+    top = tl.maximum(tl.maximum(m, tl.max(s, 1)), -1e30)
+    fade = tl.exp2(m - top)
+    p = tl.exp2(s - top[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return top, l * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _leave(O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr,
+           DV: tl.constexpr, DVP: tl.constexpr):  # fmt: skip
+    r = tl.arange(0, RP)
+    d = tl.arange(0, DVP)
+    at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
+    share = tl.where(l > 0, l, 1.0)
+    tl.store(LSE + at, tl.where(l > 0, m + tl.log2(share), float("-inf")), mask=r < HEADS)
+    tl.store(READ + (b.to(tl.int64) * G + g) * parts + part, read)
+    # what read nothing leaves no o: the merge does not look at it
+    tl.store(O + at[:, None] * DV + d[None, :], acc / share[:, None],
+             mask=((r < HEADS) & (l > 0))[:, None] & (d < DV)[None, :])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots", "room"])
+def _attend(
+    Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, scale,
+    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
+    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    PARTS: tl.constexpr, MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Keys 0 … of a store: L = S = 1 for all tokens up to the query, else the compressed tokens that it sees. With
+    SCORES the scores themselves are kept for the selection; without OUT values are not read."""
+    split = tl.program_id(0)
+    g = tl.program_id(1)
+    b = tl.program_id(2)
+    real = True
+    if MASKED:
+        real = tl.load(COUNTS + b) > 0
+    if real:
+        after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
+        seen = tl.where(after < L, 0, (after - L) // S + 1)
+        share = tl.cdiv(tl.cdiv(seen, N), SPLITS) * N
+        first = split * share
+        end = tl.minimum(first + share, seen)
+        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
+        r = tl.arange(0, RP)
+        i = tl.arange(0, N)
+        at = (b.to(tl.int64) * slots + first) * G + g
+        K += at * DK
+        V += at * DV
+        m = tl.full([RP], float("-inf"), tl.float32)
+        l = tl.zeros([RP], tl.float32)
+        acc = tl.zeros([RP, DVP], tl.float32)
+        logits = LOGITS
+        if SCORES:
+            logits = LOGITS + ((b.to(tl.int64) * G + g) * HEADS + r)[:, None] * room + i[None, :]
+        for j in tl.range(first, end, N):
+            some = j + i < end
+            k = _vectors(K, i, some, G * DK, DK, DKP)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if SCORES:
+                tl.store(logits + j, s, mask=(r < HEADS)[:, None] & some[None, :])
+            if OUT:
+                v = _vectors(V, i, some, G * DV, DV, DVP)
+                m, l, acc = _step(s, v, some, m, l, acc)
+            else:
+                s = tl.where(some[None, :], s, float("-inf"))
+                top = tl.maximum(m, tl.max(s, 1))
+                l = l * tl.exp2(m - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
+                m = top
+            K += N * G * DK
+            V += N * G * DV
+        _leave(O, LSE, READ, b, g, split, PARTS, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
+    else:
+        tl.store(READ + (b.to(tl.int64) * G + g) * PARTS + split, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "window_slots", "blocks"])
+def _read(
+    Q, KS, VS, KW, VW, SCORES, INDICES, LENGTHS, COUNTS, O, LSE, READ, slots, window_slots, blocks, scale,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, NP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr, SPLITS: tl.constexpr,
+    SELECTED: tl.constexpr, PARTS: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The selected blocks, PER of them to a program, which chooses them itself, and the window, PER·N keys to a
+    program."""
+    part = tl.program_id(0)
+    g = tl.program_id(1)
+    b = tl.program_id(2)
+    real = True
+    if MASKED:
+        real = tl.load(COUNTS + b) > 0
+    if real:
+        t = tl.load(LENGTHS + b).to(tl.int32)
+        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
+        m = tl.full([RP], float("-inf"), tl.float32)
+        l = tl.zeros([RP], tl.float32)
+        acc = tl.zeros([RP, DVP], tl.float32)
+        read = 0
+        if part < SELECTED:
+            i = tl.arange(0, BLOCK)
+            pair = b.to(tl.int64) * G + g
+            at = b.to(tl.int64) * slots * G + g
+            free = (part * PER + PER > INITIAL) & (part * PER < COUNT - LOCAL)
+            place = chosen_places(SCORES + pair * blocks, free, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
+            for n in tl.static_range(PER):
+                slot = part * PER + n
+                block = block_at(place, slot, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
+                if slot < COUNT:
+                    tl.store(INDICES + pair * COUNT + slot, block)
+                    if block >= 0:
+                        some = block * BLOCK + i <= t
+                        row = block.to(tl.int64) * (BLOCK * G)
+                        k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
+                        v = _vectors(VS + (at + row) * DV, i, some, G * DV, DV, DVP)
+                        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                        m, l, acc = _step(s, v, some, m, l, acc)
+                        read += tl.sum(some.to(tl.int32), 0)
+        else:
+            i = tl.arange(0, N)
+            held = tl.minimum(t + 1, WINDOW)
+            at = b.to(tl.int64) * window_slots * G + g
+            if not RING:  # the window is the end of the selected branch's store
+                at += (t + 1 - held).to(tl.int64) * G
+            # the order of keys is nothing to a softmax: a ring is read as it lies
+            first = (part - SELECTED) * (PER * N)
+            for j in tl.range(first, tl.minimum(first + PER * N, held), N):
+                some = j + i < held
+                k = _vectors(KW + at * DK, j + i, some, G * DK, DK, DKP)
+                v = _vectors(VW + at * DV, j + i, some, G * DV, DV, DVP)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                m, l, acc = _step(s, v, some, m, l, acc)
+                read += tl.sum(some.to(tl.int32), 0)
+        _leave(O, LSE, READ, b, g, SPLITS + part, PARTS, m, l, acc, read, HEADS, G, RP, DV, DVP)
+    else:
+        tl.store(READ + (b.to(tl.int64) * G + g) * PARTS + SPLITS + part, 0)
+
+
+def tile(q: Tensor, value_size: int) -> int:
+    """Keys of a tile: fp32 and long vectors take less of them."""
+    bytes_ = max(padded(q.shape[-1]), padded(value_size)) * q.element_size()
+    return 64 if bytes_ <= 256 else 32
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
+    config: NSAConfig | None, logits: Tensor | None, *, out: bool = True,
+) -> None:  # fmt: skip
+    """Every key of a store (config None), or the compressed tokens, as the first `splits` parts."""
+    batch, heads, size = q.shape
+    slots, groups, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
+    call(
+        _attend, (splits, groups, batch),
+        (q, keys, values, lengths, counts, parts.o, parts.lse, parts.read, logits),
+        (slots, 0 if logits is None else logits.shape[2]),
+        (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
+         value_size, padded(value_size), tile(q, value_size), splits, parts.count, counts is not None,
+         logits is not None, out),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+
+
+def read(
+    q: Tensor, selected: tuple[Tensor, Tensor] | None, window: tuple[Tensor, Tensor] | None, ring: bool,
+    scores: Tensor | None, indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
+    after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig,
+) -> None:  # fmt: skip
+    """Selected blocks and window, as the parts from `after` on. scores: fp32 [B, G, blocks]; indices: int32 [B, G, n]"""
+    batch, heads, size = q.shape
+    keys, values = selected or window  # type: ignore[misc]
+    ks, vs = selected or (None, None)
+    kw, vw = window or (None, None)
+    groups, value_size = keys.shape[2], values.shape[3]
+    call(
+        _read, (selected_parts + window_parts, groups, batch),
+        (q, ks, vs, kw, vw, scores, indices, lengths, counts, parts.o, parts.lse, parts.read),
+        (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1], 0 if scores is None else scores.shape[2]),
+        (size**-0.5 * LOG2E, config.select_block, config.select_count, config.select_initial, config.select_local,
+         config.window, groups, heads // groups, padded(heads // groups), size, padded(size), value_size,
+         padded(value_size), 0 if scores is None else power_of_2(max(32, scores.shape[2])),
+         window_tile(config), per, after, selected_parts, parts.count, ring, counts is not None),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def window_tile(config: NSAConfig) -> int:
+    """As large as a selected block, so that the parts are alike."""
+    return max(16, config.select_block)
+
+
+def empty_parts(q: Tensor, groups: int, value_size: int, count: int) -> Parts:
+    batch, heads, _ = q.shape
+    return Parts(
+        torch.empty(batch, heads, count, value_size, dtype=torch.float32, device=q.device),
+        torch.empty(batch, heads, count, dtype=torch.float32, device=q.device),
+        torch.empty(batch, groups, count, dtype=torch.int32, device=q.device),
+    )

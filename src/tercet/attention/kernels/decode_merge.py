@@ -1,0 +1,99 @@
+"""The last launch of a decode step: parts into branches, branches into the output, and the token is counted.
+
+out: [B, H·Dv]   gates: logits [B, 3·H], three for each head   lengths: int64 [B]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.kernels.decode_attend import Parts
+from tercet.attention.kernels.launching import call
+from tercet.attention.kernels.settings import power_of_2
+
+_CHUNK = 32
+
+
+@triton.jit
+def _total(LSE, FIRST: tl.constexpr, END: tl.constexpr, PP: tl.constexpr):
+    """Log-sum-exp over parts FIRST … END-1, in two numbers: the highest, and the sum above it."""
+    p = FIRST + tl.arange(0, PP)
+    lse = tl.load(LSE + p, mask=p < END, other=float("-inf"))
+    top = tl.max(lse, 0)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.sum(tl.exp2(lse - top), 0)
+    return top, tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _merge(
+    O, LSE, GATES, OUT, LENGTHS, COUNTS, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr,
+    SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Parts 0 … A-1 are the compressed branch's, A … B-1 the selected one's, B … C-1 the window's."""
+    h = tl.program_id(0)
+    b = tl.program_id(1)
+    real = True
+    if MASKED:
+        real = tl.load(COUNTS + b) > 0
+    row = b.to(tl.int64) * H + h
+    d = tl.arange(0, DVP)
+    acc = tl.zeros([DVP], tl.float32)
+    if real:
+        LSE += row * C
+        O += row * C * DV
+        gate_c = 1.0
+        gate_s = 1.0
+        gate_w = 1.0
+        if GATED:
+            gate_c = tl.load(GATES + row * 3).to(tl.float32)
+            gate_s = tl.load(GATES + row * 3 + 1).to(tl.float32)
+            gate_w = tl.load(GATES + row * 3 + 2).to(tl.float32)
+            if SOFTMAX:
+                top = tl.maximum(tl.maximum(gate_c, gate_s), gate_w)
+                gate_c = tl.exp(gate_c - top)
+                gate_s = tl.exp(gate_s - top)
+                gate_w = tl.exp(gate_w - top)
+                total = gate_c + gate_s + gate_w
+                gate_c /= total
+                gate_s /= total
+                gate_w /= total
+            else:
+                gate_c = 1.0 / (1.0 + tl.exp(-gate_c))
+                gate_s = 1.0 / (1.0 + tl.exp(-gate_s))
+                gate_w = 1.0 / (1.0 + tl.exp(-gate_w))
+        top_c, total_c = _total(LSE, 0, A, PP)
+        top_s, total_s = _total(LSE, A, B, PP)
+        top_w, total_w = _total(LSE, B, C, PP)
+        for first in tl.range(0, C, CHUNK):
+            p = first + tl.arange(0, CHUNK)
+            lse = tl.load(LSE + p, mask=p < C, other=float("-inf"))
+            top = tl.where(p < A, top_c, tl.where(p < B, top_s, top_w))
+            gate = tl.where(p < A, gate_c / total_c, tl.where(p < B, gate_s / total_s, gate_w / total_w))
+            weight = tl.exp2(lse - top) * gate
+            some = (lse > float("-inf"))[:, None] & (d < DV)[None, :]
+            acc += tl.sum(weight[:, None] * tl.load(O + p[:, None] * DV + d[None, :], mask=some, other=0.0), 0)
+        if h == 0:
+            tl.store(LENGTHS + b, tl.load(LENGTHS + b) + 1)
+    tl.store(OUT + row * DV + d, acc.to(OUT.dtype.element_ty), mask=d < DV)
+
+
+def merge(
+    parts: Parts, gates: Tensor | None, lengths: Tensor, counts: Tensor | None, ends: tuple[int, int, int],
+    dtype: torch.dtype, *, softmax: bool = False,
+) -> Tensor:  # fmt: skip
+    """ends: where the parts of the three branches end. Rows that stand still get 0."""
+    batch, heads, count, size = parts.o.shape
+    assert ends[2] == count
+    out = torch.empty(batch, heads * size, dtype=dtype, device=parts.o.device)
+    call(
+        _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), (),
+        (heads, size, power_of_2(size), *ends, power_of_2(count), min(_CHUNK, power_of_2(count)), gates is not None,
+         softmax, counts is not None),
+        num_warps=4,
+    )  # fmt: skip
+    return out
