@@ -28,7 +28,7 @@ def column(path: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(stream)]
 
 
-def draw(runs: dict[str, Path], target: Path) -> None:
+def draw(runs: dict[str, Path], target: Path, title: str, limits: tuple[float | None, float | None]) -> None:
     """Training loss as thin lines, validation as dots, over steps."""
     matplotlib.rcParams["svg.hashsalt"] = "tercet"  # the same runs give the same bytes
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -38,7 +38,7 @@ def draw(runs: dict[str, Path], target: Path) -> None:
         )
         steps, losses = column(run / "val.csv", "step"), column(run / "val.csv", "loss")
         axes.plot(steps, losses, "o-", color=colour, lw=0, ms=6, label=f"{name}: validation {losses[-1]:.3f}")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Python source, same data, same budget")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title=title, ylim=limits)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +52,17 @@ def main() -> int:
     parser.add_argument("--presets", nargs="+", default=["tiny", "tiny-dense"])
     parser.add_argument("--runs", type=Path, default=Path("runs/nsa-vs-dense"))
     parser.add_argument("--output", type=Path, default=Path("docs/images/nsa-vs-dense.svg"))
+    parser.add_argument("--title", default="Python source, same data, same budget")
+    parser.add_argument("--lowest", type=float, help="where the loss axis begins")
+    parser.add_argument("--highest", type=float, help="where it ends: the first steps are steep")
     arguments, flags = parser.parse_known_args()  # the rest goes to `tercet train`
     if arguments.draw_only:
-        draw({run.name: run for run in arguments.draw_only}, arguments.output)
+        draw(
+            {run.name: run for run in arguments.draw_only},
+            arguments.output,
+            arguments.title,
+            (arguments.lowest, arguments.highest),
+        )
         return 0
     runs: dict[str, Path] = {}
     for preset in arguments.presets:
@@ -63,7 +71,7 @@ def main() -> int:
         command += ["--train.val_every", "60", "--log.every", "10", "--resume", "auto"]
         command += flags
         subprocess.run(command, check=True)
-    draw(runs, arguments.output)
+    draw(runs, arguments.output, arguments.title, (arguments.lowest, arguments.highest))
     return 0
 
 

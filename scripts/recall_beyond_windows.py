@@ -1,0 +1,275 @@
+"""Does selection find what windows cannot carry? Two models learn the recall task; both are asked by distance.
+
+    python scripts/recall_beyond_windows.py small --out recall-small.json       # a CPU: sequences of 256 tokens
+    python scripts/recall_beyond_windows.py long --out recall-long.json         # a GPU: sequences of 16,384 tokens
+    python scripts/recall_beyond_windows.py --draw recall-long.json recall-long.svg
+
+The models differ in one setting: `branches` is all three, or the window alone. Lengths grow in stages, each with the
+same optimizer; a stage ends early when its loss is gone, which only a model that finds the facts gets to. The
+window-only model therefore has at least as many steps. Values of six tokens: the later ones teach to match what
+stands before them, which is what finding a key needs; with values of one token that is learnt many times later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+VALUE_TOKENS = 6
+GONE = 0.05  # nats per token of the answers, mean over the last steps
+
+
+@dataclass(frozen=True)
+class Stage:
+    length: int
+    batch: int
+    steps: int  # at most
+    pairs: int
+    queries: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    model: dict[str, Any]
+    stages: tuple[Stage, ...]
+    lr: float
+    documents: int  # asked per length
+    device: str
+
+
+SCALES = {
+    "small": Scale(
+        {
+            "model.dim": 64, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 16,
+            "model.ffn_dim": 128, "model.nsa.compress_block": 8, "model.nsa.compress_stride": 4,
+            "model.nsa.select_block": 8, "model.nsa.select_count": 8, "model.nsa.window": 16,
+        },
+        (Stage(64, 16, 1500, 3, 2), Stage(128, 8, 600, 6, 4), Stage(256, 4, 600, 10, 8)),
+        lr=3e-3, documents=48, device="cpu",
+    ),
+    "long": Scale(
+        {
+            "model.dim": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 64,
+            "model.ffn_dim": 256, "model.rope_theta": 1e6, "model.nsa.window": 128,
+        },
+        (Stage(512, 32, 3000, 16, 12), Stage(2048, 8, 600, 40, 24), Stage(8192, 2, 500, 80, 48),
+         Stage(16384, 1, 500, 100, 64)),
+        lr=1e-3, documents=16, device="cuda",
+    ),
+}  # fmt: skip
+
+
+def config(scale: Scale, stage: Stage, branches: tuple[str, ...]) -> Any:
+    from tercet.config.load import load
+
+    task = {"task": "recall", "min_distance": 1, "pairs": stage.pairs, "queries": stage.queries,
+            "value_tokens": VALUE_TOKENS}  # fmt: skip
+    flags = {
+        **scale.model,
+        "model.vocab_size": 256,
+        "model.init_std": 0.05,
+        "model.branches": branches,
+        "data.source": "synthetic",
+        "data.seq_len": stage.length,
+        "train.micro_batch": stage.batch,
+        "train.tokens_per_step": stage.batch * stage.length,
+        **{f"data.synthetic.{key}": value for key, value in task.items()},
+    }
+    return load(flags=flags).config
+
+
+def trained(
+    scale: Scale, branches: tuple[str, ...], name: str, *, graph: bool, say_every: int, seed: int, limit: float
+) -> Any:
+    """(model, what happened)"""
+    import torch
+
+    from tercet.data.loader import build_loader
+    from tercet.inference.load import LanguageModel
+
+    torch.manual_seed(seed)
+    device = torch.device(scale.device)
+    model = LanguageModel(config(scale, scale.stages[0], branches)).to(device)
+    parts = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
+    groups: list[dict[str, Any]] = [
+        {"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.01, 0.0), strict=True)
+    ]
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(groups, lr=scale.lr, betas=(0.9, 0.95), capturable=on_gpu)
+    if on_gpu:
+        for group in optimizer.param_groups:  # a tensor, so that a captured step reads it anew
+            group["lr"] = torch.tensor(scale.lr, device=device)
+        torch.autograd.set_multithreading_enabled(
+            False
+        )  # nothing to gain from another thread, and captures are simpler
+
+    def step(tokens: Any, targets: Any) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
+            loss = model(tokens, None, targets)  # one document per row: no packing to tell of
+        mean = loss.total / loss.tokens
+        optimizer.zero_grad(set_to_none=not graph)
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return mean.detach()
+
+    done, begin, history = 0, time.perf_counter(), []
+    for stage in scale.stages:
+        tokens = torch.zeros(stage.batch, stage.length, dtype=torch.int64, device=device)
+        targets = torch.full_like(tokens, -100)
+        run, taken, recent = _Captured(step, tokens, targets) if graph else step, 0, []
+        with build_loader(config(scale, stage, branches).data, seed=seed, batch_sequences=stage.batch) as loader:
+            for batch in islice(loader, stage.steps):
+                warm = scale.lr * min(1.0, (done + 1) / 50)
+                for group in optimizer.param_groups:
+                    if on_gpu:
+                        group["lr"].fill_(warm)
+                    else:
+                        group["lr"] = warm
+                tokens.copy_(batch.tokens, non_blocking=True)
+                targets.copy_(batch.targets, non_blocking=True)
+                recent.append(run(tokens, targets))
+                done, taken = done + 1, taken + 1
+                if taken % say_every == 0:
+                    loss, seconds = float(torch.stack(recent).mean()), time.perf_counter() - begin
+                    recent = []
+                    history.append((done, stage.length, loss))
+                    print(f"{name}: {stage.length} tokens, step {taken}, loss {loss:.4f}, {seconds:.0f} s", flush=True)
+                    if not math.isfinite(loss):
+                        raise SystemExit(f"{name}: loss {loss} at step {done}")
+                    if loss < GONE or seconds > limit:
+                        break
+    happened = {"steps": done, "seconds": time.perf_counter() - begin, "history": history,
+                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+    return model.eval(), happened
+
+
+class _Captured:
+    """A step as a CUDA graph, after a few that compile the kernels and make the gradients: models this small
+    otherwise wait for the host most of the time."""
+
+    def __init__(self, step: Any, tokens: Any, targets: Any) -> None:
+        self._step, self._inputs, self._eager, self._graph, self._loss = step, (tokens, targets), 3, None, None
+
+    def __call__(self, tokens: Any, targets: Any) -> Any:
+        import torch
+
+        assert tokens is self._inputs[0]
+        assert targets is self._inputs[1]
+        if self._eager:
+            self._eager -= 1
+            return self._step(tokens, targets)
+        if self._graph is None:
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            # thread_local: the loader's thread may pin memory meanwhile
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self._loss = self._step(tokens, targets)
+        self._graph.replay()
+        return self._loss.clone()
+
+
+def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str, Any]]:
+    """By distance, over documents of every stage's length: long documents hold few facts close to their questions."""
+    import torch
+
+    from tercet.inference.recall import Recall, recall_by_distance
+
+    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for stage in scale.stages:
+        model.run = config(scale, stage, branches)
+        with torch.autocast(scale.device, torch.bfloat16, enabled=scale.device == "cuda"):
+            found = recall_by_distance(model, length=stage.length, documents=scale.documents, batch=stage.batch)
+        for r in found:
+            counts[r.first][0] += r.right
+            counts[r.first][1] += r.asked
+    return [Recall(first, 2 * first - 1, right, of).as_dict() for first, (right, of) in sorted(counts.items())]
+
+
+def measure(name: str, scale: Scale, arguments: argparse.Namespace) -> None:
+    import torch
+
+    from tercet.inference.recall import window_reach
+
+    kinds = {"NSA": ("compressed", "selected", "window"), "window only": ("window",)}
+    record: dict[str, Any] = {"scale": name, "torch": torch.__version__, "value_tokens": VALUE_TOKENS, "lr": scale.lr,
+                              "model": scale.model, "stages": [asdict(s) for s in scale.stages], "seed": arguments.seed,
+                              "models": {}}  # fmt: skip
+    if scale.device == "cuda":
+        record["device"] = torch.cuda.get_device_name()
+    for kind in arguments.models:
+        branches = kinds[kind]
+        with _stream(scale.device):
+            model, happened = trained(
+                scale, branches, kind, graph=arguments.graph, say_every=arguments.say_every, seed=arguments.seed,
+                limit=arguments.limit,
+            )  # fmt: skip
+        found = asked(model, scale, branches)
+        record["reach"] = window_reach(model)
+        record["models"][kind] = {**happened, "by_distance": found}
+        for r in found:
+            far = "  beyond the windows" if r["first"] > record["reach"] else ""
+            print(
+                f"{kind}: {r['first']} to {r['last']} tokens back: {r['accuracy']:.1%} of {r['asked']}{far}", flush=True
+            )
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        json.dumps({kind: [round(r["accuracy"], 3) for r in m["by_distance"]] for kind, m in record["models"].items()})
+    )
+
+
+def _stream(device: str) -> Any:
+    """All training in one stream that is not the default one, which cannot be captured."""
+    import torch
+
+    return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
+
+
+def draw(records: list[Path], target: Path) -> None:
+    from tercet.inference.pictures import curve_plot
+
+    curves: dict[str, list[tuple[int, float]]] = {}
+    reach = 0
+    for path in records:  # one file with both models, or one each
+        record = json.loads(path.read_text())
+        reach = record["reach"]
+        for kind, m in record["models"].items():
+            curves[kind] = [(r["last"], r["accuracy"]) for r in m["by_distance"] if r["asked"] >= 10]
+    curve_plot(curves, target, mark=reach)
+    print(target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("scale", nargs="?", choices=sorted(SCALES))
+    parser.add_argument("--out", type=Path, default=Path("recall.json"))
+    parser.add_argument("--models", nargs="+", default=["NSA", "window only"])
+    parser.add_argument("--graph", action="store_true", help="GPU: capture whole steps as CUDA graphs")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which each stage ends early")
+    parser.add_argument("--lr", type=float, help="instead of the scale's own")
+    parser.add_argument("--say-every", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="JSON files and, last, the SVG to draw")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        draw(arguments.draw[:-1], arguments.draw[-1])
+    elif arguments.scale:
+        scale = SCALES[arguments.scale]
+        measure(arguments.scale, replace(scale, lr=arguments.lr or scale.lr), arguments)
+    else:
+        parser.error("name a scale: small or long")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
