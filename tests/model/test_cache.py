@@ -409,10 +409,45 @@ def test_under_autocast_new_tokens_select_as_the_whole_sequence_does():
     assert layer.routes["compressed"].reason is not None
 
 
-def test_kernels_asked_for_by_name_are_refused_with_a_cache():
+@pytest.mark.parametrize(("tokens", "why"), [(1, "need a CUDA device"), (2, "one new token per row")])
+def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run(tokens, why):
     layer = tercet.NativeSparseAttention(16, 2, 1, 8)
     cache = layer.make_cache(1)
     layer(torch.randn(1, 5, 16), cache=cache)
     layer.backend = "triton"
-    with pytest.raises(RuntimeError, match="cannot run here: the kernels take whole sequences"):
-        layer(torch.randn(1, 1, 16), cache=cache)
+    with pytest.raises(RuntimeError, match=f"cannot run here: .*{why}"):
+        layer(torch.randn(1, tokens, 16), cache=cache)
+    assert cache.lengths.tolist() == [5]
+
+
+def test_nothing_is_kept_that_no_branch_reads():
+    """Bytes by hand, of a long row: all tokens are kept for the selected branch alone, once even when shared."""
+    tokens, per_slot = 256, 2 * (4 + 3) * 8
+    compressed = CFG.num_compressed(tokens)
+
+    def kept(**options) -> int:
+        layer = make(config(window=16), **options)
+        cache = layer.make_cache(1, tokens)
+        with torch.no_grad():
+            layer(torch.randn(1, tokens, 12, dtype=torch.float64), cache=cache)
+        return cache.nbytes() // per_slot
+
+    spare = 6
+    assert kept() <= tokens + compressed + 16 + CFG.compress_block + spare
+    assert kept(shared_kv=True) <= tokens + compressed + CFG.compress_block + spare
+    assert kept(branches=("compressed", "window")) <= compressed + 16 + CFG.compress_block + spare
+    assert kept(branches=("window",)) <= 16 + spare
+
+
+@pytest.mark.parametrize(
+    "options", [{"shared_kv": True}, {"branches": ("window",)}, {"branches": ("compressed",)}], ids=str
+)
+def test_rows_of_different_lengths_without_what_is_not_kept(options):
+    layer = make(**options)
+    x = torch.randn(2, 40, 12, dtype=torch.float64)
+    cache = layer.make_cache(2, 60)
+    with torch.no_grad():
+        layer(x[:, :20], cache=cache, lengths=torch.tensor([20, 7]))
+        last = layer(torch.stack([x[0, 20:30], x[1, 7:17]]), cache=cache)
+    torch.testing.assert_close(last[:1], layer(x[:1])[:, 20:30], **CLOSE)
+    torch.testing.assert_close(last[1:], layer(x[1:])[:, 7:17], **CLOSE)

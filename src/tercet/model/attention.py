@@ -15,12 +15,11 @@ from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_gro
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_nsa_attention
 from tercet.model.compression import Compression
+from tercet.model.decode import dense_token, nsa_token, why_not
 from tercet.model.dense import dense_attention
 from tercet.model.gate import Gate
 from tercet.model.rope import Rotary, Turn, Turns, rotate
 from tercet.model.stats import AttentionStats
-
-_CACHED = "the kernels take whole sequences, not new tokens with a cache"
 
 
 class NativeSparseAttention(nn.Module):
@@ -114,7 +113,8 @@ class NativeSparseAttention(nn.Module):
         """What a cache must have been made for."""
         return {
             "config": self.config, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.value_dim,
-            "shared_kv": self.shared_kv, "theta": self.rotary.theta, "scaling": self.rotary.scaling,
+            "shared_kv": self.shared_kv, "branches": self.branches,
+            "theta": self.rotary.theta, "scaling": self.rotary.scaling,
         }  # fmt: skip
 
     def forward(
@@ -195,6 +195,12 @@ class NativeSparseAttention(nn.Module):
 
     @torch.no_grad()  # a cache is for inference: kept tokens must not keep their graphs
     def _with_cache(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        reason = "asked for" if self.backend == "reference" else why_not(self, x, cache)
+        if reason is None:
+            self._ran = ("triton", None)
+            return nsa_token(self, x, cache, lengths)
+        if self.backend == "triton" and any(cache.host.tokens):
+            raise RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" takes the reference')
         step = cache.begin(self.cache_key(), x, lengths)
         x = step.without_padding(x)
         q, raw, keys, values = self.project(x, step.positions)
@@ -214,9 +220,7 @@ class NativeSparseAttention(nn.Module):
                 index, raw_k, raw_v = blocks
                 k_compressed = rotate(self.compress_k.phi(raw_k), self.rotary.turn(self._compressed_position(index)))
                 cache.append_compressed(step, k_compressed, self.compress_v.phi(raw_v))
-            if self.backend == "triton":
-                raise RuntimeError(f'backend="triton" cannot run here: {_CACHED}; backend="auto" takes the reference')
-            self._ran = ("reference", _CACHED)
+            self._ran = ("reference", reason)
             out = cached_nsa_attention(q, gates, cache, step, self.config, self.branches)
         return self.o_proj(out.flatten(2))
 
@@ -305,9 +309,15 @@ class DenseAttention(nn.Module):
 
     @torch.no_grad()
     def _with_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
+        if why_not(self, x, cache) is None:
+            return dense_token(self, x, cache, lengths)
         step = cache.begin(self.cache_key(), x, lengths)
         q, k, v = self.project(step.without_padding(x), step.positions)
         cache.append(step, k, v)
+        if step.fresh:
+            # nothing lies before x, and padding is past every real token
+            cache.reads = None
+            return self.o_proj(dense_attention(q, k, v).flatten(2))
         return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
 
     def project(self, x: Tensor, positions: Tensor | None, turn: Turn | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,21 @@
 """What a layer keeps of the tokens it has seen, so that the next ones can be read alone.
 
 Native Sparse Attention keeps four things per row: keys and values of all tokens for the selected branch; a ring of the
-last w for the window; all compressed tokens; and the last l-1 raw tokens, from which the next compressed token is made
-when its last raw token arrives. Rows may have different lengths. Axes: [B, slot, G, D].
+last w for the window; all compressed tokens; and a ring of the last l raw tokens, from which the next compressed token
+is made when its last raw token arrives. What no branch of the layer would read is not kept: without the selected branch
+there is no store of all tokens, and with shared_kv the window is the end of that store. Rows may differ in length.
+Axes: [B, slot, G, D].
 
 Every store has one slot more than it holds: what must not be written (padding) is written there.
+
+Lengths are known twice: on the device, where kernels read and count them, and on the host, which must know when there
+is no more room. A step whose rows are told by a device tensor leaves the host with a bound only; it reads the lengths
+back when it needs them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +37,7 @@ class Step:
     longest: int  # the longest row after this step
     fresh: bool  # nothing was held before
     padded: bool  # some row has fewer than C real tokens
+    level: bool  # all rows held as many tokens before
     emitted: int = 0  # compressed tokens that the fastest-growing row gains
     window_k: Tensor | None = None  # [B, w-1 + C, G, Dk]: the ring in order, then the new tokens
     window_v: Tensor | None = None
@@ -44,6 +52,14 @@ class Step:
         return torch.where(self.real[..., None], x, 0) if self.padded else x
 
 
+@dataclass(frozen=True)
+class HostLengths:
+    """What the host knows of the rows' lengths: the numbers themselves, or bounds that none of them exceeds."""
+
+    tokens: tuple[int, ...]
+    exact: bool = True
+
+
 class _Cache:
     """Lengths, capacity and refusals that both kinds of cache share."""
 
@@ -56,24 +72,104 @@ class _Cache:
             raise ValueError(f"max_len={max_len} must be at least 1, or None for a cache that grows")
         self.key, self.batch, self.max_len, self.device, self.dtype = key, batch, max_len, device, dtype
         self._stores: dict[str, Tensor] = {}
-        self._host_lengths = [0] * batch
+        self.room = 0
+        """Tokens of a row that the stores have room for."""
+        self.host = HostLengths((0,) * batch)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.reads: Tensor | None = None
+        self._reads: Tensor | None = None
+        self._read_parts: Tensor | None = None
+        self._turns: Tensor | None = None
+        if max_len is not None:
+            self._make_room(max_len)
+
+    @property
+    def reads(self) -> Tensor | None:
         """int64 [B, C, G]: keys that each query of the last call read, counted from what was really gathered and not
         masked. None after a first prefill, which the whole-sequence operator runs."""
+        return self._reads if self._read_parts is None else self._read_parts.sum(-1)[:, None]
+
+    @reads.setter
+    def reads(self, reads: Tensor | None) -> None:
+        self._reads, self._read_parts = reads, None
+
+    def read_in_parts(self, parts: Tensor) -> None:
+        """Keys that each program of a decode kernel read, int32 [B, G, parts]: added up only for who asks."""
+        self._reads, self._read_parts = None, parts
+
+    def turns(self) -> Tensor:
+        """fp64 [Dk/2]: full turns per position of each pair, as the decode kernels want them."""
+        if self._turns is None:
+            size = self.key["head_dim"]
+            exponent = torch.arange(0, size, 2, device=self.device, dtype=torch.float64) / size
+            self._turns = self.key["theta"] ** -exponent / (self.key["scaling"] * 2 * math.pi)
+        return self._turns
 
     def nbytes(self) -> int:
         """Bytes of everything that is kept, counted from the stores themselves."""
-        return sum(store.numel() * store.element_size() for store in self._stores.values())
+        kept = [*self._stores.values(), *([] if self._turns is None else [self._turns])]
+        return sum(store.numel() * store.element_size() for store in kept)
 
     def take_rows(self, rows: Tensor) -> None:
         """Become the cache of these rows, in this order; a row may come again: beams, and batches that shrink."""
+        known = self._exact()
         self._stores = {name: store[rows] for name, store in self._stores.items()}
-        self._host_lengths = [self._host_lengths[row] for row in rows.tolist()]
-        self.lengths, self.batch, self.reads = self.lengths[rows], len(self._host_lengths), None
+        self.host = HostLengths(tuple(known[row] for row in rows.tolist()))
+        self.lengths, self.batch, self.reads = self.lengths[rows], len(self.host.tokens), None
 
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Step:
         """Check that x can follow what is held, and say where its tokens stand."""
+        self._check(key, x)
+        batch, width = x.shape[:2]
+        counts = self._counts(lengths, width)
+        before = self._exact()
+        after = [a + b for a, b in zip(before, counts, strict=True)]
+        self._check_room(max(after))
+        start = self.lengths
+        step = Step(
+            start=start,
+            # told from the host only where rows differ: a copy to a device waits for it
+            counts=torch.full((batch,), width, device=self.device)
+            if lengths is None
+            else torch.tensor(counts, device=self.device),
+            # padding may reach past the longest row: it must not point outside the stores
+            positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
+            longest=max(after),
+            fresh=not any(before),
+            padded=min(counts) < width,
+            level=min(before) == max(before),
+        )
+        self._plan(step, before, after)
+        self._make_room(max(after))
+        self.host = HostLengths(tuple(after))
+        self.lengths = start + step.counts
+        return step
+
+    def begin_token(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Tensor | None:
+        """Check that one token of each row can follow. Gives the rows that get one, int32 [B]; None for all.
+
+        `lengths` on a device are not read back: the host then knows bounds only. Whoever runs the token counts it in
+        `lengths` on the device."""
+        self._check(key, x)
+        exact = self.host.exact
+        counts, device_counts = [1] * self.batch, None
+        if lengths is not None and lengths.device.type != "cpu":
+            if lengths.shape != (self.batch,):
+                raise ValueError(f"lengths has shape {list(lengths.shape)}: it must be [{self.batch}]")
+            exact, device_counts = False, lengths.to(device=self.device, dtype=torch.int32)
+        elif lengths is not None:
+            counts = self._counts(lengths, 1)
+            device_counts = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        after = [a + b for a, b in zip(self.host.tokens, counts, strict=True)]
+        if self.max_len is not None and max(after) > self.max_len and not exact:
+            # a bound that has reached the end says nothing yet
+            counts = counts if lengths is None else self._counts(lengths, 1)
+            after, exact = [a + b for a, b in zip(self._exact(), counts, strict=True)], True
+        self._check_room(max(after))
+        self._make_room(max(after))
+        self.host = HostLengths(tuple(after), exact)
+        return device_counts
+
+    def _check(self, key: dict[str, Any], x: Tensor) -> None:
         if key != self.key:
             theirs = ", ".join(f"{name}={self.key.get(name)!r}" for name in key if key[name] != self.key.get(name))
             ours = ", ".join(f"{name}={key[name]!r}" for name in key if key[name] != self.key.get(name))
@@ -85,55 +181,58 @@ class _Cache:
             raise ValueError(f"x is on {x.device} and the cache on {self.device}: move all to one device")
         if width == 0:
             raise ValueError(f"x has shape {list(x.shape)}: it must have at least one token")
-        counts = [width] * batch if lengths is None else torch.as_tensor(lengths).tolist()
-        if len(counts) != batch or any(not 0 <= count <= width for count in counts) or not any(counts):
-            raise ValueError(f"lengths={counts} must be {batch} numbers from 0 to {width}, x's tokens, not all 0")
-        after = [a + b for a, b in zip(self._host_lengths, counts, strict=True)]
-        if self.max_len is not None and max(after) > self.max_len:
+
+    def _counts(self, lengths: Tensor | None, width: int) -> list[int]:
+        counts = [width] * self.batch if lengths is None else torch.as_tensor(lengths).tolist()
+        if len(counts) != self.batch or any(not 0 <= count <= width for count in counts) or not any(counts):
+            raise ValueError(f"lengths={counts} must be {self.batch} numbers from 0 to {width}, x's tokens, not all 0")
+        return counts
+
+    def _check_room(self, tokens: int) -> None:
+        if self.max_len is not None and tokens > self.max_len:
             raise ValueError(
-                f"the cache holds max_len={self.max_len} tokens and would need {max(after)}: "
+                f"the cache holds max_len={self.max_len} tokens and would need {tokens}: "
                 "make a longer one, or one that grows (max_len=None)"
             )
-        start = self.lengths
-        step = Step(
-            start=start,
-            # told from the host only where rows differ: a copy to a device waits for it
-            counts=torch.full((batch,), width, device=self.device)
-            if lengths is None
-            else torch.tensor(counts, device=self.device),
-            # padding may reach past the longest row: it must not point outside the stores
-            positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
-            longest=max(after),
-            fresh=not any(self._host_lengths),
-            padded=min(counts) < width,
-        )
-        self._plan(step, self._host_lengths, after)
-        self._host_lengths = after
-        self.lengths = start + step.counts
-        return step
+
+    def _exact(self) -> list[int]:
+        """The rows' lengths; read back from the device if the host knows bounds only."""
+        if not self.host.exact:
+            self.host = HostLengths(tuple(self.lengths.tolist()))
+        return list(self.host.tokens)
 
     def _plan(self, step: Step, before: list[int], after: list[int]) -> None:
         """What a step means for the cache, told in host numbers."""
 
-    def _store(self, name: str, groups: int, size: int, slots: int) -> Tensor:
-        """The named store with room for `slots` and the one that is written and never read."""
-        store = self._stores.get(name)
-        if store is not None and store.shape[1] > slots:
-            return store
-        held = 0 if store is None else store.shape[1] - 1
-        if held > 0:  # a cache that grows
-            slots = max(slots, int(held * _GROWTH))
+    def _make_room(self, tokens: int) -> None:
+        """Stores for rows of so many tokens."""
+        if tokens <= self.room:
+            return
+        self.room = max(tokens, int(self.room * _GROWTH)) if self.max_len is None else self.max_len
+        for name, (groups, size, slots) in self._sizes(self.room).items():
+            self._stores[name] = self._grown(self._stores.get(name), groups, size, slots)
+
+    def _sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        """Of every store that grows with the rows: name -> (KV heads, size, slots)."""
+        raise NotImplementedError
+
+    def _grown(self, store: Tensor | None, groups: int, size: int, slots: int) -> Tensor:
+        """A store with room for `slots` and for the one that is written and never read."""
         # zeros, so that a slot not yet written is finite wherever a mask multiplies it by 0
         grown = torch.zeros(self.batch, slots + 1, groups, size, dtype=self.dtype, device=self.device)
         if store is not None:
+            held = store.shape[1] - 1
             grown[:, :held] = store[:, :held]
-        self._stores[name] = grown
         return grown
 
     def _write(self, store: Tensor, slot: Tensor, value: Tensor) -> None:
         """slot: [B, C]; the last slot takes what is not to be kept."""
         row = torch.arange(self.batch, device=self.device)[:, None]
         store[row, slot] = value.to(store.dtype)
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of a kind of store; None where it is not kept."""
+        return (self._stores[f"k_{name}"], self._stores[f"v_{name}"]) if f"k_{name}" in self._stores else None
 
 
 class NSACache(_Cache):
@@ -142,15 +241,28 @@ class NSACache(_Cache):
     def __init__(
         self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
-        super().__init__(key, batch, max_len, device, dtype)
         self.config: NSAConfig = key["config"]
-        groups, tail = key["kv_heads"], self.config.compress_block - 1
+        branches = key["branches"]
+        self.keeps_all = "selected" in branches
+        self.keeps_ring = "window" in branches and not (key["shared_kv"] and self.keeps_all)
+        self.compresses = "compressed" in branches or "selected" in branches
+        self.block_indices: Tensor | None = None
+        """int32 [B, G, n]: what the last decode step on the kernels selected."""
+        super().__init__(key, batch, max_len, device, dtype)
         for kind, size in (("k", key["head_dim"]), ("v", key["value_dim"])):
-            self._stores[f"{kind}_tail"] = torch.zeros(batch, tail, groups, size, dtype=dtype, device=device)
-            self._store(f"{kind}_window", groups, size, self.config.window)
-            if max_len is not None:
-                self._store(f"{kind}_selected", groups, size, max_len)
-                self._store(f"{kind}_compressed", groups, size, self.config.num_compressed(max_len))
+            if self.compresses:
+                self._stores[f"{kind}_tail"] = self._grown(None, key["kv_heads"], size, self.config.compress_block)
+            if self.keeps_ring:
+                self._stores[f"{kind}_window"] = self._grown(None, key["kv_heads"], size, self.config.window)
+
+    def _sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        sizes = {}
+        for kind, size in (("k", self.key["head_dim"]), ("v", self.key["value_dim"])):
+            if self.keeps_all:
+                sizes[f"{kind}_selected"] = self.key["kv_heads"], size, tokens
+            if self.compresses:
+                sizes[f"{kind}_compressed"] = self.key["kv_heads"], size, self.config.num_compressed(tokens)
+        return sizes
 
     def _plan(self, step: Step, before: list[int], after: list[int]) -> None:
         count = self.config.num_compressed
@@ -161,17 +273,26 @@ class NSACache(_Cache):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Keep the new tokens. Returns (index [B, E], raw keys, raw values [B, E, l, G, D]) of the compressed tokens
         that are now complete, E for the row that completes most; None where no row does, and for a first prefill."""
-        capacity = step.longest if self.max_len is None else self.max_len
-        for name, value in (("k_selected", keys["selected"]), ("v_selected", values["selected"])):
-            store = self._store(name, value.shape[2], value.shape[3], capacity)
-            self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
-        step.window_k = self._extend_window("k_window", keys["window"], step)
-        step.window_v = self._extend_window("v_window", values["window"], step)
-        k = self._extend_tail("k_tail", raw_k, step)
-        v = self._extend_tail("v_tail", values["compressed"], step)
-        if step.emitted == 0 or step.fresh:  # a first prefill compresses its whole sequence at once
+        self.block_indices = None
+        if "window" in self.key["branches"]:
+            step.window_k = self._window_context("k", keys["window"], step)
+            step.window_v = self._window_context("v", values["window"], step)
+        if self.keeps_all:
+            for name, value in (("k_selected", keys["selected"]), ("v_selected", values["selected"])):
+                store = self._stores[name]
+                self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
+        if self.keeps_ring:
+            self._turn_ring("k_window", keys["window"], step)
+            self._turn_ring("v_window", values["window"], step)
+        if not self.compresses:
             return None
         l, d = self.config.compress_block, self.config.compress_stride
+        k = self._before("k_tail", l, step, raw_k)
+        v = self._before("v_tail", l, step, values["compressed"])
+        self._turn_ring("k_tail", raw_k, step)
+        self._turn_ring("v_tail", values["compressed"], step)
+        if step.emitted == 0 or step.fresh:  # a first prefill compresses its whole sequence at once
+            return None
         index = self._first_new(step)[:, None] + torch.arange(step.emitted, device=self.device)
         first = index * d - (step.start[:, None] - (l - 1))
         # a row that completes fewer reads within its bounds, and what comes of it is written to the last slot
@@ -181,11 +302,12 @@ class NSACache(_Cache):
 
     def append_compressed(self, step: Step, k: Tensor, v: Tensor) -> None:
         """Keep the compressed tokens that this step completed. k, v: [B, E, G, D]"""
-        length = step.longest if self.max_len is None else self.max_len
+        if not self.compresses:
+            return
         index = self._first_new(step)[:, None] + torch.arange(k.shape[1], device=self.device)
         complete = index < self._visible(step.start + step.counts)[:, None]
         for name, value in (("k_compressed", k), ("v_compressed", v)):
-            store = self._store(name, value.shape[2], value.shape[3], self.config.num_compressed(length))
+            store = self._stores[name]
             self._write(store, torch.where(complete, index, store.shape[1] - 1), value)
 
     def compressed(self, step: Step) -> tuple[Tensor, Tensor] | None:
@@ -198,6 +320,11 @@ class NSACache(_Cache):
     def selected(self) -> tuple[Tensor, Tensor]:
         return self._stores["k_selected"], self._stores["v_selected"]
 
+    def stores(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Keys and values of every kind; None where a kind is not kept."""
+        names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
+        return {kind: self._pair(name) for kind, name in names.items()}
+
     def _visible(self, length: Tensor) -> Tensor:
         """config.num_compressed of each row's length."""
         l, d = self.config.compress_block, self.config.compress_stride
@@ -206,42 +333,44 @@ class NSACache(_Cache):
     def _first_new(self, step: Step) -> Tensor:
         return self._visible(step.start)
 
-    def _extend_window(self, name: str, value: Tensor, step: Step) -> Tensor:
-        """The last w-1 tokens before the new ones, in order, followed by the new ones; then the ring moves on."""
-        w = self.config.window
+    def _window_context(self, kind: str, value: Tensor, step: Step) -> Tensor:
+        """The last w-1 tokens before the new ones, in order, followed by the new ones."""
+        if self.keeps_ring:
+            return self._before(f"{kind}_window", self.config.window, step, value)
+        past = step.start[:, None] + torch.arange(1 - self.config.window, 0, device=self.device)
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        store = self._stores[f"{kind}_selected"]
+        return torch.cat((store[row, past.clamp(min=0)], value.to(store.dtype)), dim=1)
+
+    def _before(self, name: str, size: int, step: Step, value: Tensor) -> Tensor:
+        """The last size-1 tokens of a ring, in order, followed by the new ones."""
         ring = self._stores[name]
         row = torch.arange(self.batch, device=self.device)[:, None]
-        past = (step.start[:, None] + torch.arange(1 - w, 0, device=self.device)) % w
-        context = torch.cat((ring[row, past], value.to(ring.dtype)), dim=1)
-        newest = step.real & (step.positions >= (step.start + step.counts)[:, None] - w)
-        self._write(ring, torch.where(newest, step.positions % w, w), value)
-        return context
+        past = (step.start[:, None] + torch.arange(1 - size, 0, device=self.device)) % size
+        return torch.cat((ring[row, past], value.to(ring.dtype)), dim=1)
 
-    def _extend_tail(self, name: str, value: Tensor, step: Step) -> Tensor:
-        """The last l-1 raw tokens followed by the new ones; keeps the last l-1 of that."""
-        size = self.config.compress_block - 1
-        context = torch.cat((self._stores[name], value.to(self.dtype)), dim=1)
-        row = torch.arange(self.batch, device=self.device)[:, None]
-        self._stores[name] = context[row, step.counts[:, None] + torch.arange(size, device=self.device)]
-        return context
+    def _turn_ring(self, name: str, value: Tensor, step: Step) -> None:
+        """Token t stands in slot t mod size: those of the new ones stay that are the newest."""
+        ring = self._stores[name]
+        size = ring.shape[1] - 1
+        newest = step.real & (step.positions >= (step.start + step.counts)[:, None] - size)
+        self._write(ring, torch.where(newest, step.positions % size, size), value)
 
 
 class DenseCache(_Cache):
     """The cache of one DenseAttention layer: keys and values of all tokens."""
 
-    def __init__(
-        self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(key, batch, max_len, device, dtype)
-        if max_len is not None:
-            self._store("k", key["kv_heads"], key["head_dim"], max_len)
-            self._store("v", key["kv_heads"], key["value_dim"], max_len)
+    def _sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        groups = self.key["kv_heads"]
+        return {"k": (groups, self.key["head_dim"], tokens), "v": (groups, self.key["value_dim"], tokens)}
 
     def append(self, step: Step, k: Tensor, v: Tensor) -> None:
-        capacity = step.longest if self.max_len is None else self.max_len
         for name, value in (("k", k), ("v", v)):
-            store = self._store(name, value.shape[2], value.shape[3], capacity)
+            store = self._stores[name]
             self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
 
     def all(self, step: Step) -> tuple[Tensor, Tensor]:
         return self._stores["k"][:, : step.longest], self._stores["v"][:, : step.longest]
+
+    def stores(self) -> tuple[Tensor, Tensor]:
+        return self._stores["k"], self._stores["v"]

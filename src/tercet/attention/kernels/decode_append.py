@@ -92,11 +92,13 @@ def _append(
             # the long ones first
             which = program // 2
             if program % 2 == 0:
-                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, TURNS, LENGTHS, COUNTS, which, batch, compressed_slots,
-                         0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK, NORM, MASKED, MLP, True)  # fmt: skip
+                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, TURNS, LENGTHS, COUNTS, which, batch,
+                         compressed_slots, 0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK, NORM, MASKED, MLP,
+                         True)  # fmt: skip
             else:
-                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, which, batch, compressed_slots,
-                         G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK, False, MASKED, MLP, False)  # fmt: skip
+                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, which, batch,
+                         compressed_slots, G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK, False, MASKED, MLP,
+                         False)  # fmt: skip
     if program >= PHI:
         b = (program - PHI) // G
         g = (program - PHI) % G

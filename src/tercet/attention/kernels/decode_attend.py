@@ -226,7 +226,7 @@ def read(
     scores: Tensor | None, indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
     after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig,
 ) -> None:  # fmt: skip
-    """Selected blocks and window, as the parts from `after` on. scores: fp32 [B, G, blocks]; indices: int32 [B, G, n]"""
+    """Selected blocks and window: the parts from `after` on. scores: fp32 [B, G, blocks]; indices: int32 [B, G, n]"""
     batch, heads, size = q.shape
     keys, values = selected or window  # type: ignore[misc]
     ks, vs = selected or (None, None)

@@ -1,7 +1,7 @@
 """φ of the blocks that a decode step completes, in the launch that keeps the step's tokens.
 
 A program takes 16 (row, KV head) pairs, the rows of its matrix products, and leaves at once if none of them has
-completed a block: at the default sizes that is 15 steps of 16. Rows of unequal lengths complete theirs at different steps.
+completed a block: at the default sizes that is 15 steps of 16.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Importance of blocks for one query per row, from the scores that compressed attention left (Eq. 9, 10), and the choice
-of the best by whoever reads them (Eq. 11).
+"""Importance of blocks for one query per row, from the scores that compressed attention left (Eq. 9, 10), and the
+choice of the best by whoever reads them (Eq. 11).
 
 Scores are normalised with the log-sum-exp over all parts here, not part by part there: equal keys then give equal
 numbers to the last bit wherever they stand, and ties are decided by index.
