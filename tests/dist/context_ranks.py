@@ -38,13 +38,15 @@ def main() -> None:
     assert group is not None
     for layer_name, build in LAYERS.items():
         for bounds_name, bounds in BOUNDS.items():
-            result = compare(build, bounds, group)
-            if dist.get_rank() == 0:
-                tell(layer=layer_name, bounds=bounds_name, **result)
+            both = layer_name != "dense" and bounds_name in ("one document", "longer than a chunk, then short")
+            for by_blocks in (False, True) if both else (False,):
+                result = compare(build, bounds, group, by_blocks)
+                if dist.get_rank() == 0:
+                    tell(layer=layer_name, bounds=bounds_name, by_blocks=by_blocks, **result)
     dist.destroy_process_group()
 
 
-def compare(build, bounds, group):  # type: ignore[no-untyped-def]
+def compare(build, bounds, group, by_blocks):  # type: ignore[no-untyped-def]
     torch.manual_seed(7)
     # fp64: where a gradient is 0 but for rounding (one compressed token has no say in its keys), fp32 could not tell
     layer: nn.Module = build().double()
@@ -66,7 +68,7 @@ def compare(build, bounds, group):  # type: ignore[no-untyped-def]
 
     apply_context_parallelism(layer)
     config = getattr(layer, "config", SMALL)
-    own_x, own_weight, share = shard(x, weight, bounds, config, group)
+    own_x, own_weight, share = shard(x, weight, bounds, config, group, by_blocks=by_blocks)
     own_x.requires_grad_()
     own_y = layer(own_x, share)
     (own_y * own_weight).sum().backward()

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
     "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
     "cp, whole rows": ({"strategy": "cp", "cross_document": True, "dense": True}, "none", 1),
+    "cp, blocks": ({"strategy": "cp", "context_fetch": "blocks"}, "full", 1),
     "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
     "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
     "hsdp, plain": ({"strategy": "hsdp", "shard_ranks": 2}, "none", 1),

@@ -11,7 +11,7 @@ from dist.world import together
 # Together these cover every pair of (strategy, activation checkpointing, accumulation) values.
 FAST = [
     "ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op", "cp", "cp, accumulated, recomputed",
-    "cp, whole rows", "ddp, bf16 gradients", "fsdp, bf16",
+    "cp, whole rows", "cp, blocks", "ddp, bf16 gradients", "fsdp, bf16",
 ]  # fmt: skip
 MANY = ["hsdp", "cp with data"]
 SLOW = [

@@ -107,8 +107,13 @@ def run_nsa(
     branches: tuple[str, ...] = BRANCHES,
     block_indices: Tensor | None = None,
     span: Span = WHOLE,
+    select: bool = False,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
     """What nsa_attention does, for callers that torch.compile traces: (out, block_indices, (backend, reason)).
+
+    `select`: choose blocks also where the selected branch is left to a later call, whose keys are still on their way.
+    `keep_sum=False`: compiled, the kernels' gated sum is made again in the backward pass rather than kept.
 
     With a span, q, gates and given block_indices are a stretch of the sequence (and so are the results), k_selected and
     k_window others that have every token their branch reads, k_compressed and the packing those of the whole sequence.
@@ -159,9 +164,11 @@ def run_nsa(
                 branches=branches,
                 block_indices=block_indices,
                 span=places,
+                select=select,
+                keep_sum=keep_sum,
             )
         else:
-            out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices, span)
+            out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices, span, select)
     return out, block_indices, route
 
 
@@ -173,12 +180,13 @@ def _reference(
     branches: tuple[str, ...],
     block_indices: Tensor | None,
     span: Span = WHOLE,
+    select: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     if packing is not None and span is WHOLE and packing.buckets is not None:
-        return _reference_by_buckets(tensors, gates, config, packing.buckets, branches, block_indices)
+        return _reference_by_buckets(tensors, gates, config, packing.buckets, branches, block_indices, select)
     q = tensors["q"]
     outs: dict[str, Tensor] = {}
-    wants_selection = "selected" in branches and block_indices is None
+    wants_selection = block_indices is None and (select or "selected" in branches)
     if "compressed" in branches or wants_selection:
         out, indices, _ = reference.compressed_attention(
             q,
@@ -212,6 +220,7 @@ def _reference_by_buckets(
     buckets: Buckets,
     branches: tuple[str, ...],
     block_indices: Tensor | None,
+    select: bool,
 ) -> tuple[Tensor, Tensor | None]:
     outs, selections = [], []
     for bucket in buckets.buckets:
@@ -220,7 +229,7 @@ def _reference_by_buckets(
             for name, x in tensors.items()
         }
         given = None if block_indices is None else bucket.rows(block_indices)
-        out, indices = _reference(rows, bucket.rows(gates), config, None, branches, given)
+        out, indices = _reference(rows, bucket.rows(gates), config, None, branches, given, select=select)
         outs.append(out)
         if indices is not None:
             selections.append(indices)

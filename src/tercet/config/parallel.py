@@ -39,6 +39,8 @@ class ParallelConfig(Section):
     """cp: ranks that share one sequence; 0: all."""
     context_weights: Literal["sharded", "replicated"] = "sharded"
     """cp: weights as under fsdp, over all ranks, or as under ddp."""
+    context_fetch: Literal["documents", "blocks"] = "documents"
+    """cp: fetch selected keys by whole documents, ahead of time, or chosen blocks only, at a round trip per layer."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Transport; auto: NCCL between GPUs, gloo between CPUs and between ranks that share GPUs."""
@@ -95,6 +97,6 @@ _READS: dict[str, tuple[str, ...]] = {
     "ddp": _REPLICATED,
     "fsdp": _SHARDED,
     "hsdp": (*_SHARDED, "shard_ranks"),
-    "cp": ("context_ranks", "context_weights"),
+    "cp": ("context_ranks", "context_weights", "context_fetch"),
 }
-_ALL = (*_REPLICATED, *_SHARDED, "shard_ranks", "context_ranks", "context_weights")
+_ALL = (*_REPLICATED, *_SHARDED, "shard_ranks", "context_ranks", "context_weights", "context_fetch")

@@ -5,12 +5,15 @@ x: [1, own tokens, dim]. What a rank needs of others, per layer:
   compressed keys and values                        all that its queries may see: T/d rows, hence small
   window keys and values                            w-1 tokens before each chunk
   selected keys and values                          its documents from their beginning; ordered first, waited for last
-Nothing is fetched beyond a chunk's own documents. Asking for selected blocks only was weighed and left: the queries of
-one rank together pick nearly every block (docs/parallel.md has the numbers), and counts would have to be synchronised.
+                                                    or the blocks that its queries chose, and no others
+Nothing is fetched beyond a chunk's own documents. Each chunk is a stretch of queries to the operator, on whatever
+backend runs it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -20,17 +23,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.attention.dispatch import Route
-from tercet.attention.functional import compressed_attention, selected_attention, window_attention
+from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing, Span
-from tercet.attention.reference import combine
 from tercet.attention.spec import NSAConfig
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.dense import dense_attention
 from tercet.model.rope import rotate
 from tercet.parallel.context_layout import Buffer, Layout, Plan
-from tercet.parallel.exchange import Fetch
+from tercet.parallel.exchange import Exchange, Fetch
+from tercet.parallel.exchange_blocks import BlockFetch, BlockPlan
 
-REASON = "context parallelism: the kernels take queries and keys of one whole sequence"
+DENSE = "context parallelism: PyTorch's dense kernels take no stretch of packed documents"
 
 
 @dataclass
@@ -40,9 +43,10 @@ class ContextShare:
     layout: Layout
     group: dist.ProcessGroup
     device: torch.device
+    by_blocks: bool = False  # fetch selected blocks only
+    traffic: Counter[str] = field(default_factory=Counter)
+    """Bytes that came from other ranks so far, forward and backward, by what they were for."""
     rank: int = field(init=False)
-    traffic: dict[str, int] = field(default_factory=dict)
-    """Bytes fetched from other ranks so far, forward only, by what they were for."""
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank(self.group)
@@ -116,20 +120,36 @@ class ContextShare:
         first_row = torch.cat(rows or empty)
         return first_row[:, None] + torch.arange(l, device=self.device), torch.cat(positions or empty)
 
-    def fetch(self, name: str, x: Tensor) -> tuple[Fetch, Tensor]:
-        """Order rows of x [1, own, ...] by the plan of this name."""
-        fetch = Fetch(self.plans[name], self.group)
-        row = x[0, :1].numel() * x.element_size() if x.shape[1] else x.shape[2:].numel() * x.element_size()
-        self.traffic[name] = self.traffic.get(name, 0) + self.plans[name].fetched(self.rank) * row
-        return fetch, fetch.begin(x[0])
+    @cached_property
+    def block_plan(self) -> BlockPlan:
+        return BlockPlan.of(self.layout, self.plans["selected"], self.buffers["selected"], self.rank, self.device)
+
+    def fetch(self, name: str) -> Fetch:
+        """An exchange of rows by the plan of this name."""
+        return Fetch(self.plans[name], self.group, partial(self._count, name))
+
+    def fetch_blocks(self, block_indices: Tensor) -> BlockFetch:
+        """An exchange of the rows that these choices [1, own tokens, G, n] ask for."""
+        wanted = self.block_plan.wanted(block_indices, self.group)
+        self._count("requests", wanted.numel() - wanted[0].numel())
+        return BlockFetch(self.block_plan, wanted, self.group, partial(self._count, "selected"))
+
+    def _count(self, name: str, size: int) -> None:
+        self.traffic[name] += size
 
 
 def shard(
-    tokens: Tensor, targets: Tensor, bounds: list[int], config: NSAConfig, group: dist.ProcessGroup
+    tokens: Tensor,
+    targets: Tensor,
+    bounds: list[int],
+    config: NSAConfig,
+    group: dist.ProcessGroup,
+    *,
+    by_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, ContextShare]:
     """A whole batch's tokens and targets [1, T], and what this rank has of them."""
     layout = Layout(tuple(bounds), dist.get_world_size(group), config)
-    share = ContextShare(layout, group, tokens.device)
+    share = ContextShare(layout, group, tokens.device, by_blocks)
     return share.take(tokens), share.take(targets), share
 
 
@@ -153,54 +173,53 @@ def _forward(
 
 
 def _nsa_forward(layer: NativeSparseAttention, x: Tensor, share: ContextShare) -> Tensor:
-    config, branches = layer.config, layer.branches
     q, raw, keys, values = layer.project(x, share.position)
-    selected, window = (
-        _ask(share, branch, keys[branch], values[branch]) if branch in branches else None
-        for branch in ("selected", "window")
-    )
+    ordered: dict[str, Any] = {}
+    for branch in ("selected", "window"):
+        if branch in layer.branches and not (branch == "selected" and share.by_blocks):
+            ordered[branch] = _ask(share, branch, keys[branch], values[branch])
     raw_rows = _ask(share, "raw", raw, values["compressed"])
 
     index, position = share.compressed_tokens
     raw_k, raw_v = raw_rows()
     k_blocks, v_blocks = raw_k[:, index], raw_v[:, index]
     k_own = rotate(layer.compress_k.phi(k_blocks), layer.rotary.turn(position))
-    k_compressed, v_compressed = _ask(share, "compressed", k_own, layer.compress_v.phi(v_blocks))()
+    compressed = _ask(share, "compressed", k_own, layer.compress_v.phi(v_blocks))()
     gates = layer.gate(x)
 
-    outs: list[dict[str, Tensor]] = [{} for _ in share.chunks]
-    indices: list[Tensor] = []
-    for i, (first, _) in enumerate(share.chunks):
-        out, chosen = compressed_attention(
-            q[:, share.rows(i)], k_compressed, v_compressed, config=config, packing=share.packing, span=Span(first)
-        )
-        indices.append(chosen)
-        if "compressed" in branches:
-            outs[i]["compressed"] = out
-    if window is not None:
-        k, v = window()
+    def attend(branches: tuple[str, ...], fetched: dict[str, tuple[Tensor, Tensor]], given: list[Any]) -> list[Any]:
+        """Chunk by chunk: (out, block_indices, route) of these branches, over what has been fetched for them."""
+        found = []
         for i, (first, _) in enumerate(share.chunks):
-            part, begin = _stretch(share, "window", i)
-            outs[i]["window"] = window_attention(
-                q[:, share.rows(i)],
-                k[:, part],
-                v[:, part],
-                config=config,
-                packing=share.packing,
-                span=Span(first, begin),
-            )
-    if selected is not None:
-        k, v = selected()
-        for i, (first, _) in enumerate(share.chunks):
-            part, begin = _stretch(share, "selected", i)
-            outs[i]["selected"] = selected_attention(
-                q[:, share.rows(i)], k[:, part], v[:, part], indices[i],
-                config=config, packing=share.packing, span=Span(first, begin),
+            rows, parts, begins = share.rows(i), {}, {"selected": 0, "window": 0}
+            for branch, (k, v) in fetched.items():
+                part, begins[branch] = _stretch(share, branch, i)
+                parts[branch] = (k[:, part], v[:, part])
+            result = run_nsa(
+                q[:, rows], *compressed, *parts.get("selected", compressed), *parts.get("window", compressed),
+                gates[:, rows], config=layer.config, packing=share.packing, backend=layer.backend, branches=branches,
+                block_indices=given[i] if given else None, select="selected" in layer.branches,
+                span=Span(first, begins["selected"], begins["window"]),
             )  # fmt: skip
-    mixed = [combine(gates[:, share.rows(i)], outs[i]) for i in range(len(outs))]
-    layer.routes = dict.fromkeys(branches, Route("reference", REASON))
-    _count(layer, gates, indices, share)
-    return layer.o_proj(torch.cat(mixed, dim=1).to(q.dtype).flatten(2))
+            found.append(result)
+        return found
+
+    # what needs no selected keys first: they travel meanwhile
+    early = tuple(b for b in layer.branches if b != "selected")
+    results = attend(early or ("compressed",), {"window": ordered["window"]()} if "window" in ordered else {}, [])
+    indices = [chosen for _, chosen, _ in results]
+    outs = [out if early else torch.zeros_like(out) for out, _, _ in results]
+    routes = dict.fromkeys(early, Route(*results[0][2]))
+    if "selected" in layer.branches:
+        if share.by_blocks:
+            exchange = share.fetch_blocks(torch.cat(indices, dim=1))
+            ordered["selected"] = _order(exchange, keys["selected"], values["selected"], flat=True)
+        late = attend(("selected",), {"selected": ordered["selected"]()}, indices)
+        outs = [a + b for a, (b, _, _) in zip(outs, late, strict=True)]
+        routes["selected"] = Route(*late[0][2])
+    layer.routes = {branch: routes[branch] for branch in layer.branches}
+    _measure(layer, gates, indices, share)
+    return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
 
 
 def _dense_forward(layer: DenseAttention, x: Tensor, share: ContextShare) -> Tensor:
@@ -210,17 +229,22 @@ def _dense_forward(layer: DenseAttention, x: Tensor, share: ContextShare) -> Ten
     for i, (first, _) in enumerate(share.chunks):
         part, begin = _stretch(share, "selected", i)
         outs.append(dense_attention(q[:, share.rows(i)], k[:, part], v[:, part], share.packing, Span(first, begin)))
-    layer.routes = {"dense": Route("reference", REASON)}
+    layer.routes = {"dense": Route("reference", DENSE)}
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
 
 
-def _ask(share: ContextShare, name: str, k: Tensor, v: Tensor) -> Any:
-    """Order keys and values in one go; calling the result waits for them."""
-    together = torch.cat((k, v), dim=-1)
-    fetch, coming = share.fetch(name, together)
+def _ask(share: ContextShare, name: str, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    return _order(share.fetch(name), k, v)
+
+
+def _order(exchange: Exchange, k: Tensor, v: Tensor, *, flat: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Order keys and values [1, own, G, D] in one go; calling the result waits for them. `flat`: a row per head."""
+    together = torch.cat((k, v), dim=-1)[0]
+    rows = together.flatten(0, 1) if flat else together
+    coming = exchange.begin(rows)
 
     def wait() -> tuple[Tensor, Tensor]:
-        got = fetch.end(together[0], coming)[None]
+        got = exchange.end(rows, coming).view(1, -1, *together.shape[1:])
         got_k, got_v = got.split((k.shape[-1], v.shape[-1]), dim=-1)
         return got_k, got_v
 
@@ -233,15 +257,18 @@ def _stretch(share: ContextShare, name: str, index: int) -> tuple[slice, int]:
     return slice(buffer.at, buffer.at + buffer.end - buffer.first), buffer.first
 
 
-def _count(layer: NativeSparseAttention, gates: Tensor, indices: list[Tensor], share: ContextShare) -> None:
+def _measure(layer: NativeSparseAttention, gates: Tensor, indices: list[Any], share: ContextShare) -> None:
     """Statistics, chunk by chunk; the selection of the token before a chunk may be another rank's."""
     if not layer.stats.enabled:
         return
     with torch.no_grad():
-        chosen = torch.cat(indices, dim=1)
-        fetch, coming = share.fetch("before", chosen)
-        before = fetch.end(chosen[0], coming)
+        before = None
+        if "selected" in layer.branches:
+            before = share.fetch("before")(torch.cat(indices, dim=1)[0])
         for i, part in enumerate(indices):
             layer.stats.update(
-                gates[:, share.rows(i)], part, positions=share.position[share.rows(i)], before=before[None, i : i + 1]
+                gates[:, share.rows(i)],
+                part,
+                positions=share.position[share.rows(i)],
+                before=None if before is None else before[None, i : i + 1],
             )

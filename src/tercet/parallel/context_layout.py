@@ -76,6 +76,11 @@ class Layout:
         return self.bounds[-1]
 
     @property
+    def documents(self) -> list[tuple[int, int]]:
+        """Each document's first token and the one after its last."""
+        return list(itertools.pairwise(self.bounds))
+
+    @property
     def chunk(self) -> int:
         """Tokens of one chunk."""
         return self.length // (2 * self.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ class Distributed:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = self.rank // parallel.context, parallel.data_ranks
         self.checkpoint_group = world.checkpoint
+        self.traffic: Counter[str] = Counter()
         self._watch: Watch | None = None
         self._nsa: NSAConfig | None = None
         self._context: dist.ProcessGroup | None = None
@@ -71,9 +73,10 @@ class Distributed:
         batch, length = tokens.shape
         bounds = list(range(0, batch * length + 1, length)) if cu_seqlens is None else cu_seqlens.tolist()
         own_tokens, own_targets, share = shard(
-            tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context
-        )
-        share.device = self.world.device
+            tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context,
+            by_blocks=self.parallel.context_fetch == "blocks",
+        )  # fmt: skip
+        share.device, share.traffic = self.world.device, self.traffic
         return own_tokens, own_targets, share
 
     # ------------------------------------------------------------ sums and flags

@@ -1,4 +1,4 @@
-"""Rows fetched from other ranks by a plan that all ranks know, overlapped with what is computed meanwhile.
+"""Rows fetched from other ranks, overlapped with what is computed meanwhile.
 
 Forward: one all-to-all, begun by `begin` and waited for by `end`. Backward: gradients of fetched rows go back to their
 owners the same way, begun where `end` was and waited for where `begin` was; autograd runs what lies between while they
@@ -8,6 +8,7 @@ to the other.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +18,17 @@ from torch import Tensor
 from tercet.parallel.context_layout import Plan
 
 
-class Fetch:
-    """One use of a plan. x: this rank's own rows [rows, ...]; out: the buffer [plan.rows[rank], ...]."""
+class Exchange:
+    """One use of an all-to-all. x: this rank's own rows [rows, ...]; out: a buffer [rows, ...] that holds the fetched
+    ones and its own. Subclasses say which rows go where."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.rows = plan.rows[self.rank]
-        mine = plan.pieces[self.rank]
-        self.own = [p for p in mine if p.owner == self.rank]
-        others = range(ranks)
-        self.incoming = [[p for p in mine if p.owner == r and r != self.rank] for r in others]
-        self.outgoing = [[p for p in plan.pieces[r] if p.owner == self.rank and r != self.rank] for r in others]
-        self.in_sizes = [sum(p.count for p in pieces) for pieces in self.incoming]
-        self.out_sizes = [sum(p.count for p in pieces) for pieces in self.outgoing]
+    in_sizes: list[int]
+    """Rows that come from each rank."""
+    out_sizes: list[int]
+    """Rows that go to each rank."""
+
+    def __init__(self, group: dist.ProcessGroup, count: Callable[[int], None]) -> None:
+        self.group, self._count = group, count
         self._work: Any = None
         self._held: tuple[Tensor, Tensor] | None = None
         self._back: tuple[Any, Tensor] | None = None
@@ -46,66 +45,118 @@ class Fetch:
         return self.end(x, self.begin(x))
 
     def send(self, rows: Tensor, sizes: list[int], back_sizes: list[int]) -> tuple[Any, Tensor]:
-        """All-to-all of rows already in the order of their receivers."""
+        """All-to-all of rows already in the order of their receivers; what comes is counted in bytes."""
         got = rows.new_empty(sum(back_sizes), *rows.shape[1:])
         work = dist.all_to_all_single(got, rows, back_sizes, sizes, group=self.group, async_op=True)
+        self._count(got.numel() * got.element_size())
         # the sender's rows must outlive the transfer
         self._held = (rows, got)
         return work, got
 
+    # ------------------------------------------------------------ which rows
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Own rows that others asked for, in the order of the ranks that did."""
+        raise NotImplementedError
+
+    def lay_out(self, x: Tensor, coming: Tensor) -> Tensor:
+        """The buffer: own rows, those that came, zeros elsewhere."""
+        raise NotImplementedError
+
+    def pick_back(self, grad: Tensor) -> Tensor:
+        """The buffer's gradients of rows that came, in the order of their owners."""
+        raise NotImplementedError
+
+    def own_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        """The buffer's gradients of own rows."""
+        raise NotImplementedError
+
+    def add_back(self, total: Tensor, got: Tensor) -> None:
+        """Add what others found for the rows that they had asked for, one rank after another: in a fixed order."""
+        raise NotImplementedError
+
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fetch: Fetch) -> Tensor:
-        ctx.fetch, ctx.rows = fetch, x.shape[0]
-        parts = [x[p.local : p.local + p.count] for pieces in fetch.outgoing for p in pieces]
-        rows = torch.cat(parts) if parts else x.new_empty(0, *x.shape[1:])
-        fetch._work, got = fetch.send(rows, fetch.out_sizes, fetch.in_sizes)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.rows = exchange, x.shape[0]
+        exchange._work, got = exchange.send(exchange.pick(x), exchange.out_sizes, exchange.in_sizes)
         return got
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        fetch = ctx.fetch
-        work, got = fetch._back
+        exchange = ctx.exchange
+        work, got = exchange._back
         work.wait()
-        fetch._back = fetch._held = None
+        exchange._back = exchange._held = None
         # several ranks may have read one row: their gradients are summed in fp32
         total = torch.zeros(
             ctx.rows, *got.shape[1:], dtype=torch.promote_types(got.dtype, torch.float32), device=got.device
         )
-        at = 0
-        for pieces in fetch.outgoing:
-            for p in pieces:
-                total[p.local : p.local + p.count] += got[at : at + p.count]
-                at += p.count
+        exchange.add_back(total, got)
         return total.to(got.dtype), None
 
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, coming: Tensor, fetch: Fetch) -> Tensor:
-        ctx.fetch, ctx.shape = fetch, x.shape
-        fetch._work.wait()
-        fetch._work = fetch._held = None
-        out = x.new_zeros(fetch.rows, *x.shape[1:])
-        for p in fetch.own:
+    def forward(ctx: Any, x: Tensor, coming: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, x.shape
+        exchange._work.wait()
+        exchange._work = exchange._held = None
+        return exchange.lay_out(x, coming)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        exchange = ctx.exchange
+        rows = exchange.pick_back(grad)
+        exchange._back = exchange.send(rows, exchange.in_sizes, exchange.out_sizes)
+        return exchange.own_back(grad, ctx.shape), rows, None
+
+
+class Fetch(Exchange):
+    """Rows by a plan that all ranks know beforehand. out: [plan.rows[rank], ...]."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, count: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__(group, count)
+        rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+        self.rows = plan.rows[rank]
+        mine = plan.pieces[rank]
+        self.own = [p for p in mine if p.owner == rank]
+        self.incoming = [[p for p in mine if p.owner == r and r != rank] for r in ranks]
+        self.outgoing = [[p for p in plan.pieces[r] if p.owner == rank and r != rank] for r in ranks]
+        self.in_sizes = [sum(p.count for p in pieces) for pieces in self.incoming]
+        self.out_sizes = [sum(p.count for p in pieces) for pieces in self.outgoing]
+
+    def pick(self, x: Tensor) -> Tensor:
+        parts = [x[p.local : p.local + p.count] for pieces in self.outgoing for p in pieces]
+        return torch.cat(parts) if parts else x.new_empty(0, *x.shape[1:])
+
+    def lay_out(self, x: Tensor, coming: Tensor) -> Tensor:
+        out = x.new_zeros(self.rows, *x.shape[1:])
+        for p in self.own:
             out[p.at : p.at + p.count] = x[p.local : p.local + p.count]
         at = 0
-        for pieces in fetch.incoming:
+        for pieces in self.incoming:
             for p in pieces:
                 out[p.at : p.at + p.count] = coming[at : at + p.count]
                 at += p.count
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,) = grads
-        fetch = ctx.fetch
-        parts = [grad[p.at : p.at + p.count] for pieces in fetch.incoming for p in pieces]
-        rows = torch.cat(parts) if parts else grad.new_empty(0, *grad.shape[1:])
-        fetch._back = fetch.send(rows, fetch.in_sizes, fetch.out_sizes)
-        own = grad.new_zeros(ctx.shape)
-        for p in fetch.own:
+    def pick_back(self, grad: Tensor) -> Tensor:
+        parts = [grad[p.at : p.at + p.count] for pieces in self.incoming for p in pieces]
+        return torch.cat(parts) if parts else grad.new_empty(0, *grad.shape[1:])
+
+    def own_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        own = grad.new_zeros(shape)
+        for p in self.own:
             # one row may stand in two buffers of this rank
             own[p.local : p.local + p.count] += grad[p.at : p.at + p.count]
-        return own, rows, None
+        return own
+
+    def add_back(self, total: Tensor, got: Tensor) -> None:
+        at = 0
+        for pieces in self.outgoing:
+            for p in pieces:
+                total[p.local : p.local + p.count] += got[at : at + p.count]
+                at += p.count

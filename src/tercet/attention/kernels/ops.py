@@ -25,6 +25,7 @@ from tercet.attention.kernels.combine import combine, row_sums
 from tercet.attention.kernels.compressed import forward as compressed_forward
 from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
 from tercet.attention.kernels.documents import Documents, compressed_bounds
+from tercet.attention.kernels.gated_sum import made_again
 from tercet.attention.kernels.query_gradient import query_gradients
 from tercet.attention.kernels.score import select
 from tercet.attention.kernels.selected import SAVED, selected_backward, selected_forward, selected_saved_like
@@ -338,8 +339,11 @@ def nsa(
     branches: tuple[str, ...] = ("compressed", "selected", "window"),
     block_indices: Tensor | None = None,
     span: Sequence[int] = (),
+    select: bool = False,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    choose = block_indices is None and "selected" in branches
+    """`keep_sum=False`: compiled, the gated sum is made again in the backward pass."""
+    choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
     sizes = list(astuple(config)) if watched else config
@@ -359,6 +363,9 @@ def nsa(
     if "window" not in branches:
         kw = vw = None
     found = ops.nsa_attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span)
+    if not keep_sum and torch.compiler.is_compiling():
+        selected, window = (found[1] if ks is not None else None), (found[3] if kw is not None else None)
+        return made_again(found[0], [o_c, selected, window], gates), block_indices
     return found[0] if watched else found, block_indices
 
 
