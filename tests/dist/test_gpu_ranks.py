@@ -16,15 +16,8 @@ from tercet.train.loop import train
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    "ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op", "cp", "cp, blocks", "cp, accumulated, recomputed",
-]  # fmt: skip
-    "ddp",
-    "ddp, accumulated, recomputed",
-    "fsdp",
-    "fsdp, grad_op",
-    "cp",
-    "cp, blocks",
-    "cp, accumulated, recomputed",
+    *("ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op"),
+    *("cp", "cp, blocks", "cp, accumulated, recomputed"),
 ]
 BF16 = ["ddp, bf16", "fsdp, bf16", "cp, bf16"]
 
