@@ -115,7 +115,11 @@ def on_gpu(healthy, folder: Path, **changes):
 def test_everything_tested_and_well_is_go(healthy, tmp_path):
     judged = judge(on_gpu(healthy, tmp_path / "run"), limits=Thresholds(40, checkpoint_blocked=1.0, tokens_per_s=1.0))
     assert (judged.verdict, judged.exit_code) == ("GO", 0), judged.sentence
-    assert judged.gaps() == []
+    # What one device cannot test is said beside the GO, and is no part of it.
+    assert [names for _, _, names in judged.gaps()] == [["several devices"]]
+    assert judged.sentence.endswith("Not tested, and no part of this: several devices.")
+    told = judged.as_dict(healthy)
+    assert [(g["name"], g["verdict"]) for g in told["beyond"]] == [("several devices", "NOT TESTED")]
 
 
 def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):

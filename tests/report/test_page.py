@@ -13,7 +13,10 @@ import pytest
 from tercet.errors import TercetError
 from tercet.report import render
 from tercet.report.commands import report
+from tercet.report.facts import gather
 from tercet.report.figure import _VARIABLES
+from tercet.report.plots import _above_the_descent, loss
+from tercet.report.read import read_run
 from watched import copy, verdict
 
 NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
@@ -80,8 +83,6 @@ def test_all_text_of_a_run_is_escaped(healthy, tmp_path, undrawn):
     found = copy(healthy, tmp_path / "run", nasty)
     for file, key in (("env.json", "host"), ("origins.json", "train.lr")):
         (found.folder / file).write_text(json.dumps({key: NASTY}))
-    from tercet.report.read import read_run
-
     found = read_run(found.folder)
     judged = verdict(found)
     page = render.page(found, judged)
@@ -101,6 +102,49 @@ def test_what_was_not_tested_stands_at_the_top(page, healthy):
         assert names
         assert reason.lower() in text.lower()
         assert mend in text
+
+
+def test_what_speaks_against_a_run_stands_at_the_top_with_its_mend(healthy, tmp_path, undrawn):
+    def killed(lines):
+        lines.pop()
+
+    found = copy(healthy, tmp_path / "run", killed)
+    judged = verdict(found)
+    text = Tags(render.page(found, judged)).text
+    assert judged.objections()
+    for reason, mend, names in judged.objections():
+        assert "stability" in names
+        assert text.lower().index(reason.lower()) < text.index("Not tested, and how to test it")
+        assert mend in text
+        assert mend.replace("`", "\\`") in render.markdown(found, judged)
+    assert "What speaks against it" not in Tags(render.page(healthy, verdict(healthy))).text
+
+
+def test_a_dense_twin_stands_beside_its_run(healthy, tmp_path):
+    def worse(lines):
+        for line in lines:
+            if line["kind"] == "validation":
+                line["loss"] *= 1.25
+            if line["kind"] == "step":
+                line["tokens_per_s"] /= 2
+
+    twin = copy(healthy, tmp_path / "twin", worse)
+    text = (twin.folder / "config.toml").read_text()
+    (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
+    twin = read_run(twin.folder)
+    told = {f.name: f.value for f in gather(healthy, (), twin).figures}
+    assert (told["speed, dense twin = 1"], told["loss against dense"]) == ("2.00×", "-20.00%")
+    assert "loss against dense" not in {f.name for f in gather(healthy, (), healthy).figures}  # no twin of its own
+    assert "dense twin" in loss(healthy, (), twin).svg
+    assert "dense twin" not in loss(healthy, ()).svg
+
+
+def test_only_the_first_descent_is_cut_from_the_frame():
+    falling = [(i, 5.0 - 0.4 * i, 5.0 - 0.4 * i, 5.0 - 0.4 * i) for i in range(9)]
+    rows = falling + [(i, 1.5, 1.4, 1.6) for i in range(9, 400)]
+    assert _above_the_descent(rows) == pytest.approx(1.4 + 1.08 * 0.2)
+    rows[300] = (300, 4.0, 4.0, 4.9)
+    assert _above_the_descent(rows) is None  # a spike is seen
 
 
 def test_a_crashed_run_gets_a_page(healthy, tmp_path, undrawn):

@@ -201,6 +201,13 @@ def test_a_checkpoint_that_lost_a_file_is_no_checkpoint(healthy, tmp_path):
     assert gate(verdict(read_run(found.folder)), "checkpoint and resume").verdict == "NO-GO"
 
 
+def test_a_folder_copied_without_its_checkpoints_shows_nothing_of_them(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run")
+    shutil.rmtree(found.folder / "checkpoints")
+    told = gate(verdict(read_run(found.folder)), "checkpoint and resume")
+    assert (told.verdict, told.mend) == ("NOT TESTED", "make the report where they are")
+
+
 def test_a_run_that_was_never_resumed_has_not_tested_resume(healthy, tmp_path):
     def one_process(lines):
         for line in lines:

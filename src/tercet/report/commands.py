@@ -90,5 +90,6 @@ def _compare(runs: list[Run], verdicts: list[Verdict], pages: list[Path], out: P
 
 def _told(run: Run, verdict: Verdict, path: Path) -> str:
     width = max(len(g.name) for g in verdict.gates)
-    gates = "\n".join(f"  {g.verdict:<10}  {g.name:<{width}}  {g.sentence}" for g in verdict.gates)
+    told = (*verdict.gates, *verdict.beyond)
+    gates = "\n".join(f"  {g.verdict:<10}  {g.name:<{width}}  {g.sentence}" for g in told)
     return f"{verdict.verdict}  {run.name} ({run.folder})\n{gates}\n{verdict.sentence}\n{path}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tercet.report.attention_gates import route_counts
-from tercet.report.gates import speed
+from tercet.report.gates import not_a_twin, speed
 from tercet.report.read import Run, flatten
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
@@ -54,14 +54,14 @@ class Facts:
     dtypes: list[tuple[str, str]]
 
 
-def gather(run: Run, findings: Iterable[HealthFired]) -> Facts:
+def gather(run: Run, findings: Iterable[HealthFired], twin: Run | None = None) -> Facts:
     """Everything about a run that is not a verdict or a plot."""
     last = run.layers[-1] if run.layers else None
     return Facts(
         subtitle=_subtitle(run),
         when=_when(run),
         made=_clock(run.read_at),
-        figures=figures(run),
+        figures=figures(run) + _against(run, twin),
         routes=_routes(run),
         layer_columns=[name for name, _ in _LAYER_COLUMNS],
         layers=_layer_rows(last) if last else [],
@@ -119,6 +119,23 @@ def figures(run: Run) -> list[Figure]:
     made.append(
         Figure("time", duration(seconds), f"in {len(run.started)} process{'es' * (len(run.started) > 1)}", seconds)
     )
+    return made
+
+
+def _against(run: Run, twin: Run | None) -> list[Figure]:
+    """The dense twin, where one was given: its speed and its held-out loss after the same step."""
+    if twin is None or not_a_twin(run, twin):
+        return []
+    made = []
+    own, other = speed(run), speed(twin)
+    if own is not None and other is not None:
+        made.append(Figure("speed, dense twin = 1", f"{own / other:.2f}×", f"dense: {quantity(other)} tokens/s"))
+    dense = {e.step: e.loss for e in twin.validations}
+    both = [(e, dense[e.step]) for e in run.validations if e.step in dense]
+    if both:
+        last, held_out = both[-1]
+        change = f"{100 * (last.loss / held_out - 1):+.2f}%"
+        made.append(Figure("loss against dense", change, f"held out, step {last.step:,}; dense: {held_out:.4f}"))
     return made
 
 

@@ -63,8 +63,8 @@ def draw(paint: Callable[[Any], None], *, width: float = 5.6, height: float = 2.
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
-    except ImportError:
-        raise TercetError("the report's plots need matplotlib: pip install 'tercet[report]'") from None
+    except ImportError as error:
+        raise TercetError(f"the report's plots need matplotlib ({error}): pip install 'tercet[report]'") from None
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         FigureCanvasSVG(figure)

@@ -363,7 +363,9 @@ def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Ga
         case.lacks("nothing was saved", "set checkpoint.every")
     else:
         path = run.folder / "checkpoints" / Path(saved[-1].path).name
-        if trouble := incomplete(path):
+        if not path.parent.is_dir():
+            case.lacks("its checkpoints are not in this folder", "make the report where they are")
+        elif trouble := incomplete(path):
             case.against(f"the newest checkpoint, {path.name}, is not whole: {trouble}", "save again")
         else:
             case.show("newest", f"{path.name}, {saved[-1].bytes / 2**20:.1f} MiB, files as its manifest says")
@@ -375,7 +377,7 @@ def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Ga
             case.against(f"{100 * share:.0f}% of the time went into saving", "raise checkpoint.every, or async_save")
     resumes = [e for e in run.started if e.resumed_from is not None]
     went_on = [r for r in resumes if any(e.step > r.step and e.time >= r.time for e in run.steps)]
-    case.show("resumed", f"{len(resumes)} times, training on after {len(went_on)}")
+    case.show("resumed", f"{times(len(resumes))}, training on after {len(went_on)}")
     jumps = [f for f in findings if f.rule == "loss_spike" and any(0 < f.step - r.step <= 10 for r in went_on)]
     if jumps:
         case.against(f"the loss jumped after a resume: {jumps[0].sentence}", "compare with a run that was not stopped")
@@ -385,7 +387,11 @@ def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Ga
             f"interrupt a run and go on with: tercet train --config {run.folder}/config.toml "
             f"--run.dir {run.folder} --resume auto",
         )
-    return case.close(f"{len(saved)} saved, resumed {len(went_on)} times")
+    return case.close(f"{len(saved)} saved, resumed {times(len(went_on))}, and the loss went on where it was")
+
+
+def times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def skipped_steps(run: Run) -> int:

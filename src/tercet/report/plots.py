@@ -29,7 +29,7 @@ MAP_COLUMNS = 120
 def all_plots(run: Run, findings: Sequence[HealthFired], twin: Run | None = None) -> list[Plot]:
     """Those for which the run has something to draw."""
     made = [
-        loss(run, findings),
+        loss(run, findings, twin),
         throughput(run, twin),
         breakdown(run),
         grad_norm(run),
@@ -49,26 +49,52 @@ def series(run: Run, name: str) -> list[tuple[float, float, float, float]]:
     return [(steps[i], mean, low, high) for i, mean, low, high in thinned(values) if i < len(steps)]
 
 
-def loss(run: Run, findings: Sequence[HealthFired]) -> Plot | None:
+def loss(run: Run, findings: Sequence[HealthFired], twin: Run | None = None) -> Plot | None:
     rows = series(run, "losses")
     if not rows:
         return None
+    top = _above_the_descent(rows)
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
         x, mean, low, high = zip(*rows, strict=True)
+        if twin is not None and (beside := series(twin, "losses")):
+            axes.plot(*list(zip(*beside, strict=True))[:2], color=GREY, linewidth=1, label="dense twin")
+            theirs = [(e.step, e.loss) for e in twin.validations if math.isfinite(e.loss)]
+            if theirs:
+                axes.plot(*zip(*theirs, strict=True), "s--", color=GREY, markersize=3, linewidth=0.8)
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(x, mean, color=BLUE, label="training")
         held_out = [(e.step, e.loss) for e in run.validations if math.isfinite(e.loss)]
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o-", color=ORANGE, markersize=3.5, label="validation")
         _marks(axes, run, findings)
+        if top is not None:
+            axes.set_ylim(min(low) - 0.05 * (top - min(low)), top)
         label_steps(axes, "nats per token")
-        axes.legend(loc="upper right", ncols=3)
+        axes.legend(loc="upper right", ncols=2)
 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
-    extra = f" {skipped} non-finite steps are left out." if skipped else ""
-    return Plot("loss", "Loss", f"Every step; the band is the range within a stretch of steps.{extra}", draw(paint))
+    caption = "Every step; the band is the range within a stretch of steps."
+    if top is not None:
+        caption += f" The descent from {rows[0][1]:.2f} lies above the frame."
+    if skipped:
+        caption += f" {skipped} non-finite steps are left out."
+    return Plot("loss", "Loss", caption, draw(paint))
+
+
+def _above_the_descent(rows: list[tuple[float, float, float, float]]) -> float | None:
+    """Where to cut the frame so that the first steps, which fall steeply, do not flatten all the others; None: nowhere.
+
+    Nothing but the beginning is ever cut: a spike later on stays in the frame.
+    """
+    begun = len(rows) // 20
+    if begun < 5:
+        return None
+    least, greatest = min(r[2] for r in rows), max(r[3] for r in rows)
+    later = max(r[3] for r in rows[begun:])
+    top = least + 1.08 * (later - least)
+    return top if top - least < 0.75 * (greatest - least) else None
 
 
 def _marks(axes: Any, run: Run, findings: Sequence[HealthFired]) -> None:

@@ -41,7 +41,7 @@ def environment() -> Any:
 def page(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
     """The HTML of one run."""
     drawn = all_plots(run, verdict.findings, twin)
-    facts = gather(run, verdict.findings)
+    facts = gather(run, verdict.findings, twin)
     anchors = {p.anchor: "plot" for p in drawn} | ({"routes": "table"} if facts.routes else {})
     html: str = (
         environment()
@@ -52,15 +52,16 @@ def page(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
             facts=facts,
             plots=drawn,
             anchors=anchors,
+            objections=verdict.objections(),
             gaps=verdict.gaps(),
         )
     )
     return html.lstrip()
 
 
-def markdown(run: Run, verdict: Verdict) -> str:
+def markdown(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
     """The same in a few lines, for a pull request or a mail."""
-    facts = gather(run, verdict.findings)
+    facts = gather(run, verdict.findings, twin)
     lines = [
         f"# {verdict.verdict}: {_plain(run.name)}",
         "",
@@ -76,9 +77,10 @@ def markdown(run: Run, verdict: Verdict) -> str:
         "|---|---|---|---|",
         *(f"| {g.name} | **{g.verdict}** | {_plain(g.sentence)} | {_plain(g.threshold)} |" for g in verdict.gates),
     ]
-    if gaps := verdict.gaps():
-        lines += ["", "## Not tested, and how to test it", ""]
-        for sentence, mend, names in gaps:
+    lists = (("What speaks against it", verdict.objections()), ("Not tested, and how to test it", verdict.gaps()))
+    for title, reasons in lists:
+        lines += ["", f"## {title}", ""] if reasons else []
+        for sentence, mend, names in reasons:
             how = f" → {_plain(mend)}" if mend else ""
             lines.append(f"- **{', '.join(names)}**: {_plain(sentence)}{how}")
     trouble = [n for n in facts.notes if n["sign"] in ("no", "nt")]
@@ -94,7 +96,7 @@ def write(run: Run, verdict: Verdict, out: Path, twin: Run | None = None) -> Pat
         out.mkdir(parents=True, exist_ok=True)
         target = out / "report.html"
         target.write_text(page(run, verdict, twin), encoding="utf-8")
-        (out / "report.md").write_text(markdown(run, verdict), encoding="utf-8")
+        (out / "report.md").write_text(markdown(run, verdict, twin), encoding="utf-8")
         text = json.dumps(verdict.as_dict(run), indent=1, ensure_ascii=False)
         (out / "verdict.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:

@@ -28,6 +28,7 @@ class Verdict:
     gates: tuple[Gate, ...]
     thresholds: Thresholds
     findings: tuple[HealthFired, ...]
+    beyond: tuple[Gate, ...] = ()  # what such a run cannot test; said, but no part of its verdict
 
     @property
     def exit_code(self) -> int:
@@ -35,12 +36,11 @@ class Verdict:
 
     def gaps(self) -> list[tuple[str, str, list[str]]]:
         """(reason, how to test it, the gates that it leaves open), a reason that many gates share only once."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for gate in self.gates:
-            if gate.verdict == NOT_TESTED:
-                for reason in gate.reasons:
-                    found.setdefault(reason, []).append(gate.name)
-        return [(sentence, mend, names) for (sentence, mend), names in found.items()]
+        return _reasons((*self.gates, *self.beyond), NOT_TESTED)
+
+    def objections(self) -> list[tuple[str, str, list[str]]]:
+        """(what speaks against it, how to mend it, the gates that say so)."""
+        return _reasons(self.gates, NO_GO)
 
     def as_dict(self, run: Run) -> dict[str, Any]:
         """verdict.json."""
@@ -59,6 +59,7 @@ class Verdict:
                 "device": run.started[-1].device if run.started else None,
             },
             "gates": [{**dataclasses.asdict(g), "evidence": dict(g.evidence)} for g in self.gates],
+            "beyond": [{**dataclasses.asdict(g), "evidence": dict(g.evidence)} for g in self.beyond],
             "thresholds": dataclasses.asdict(self.thresholds),
         }
 
@@ -86,7 +87,30 @@ def judge(run: Run, twin: Run | None = None, limits: Thresholds | None = None) -
     if record.verdict != GO:
         judged = [_capped(gate) for gate in judged]
     everything = (record, *judged)
-    return Verdict(_overall(everything), _sentence(everything), everything, limits, tuple(findings))
+    beyond = _beyond(run)
+    return Verdict(_overall(everything), _sentence(everything, beyond), everything, limits, tuple(findings), beyond)
+
+
+def _reasons(judged: tuple[Gate, ...], verdict: str) -> list[tuple[str, str, list[str]]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for gate in judged:
+        if gate.verdict == verdict:
+            for reason in gate.reasons:
+                found.setdefault(reason, []).append(gate.name)
+    return [(sentence, mend, names) for (sentence, mend), names in found.items()]
+
+
+def _beyond(run: Run) -> tuple[Gate, ...]:
+    """A run on one device may well be GO; nobody shall read from it that eight will do."""
+    if run.world_size > 1:
+        return ()
+    case = Case("several devices", "two ranks or more; no part of the verdict over a run on one device")
+    case.lacks(
+        "it ran on one device: sums over ranks, sharded saves and a rank that fails had no part in it",
+        f"torchrun --standalone --nproc-per-node=2 -m tercet train --config {run.folder}/config.toml "
+        f"--run.dir {run.folder}-2 --parallel.strategy fsdp",
+    )
+    return (case.close(""),)
 
 
 def _record(run: Run) -> Gate:
@@ -120,11 +144,12 @@ def _overall(judged: tuple[Gate, ...]) -> str:
     return NOT_TESTED if NOT_TESTED in verdicts else GO
 
 
-def _sentence(judged: tuple[Gate, ...]) -> str:
+def _sentence(judged: tuple[Gate, ...], beyond: tuple[Gate, ...]) -> str:
     by = {v: [g.name for g in judged if g.verdict == v] for v in (GO, NO_GO, NOT_TESTED)}
     if by[NO_GO]:
         tail = f" Not tested: {', '.join(by[NOT_TESTED])}." if by[NOT_TESTED] else ""
         return f"Do not go on: {', '.join(by[NO_GO])}.{tail}"
     if by[NOT_TESTED]:
         return f"Nothing speaks against it, but not everything was tested: {', '.join(by[NOT_TESTED])}."
-    return f"All {len(judged)} gates passed."
+    tail = f" Not tested, and no part of this: {', '.join(g.name for g in beyond)}." if beyond else ""
+    return f"All {len(judged)} gates passed.{tail}"
