@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -140,8 +141,12 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def measure(config: RunConfig, pairs: int) -> dict[str, Any]:
-    """Medians over `pairs` of neighbouring intervals, after both kinds have warmed up (and compiled)."""
+def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[str, Any]:
+    """Medians over `pairs` of neighbouring intervals, after both kinds have warmed up (and compiled).
+
+    After `seconds` no further pair is begun, once there are two.
+    """
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder))
         for watched in (False, True, False, True):
@@ -149,6 +154,8 @@ def measure(config: RunConfig, pairs: int) -> dict[str, Any]:
         without: list[float] = []
         with_: list[float] = []
         for i in range(pairs):
+            if i >= 2 and time.perf_counter() - begun > seconds:
+                break
             for watched in (False, True) if i % 2 else (True, False):  # neither always goes first
                 (with_ if watched else without).append(bench.interval(watched=watched))
         bench.log.close()
@@ -163,7 +170,7 @@ def measure(config: RunConfig, pairs: int) -> dict[str, Any]:
         "seq_len": config.data.seq_len,
         "tokens_per_step": config.train.tokens_per_step,
         "log_every": config.log.every,
-        "pairs": pairs,
+        "pairs": len(with_),
         "step_ms_without": 1e3 * plain,
         "step_ms_with": 1e3 * statistics.median(with_),
         "extra_ms": 1e3 * extra,
@@ -177,6 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tercet.bench.telemetry", description=__doc__)
     parser.add_argument("--preset", default="m7c")
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further pair after this long")
     parser.add_argument("--micro-batch", type=int, help="sequences per pass; the preset's if not given")
     parser.add_argument("--seq-len", type=int, help="tokens per sequence; passes keep the preset's number of tokens")
     asked = parser.parse_args(arguments)
@@ -188,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         flags |= {"data.seq_len": asked.seq_len, "train.micro_batch": max(1, one_pass // asked.seq_len)}
     if asked.micro_batch:
         flags["train.micro_batch"] = asked.micro_batch
-    result = measure(load(preset=asked.preset, flags=flags).config, asked.pairs)
+    result = measure(load(preset=asked.preset, flags=flags).config, asked.pairs, asked.seconds)
     alone, watched = result["step_ms_without"], result["step_ms_with"]
     extra = f"{result['extra_ms']:+.3f} ms, {result['extra_percent']:+.2f}%"
     print(f"{alone:.2f} ms a step alone, {watched:.2f} ms watched: {extra} (quartiles {result['spread_percent']:.2f}%)")
