@@ -60,7 +60,7 @@ LENGTH = 1024 if DEVICE.type == "cuda" else 64
 
 
 def main() -> int:
-    asked = [argument.split(":") for argument in sys.argv[1:] if argument != "--cuda"]  # STEPS:CASE
+    asked = [argument.split(":") for argument in sys.argv[1:] if not argument.startswith("--")]  # STEPS:CASE
     steps_of = {name: int(steps) for steps, name in asked}
     launch = Launch.here()
     configs = {name: configure(name, steps, launch.world_size) for name, steps in steps_of.items()}
@@ -195,7 +195,8 @@ def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(300 if DEVICE.type == "cuda" else 1200, exit=True)
+    limit = [int(a.removeprefix("--limit=")) for a in sys.argv if a.startswith("--limit=")]
+    faulthandler.dump_traceback_later(limit[0] if limit else 1200, exit=True)
     torch.set_num_threads(1)
     code = main()
     dist.destroy_process_group() if dist.is_initialized() else None
