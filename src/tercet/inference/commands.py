@@ -23,6 +23,7 @@ def generate(
     context: int | None = None,
     prefill_chunk: int = 8192,
     cache: bool = True,
+    graph: bool = True,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     json: bool = False,
@@ -43,6 +44,7 @@ def generate(
         context: Most tokens of prompt and answer; the length of training unless given.
         prefill_chunk: Prompt tokens read at once; fewer need less memory.
         cache: Keep keys and values; without it everything is read again for each token.
+        graph: On a GPU, one CUDA graph for each step.
         device: Where to compute.
         dtype: auto is bfloat16 on a GPU if the model was trained so, else float32.
         json: One line of JSON per prompt instead of text.
@@ -56,7 +58,7 @@ def generate(
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed, "context": context,
-        "prefill_chunk": prefill_chunk, "cache": cache, "timing": timing,
+        "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph, "timing": timing,
     }  # fmt: skip
     if json:
         _print_json(generate(model, prompts, **options))

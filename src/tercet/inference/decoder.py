@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tercet.model.decode import why_not
 from tercet.model.transformer import Transformer
 
 PREFILL_CHUNK = 8192
@@ -19,25 +20,41 @@ PREFILL_CHUNK = 8192
 class Decoder(Protocol):
     """Holds a batch of sequences of any lengths."""
 
+    def prepare(self) -> None:
+        """Do now what need be done but once before steps are taken."""
+
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         """Read the prompts, and give the logits after each one's last token."""
 
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:
-        """Read one more token of each active row, and give the logits after it. tokens, active: [B]; what comes for
-        rows that are not active means nothing."""
+        """Read one more token of each active row, and give the logits after it: until the next step, where they are.
+        tokens: int64 [B]; active: int32 [B]; what comes for rows that are not active means nothing."""
 
     def keys_read(self) -> int | None:
         """Keys read in the last step, over all rows, KV heads and layers; None where nobody counts."""
 
 
 class CachedDecoder:
-    """Reads prompts in chunks, so that a prompt's activations need not fit in memory, only its cache."""
+    """Reads prompts in chunks, so that a prompt's activations need not fit in memory, only its cache.
 
-    def __init__(self, model: Transformer, batch: int, max_len: int, *, chunk: int = PREFILL_CHUNK) -> None:
-        self.model, self.chunk = model, chunk
+    graph   capture the step as a CUDA graph where all layers decode on the kernels: a step is then one launch for the
+            host, and waits for nothing. `graph_reason` says why there is none.
+    """
+
+    def __init__(
+        self, model: Transformer, batch: int, max_len: int, *, chunk: int = PREFILL_CHUNK, graph: bool = True
+    ) -> None:
+        self.model, self.chunk, self.batch = model, chunk, batch
         self.cache = [layer.make_cache(batch, max_len) for layer in model.attention_layers()]
         self._device = model.embedding.weight.device
+        self.graph_reason = self._why_no_graph() if graph else "not asked for"
+        self._graph: torch.cuda.CUDAGraph | None = None
 
+    def prepare(self) -> None:
+        if self.graph_reason is None and self._graph is None:
+            self._capture()
+
+    @torch.no_grad()
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         longest = max(map(len, prompts))
         out: Tensor | None = None
@@ -46,7 +63,9 @@ class CachedDecoder:
             width = max(map(len, parts))
             tokens = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self._device)
             lengths = torch.tensor([len(part) for part in parts])
-            hidden = self.model.hidden(tokens, cache=self.cache, lengths=lengths)
+            hidden = self.model.hidden(
+                tokens, cache=self.cache, lengths=None if bool((lengths == width).all()) else lengths
+            )
             # of all these positions only the last of each prompt is wanted: logits of the others are never made
             last = hidden[torch.arange(len(prompts)), (lengths - 1).clamp(min=0).to(self._device)]
             ends = torch.tensor(
@@ -57,13 +76,59 @@ class CachedDecoder:
         assert out is not None
         return self.model.logits(out)
 
+    @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:
-        lengths = None if bool(active.all()) else active.long()
-        return self.model.logits(self.model.hidden(tokens[:, None], cache=self.cache, lengths=lengths)[:, -1])
+        if self._graph is None:
+            # a device is not asked whether all rows go on: that would wait for it
+            all_rows = active.device.type == "cpu" and bool(active.all())
+            return self._logits(tokens, None if all_rows else active)
+        self._tokens.copy_(tokens)
+        self._active.copy_(active)
+        for cache in self.cache:
+            cache.replayed()
+        self._graph.replay()
+        return self._out
 
     def keys_read(self) -> int | None:
         reads = [cache.reads for cache in self.cache]
         return None if any(r is None for r in reads) else sum(int(r[:, -1].sum()) for r in reads if r is not None)
+
+    def _logits(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
+        return self.model.logits(self.model.hidden(tokens[:, None], cache=self.cache, lengths=lengths)[:, -1])
+
+    def _why_no_graph(self) -> str | None:
+        if self._device.type != "cuda":
+            return f"the model is on {self._device.type}"
+        x = torch.empty(self.batch, 1, self.model.config.dim, device=self._device)
+        for layer, cache in zip(self.model.attention_layers(), self.cache, strict=True):
+            if getattr(layer, "backend", "auto") == "reference":
+                return "the reference was asked for"
+            if (reason := why_not(layer, x, cache)) is not None:
+                return reason
+        return None
+
+    @torch.no_grad()
+    def _capture(self) -> None:
+        self._tokens = torch.zeros(self.batch, dtype=torch.int64, device=self._device)
+        self._active = torch.zeros(self.batch, dtype=torch.int32, device=self._device)
+        before = [cache.host for cache in self.cache]
+        # Once without capturing: kernels are compiled and libraries make their workspaces. All rows stand still, so
+        # nothing is kept of either.
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            self._logits(self._tokens, self._active)
+        here.wait_stream(aside)
+        self._restore(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._out = self._logits(self._tokens, self._active)
+        self._restore(before)
+        self._graph = graph
+
+    def _restore(self, before: list) -> None:
+        for cache, host in zip(self.cache, before, strict=True):
+            cache.host = host
 
 
 class PlainDecoder:
@@ -72,6 +137,9 @@ class PlainDecoder:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self._rows: list[list[int]] = []
+
+    def prepare(self) -> None:
+        pass
 
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         self._rows = [list(prompt) for prompt in prompts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from tercet.inference.prompts import PromptError, Prompts, as_tokens, check_room
 from tercet.inference.text_stream import TextStream
 from tercet.model.sampling import NOTHING, Sampling, choose, uniforms
 from tercet.model.transformer import Transformer
+
+# Steps that a GPU may be ahead of the tokens that were handed out.
+AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def stream(
     eos_id: int | None = None,
     cache: bool = True,
     prefill_chunk: int = PREFILL_CHUNK,
+    graph: bool = True,
     timing: Timing | None = None,
 ) -> Iterator[Piece]:
     """Pieces as they come, of all rows in turn.
@@ -113,6 +118,7 @@ def stream(
     eos_id         the token that ends a row; the tokenizer's unless given
     cache          keep keys and values (or read everything again for each token, to compare)
     prefill_chunk  prompt tokens read at once: longer prompts are read in parts
+    graph          on a GPU, capture the step as a CUDA graph; without it every kernel is launched one by one
     timing         filled in while it runs
     """
     try:
@@ -129,19 +135,26 @@ def stream(
     end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
     # Rows of the embedding that no token has are never trained, and must not be drawn.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
-    decoder: Decoder = CachedDecoder(model, len(rows), room, chunk=prefill_chunk) if cache else PlainDecoder(model)
+    decoder: Decoder = PlainDecoder(model)
+    if cache:
+        decoder = CachedDecoder(model, len(rows), room, chunk=prefill_chunk, graph=graph)
     texts = [None if tokenizer is None else TextStream(tokenizer, stop) for _ in rows]
-    run = _Run(decoder, sampling, rows, seed, max_new_tokens, vocabulary, timing or Timing())
+    device = model.embedding.weight.device
     was_training = model.training
     model.eval()
     try:
-        yield from _pieces(run, texts, end)
+        run = _Run(decoder, sampling, rows, seed, max_new_tokens, vocabulary, end, device, timing or Timing())
+        yield from _pieces(run, texts)
     finally:
         model.train(was_training)
 
 
 class _Run:
-    """The tensors of one generation: logits to tokens to logits."""
+    """The tensors of one generation: logits to tokens to logits.
+
+    On a GPU the next steps are under way while a token is handed out: which rows have ended is told on the device, by
+    the end token at once, by stop strings a step or two late. What such a row still wrote is not looked at.
+    """
 
     def __init__(
         self,
@@ -151,66 +164,104 @@ class _Run:
         seed: int,
         steps: int,
         vocabulary: int,
+        end: int | None,
+        device: torch.device,
         timing: Timing,
     ) -> None:
-        self.decoder, self.sampling, self.rows = decoder, sampling, rows
+        self.decoder, self.sampling, self.rows, self.end = decoder, sampling, rows, end
         self.steps, self.vocabulary, self.timing = steps, vocabulary, timing
-        self.uniform = uniforms(seed, len(rows), steps) if sampling.temperature > 0 else None
-        self.active = torch.ones(len(rows), dtype=torch.bool)
+        self._uniform: Tensor | None = None
+        if sampling.temperature > 0:
+            self._uniform = uniforms(seed, len(rows), steps).to(device)
+        self.active = [True] * len(rows)
+        self._going = torch.ones(len(rows), dtype=torch.int32, device=device)
+        self._ahead = AHEAD if device.type == "cuda" else 0
         self._tokens: Tensor | None = None
         self._seen: Tensor | None = None
+        self._told: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._begun, self._returned = 0, 0.0
+        if steps > 1:
+            decoder.prepare()
 
-    @torch.no_grad()
+    def end_row(self, row: int) -> None:
+        """This row writes no more."""
+        self.active[row] = False
+        self._going[row] = 0
+
     def next_tokens(self, step: int) -> list[int]:
         """The next token of each row; those of rows that have ended mean nothing."""
-        began = time.perf_counter()
-        if self._tokens is None:
-            logits = self.decoder.prefill(self.rows)
-            self.timing.prompt_tokens = sum(map(len, self.rows))
-            if self.sampling.repetition_penalty != 1:
-                self._seen = torch.zeros_like(logits[:, : self.vocabulary], dtype=torch.bool)
-                for i, row in enumerate(self.rows):
-                    self._seen[i, torch.tensor(row, device=logits.device)] = True
-        else:
-            logits = self.decoder.step(self._tokens, self.active.to(self._tokens.device))
-        uniform = None if self.uniform is None else self.uniform[:, step]
-        chosen = choose(logits[:, : self.vocabulary], self.sampling, uniform, self._seen)
-        if self._seen is not None:
-            self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
-        tokens = chosen.tolist()  # waits for the device
-        seconds = time.perf_counter() - began
+        began = self._returned if step > 0 and self._ahead else time.perf_counter()
+        while self._begun < min(self.steps, step + 1 + (self._ahead if step > 0 else 0)):
+            self._begin(self._begun)
+            self._begun += 1
+        chosen, copied = self._told.popleft()
+        if copied is not None:
+            copied.synchronize()
+        tokens = chosen.tolist()
+        self._returned = time.perf_counter()
         if step == 0:
-            self.timing.prefill_seconds = seconds
+            self.timing.prompt_tokens = sum(map(len, self.rows))
+            self.timing.prefill_seconds = self._returned - began
         else:
-            self.timing.decode_seconds += seconds
-            self.timing.new_tokens += int(self.active.sum())
-        if any(token == NOTHING and more for token, more in zip(tokens, self.active.tolist(), strict=True)):
+            self.timing.decode_seconds += self._returned - began
+            self.timing.new_tokens += sum(self.active)
+        if any(token == NOTHING and more for token, more in zip(tokens, self.active, strict=True)):
             raise TercetError(
                 f"the model's logits at new token {step} are not finite: its weights are damaged, or its training "
                 "diverged; load an earlier checkpoint, or use float32"
             )
-        self._tokens = chosen.clamp(min=0)
         return tokens
 
+    def keys_read(self) -> int | None:
+        """In the last step; None if that was one which nobody waited for."""
+        return None if self._told else self.decoder.keys_read()
 
-def _pieces(run: _Run, texts: list[TextStream | None], end: int | None) -> Iterator[Piece]:
+    @torch.no_grad()
+    def _begin(self, step: int) -> None:
+        """From logits to a token that is on its way to the host."""
+        logits = self.decoder.prefill(self.rows) if self._tokens is None else self._step()
+        if step == 0 and self.sampling.repetition_penalty != 1:
+            self._seen = torch.zeros_like(logits[:, : self.vocabulary], dtype=torch.bool)
+            for i, row in enumerate(self.rows):
+                self._seen[i, torch.tensor(row, device=logits.device)] = True
+        uniform = None if self._uniform is None else self._uniform[:, step]
+        chosen = choose(logits[:, : self.vocabulary], self.sampling, uniform, self._seen)
+        if self._seen is not None:
+            self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
+        self._tokens = chosen.clamp(min=0)
+        if self.end is not None:
+            self._going *= chosen != self.end
+        copied = None
+        if chosen.is_cuda:
+            pinned = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+            chosen = pinned.copy_(chosen, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._told.append((chosen, copied))
+
+    def _step(self) -> Tensor:
+        assert self._tokens is not None
+        return self.decoder.step(self._tokens, self._going)
+
+
+def _pieces(run: _Run, texts: list[TextStream | None]) -> Iterator[Piece]:
     for step in range(run.steps):
         tokens = run.next_tokens(step)
         for row, (token, text) in enumerate(zip(tokens, texts, strict=True)):
             if not run.active[row]:
                 continue
-            if token == end:
-                run.active[row] = False
+            if token == run.end:
+                run.end_row(row)
                 yield Piece(row, None, text.end() if text else "", "eos")
                 continue
             said = text.push(token) if text else ""
             finished = "stop" if text and text.stopped else "length" if step == run.steps - 1 else None
             if finished:
-                run.active[row] = False
+                run.end_row(row)
                 said += text.end() if text else ""
                 if text and text.stopped:  # the end of the text completed a stop string
                     finished = "stop"
             yield Piece(row, token, said, finished)
-        if not run.active.any():
+        if not any(run.active):
             break
-    run.timing.keys_read = run.decoder.keys_read()
+    run.timing.keys_read = run.keys_read()

@@ -124,7 +124,8 @@ class _Cache:
         before = self._exact()
         after = [a + b for a, b in zip(before, counts, strict=True)]
         self._check_room(max(after))
-        start = self.lengths
+        # a copy: the tensor itself stays where it is, for CUDA graphs that count in it
+        start = self.lengths.clone()
         step = Step(
             start=start,
             # told from the host only where rows differ: a copy to a device waits for it
@@ -141,7 +142,7 @@ class _Cache:
         self._plan(step, before, after)
         self._make_room(max(after))
         self.host = HostLengths(tuple(after))
-        self.lengths = start + step.counts
+        self.lengths += step.counts
         return step
 
     def begin_token(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Tensor | None:
@@ -168,6 +169,14 @@ class _Cache:
         self._make_room(max(after))
         self.host = HostLengths(tuple(after), exact)
         return device_counts
+
+    def replayed(self) -> None:
+        """A step that was captured as a CUDA graph is about to run again; which rows it counts, the device knows."""
+        if self.max_len is not None and max(self.host.tokens) >= self.max_len:
+            self._exact()
+        bounds = tuple(tokens + 1 for tokens in self.host.tokens)
+        self._check_room(max(bounds))
+        self.host = HostLengths(bounds, exact=False)
 
     def _check(self, key: dict[str, Any], x: Tensor) -> None:
         if key != self.key:
