@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tercet.attention.checks import check_config, check_cu_seqlens
 from tercet.attention.dispatch import BACKENDS, Route
@@ -16,7 +17,7 @@ from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_nsa_attention
 from tercet.model.compression import Compression
 from tercet.model.decode import dense_token, nsa_token, why_not
-from tercet.model.dense import dense_attention
+from tercet.model.dense import dense_attention, dense_route
 from tercet.model.gate import Gate
 from tercet.model.rope import Rotary, Turn, Turns, rotate
 from tercet.model.stats import AttentionStats
@@ -81,6 +82,9 @@ class NativeSparseAttention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(kv_sets)) if qk_norm else None
         self.stats = AttentionStats(self.config)
+        # Whether the gated sum is kept for the backward pass. It costs a tensor of q's size; making it again costs a
+        # compiled layer 2% of its time, and cannot be done within a block that is itself made again.
+        self.keep_sum = True
         self._ran: dict[str, Route] | tuple[str, str | None] = {}
 
     @property
@@ -146,6 +150,7 @@ class NativeSparseAttention(nn.Module):
         out, block_indices, self._ran = run_nsa(
             q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
             gates, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
+            keep_sum=self.keep_sum,
         )  # fmt: skip
         self.stats.update(gates, block_indices, packing)
         return self.o_proj(out.flatten(2))
@@ -158,21 +163,44 @@ class NativeSparseAttention(nn.Module):
         """q and the selected and window keys rotated at their tokens' positions; the compressed branch's keys raw."""
         batch, length, _ = x.shape
         turn = _turn(self.rotary, x, positions) if turn is None else turn
-        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
+        q, raw_keys, raw_values = self._projected(x)
+        q = q.view(batch, length, self.heads, self.head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q)
-        size = self.kv_heads * (self.head_dim + self.value_dim)
-        keys, values = {}, {}
-        for branch, part in zip(BRANCHES, self._per_branch(self.kv_proj(x).split(size, dim=-1)), strict=True):
-            k, v = part.split((self.kv_heads * self.head_dim, self.kv_heads * self.value_dim), dim=-1)
-            keys[branch] = k.view(batch, length, self.kv_heads, self.head_dim)
-            values[branch] = v.view(batch, length, self.kv_heads, self.value_dim)
+        keys = {b: k.view(batch, length, self.kv_heads, self.head_dim) for b, k in raw_keys.items()}
+        values = {b: v.view(batch, length, self.kv_heads, self.value_dim) for b, v in raw_values.items()}
         if self.k_norms is not None:
             norms = dict(zip(BRANCHES, self._per_branch(tuple(self.k_norms)), strict=True))
             keys = {branch: norms[branch](k) for branch, k in keys.items()}
         rotated = {"selected": rotate(keys["selected"], turn)}
         rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], turn)
         return rotate(q, turn), keys["compressed"], rotated, values
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """q, keys and values by branch, all flat: [B, T, heads · size]."""
+        sizes = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
+        if self.shared_kv or not torch.is_grad_enabled():
+            q = self.q_proj(x)
+            parts = self.kv_proj(x).split(sizes * (1 if self.shared_kv else len(BRANCHES)), dim=-1)
+        else:
+            # The selected and the window values are kept for the backward pass as they are; keys and q are kept
+            # rotated, the compressed branch's chunk by chunk. One product for all would keep all, for the values' sake.
+            weights = self.kv_proj.weight.split(sizes * len(BRANCHES))
+            biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes * len(BRANCHES))
+            passing, kept = (0, 1, 2, 4), (3, 5)
+            first = torch.cat([self.q_proj.weight, *(weights[i] for i in passing)])
+            second = torch.cat([weights[i] for i in kept])
+            first_bias = second_bias = None
+            if biases is not None:
+                first_bias = torch.cat([self.q_proj.bias, *(biases[i] for i in passing)])
+                second_bias = torch.cat([biases[i] for i in kept])
+            q, k_c, v_c, k_s, k_w = F.linear(x, first, first_bias).split(
+                (self.heads * self.head_dim, *(sizes[i % 2] for i in passing)), dim=-1
+            )
+            v_s, v_w = F.linear(x, second, second_bias).split((sizes[1], sizes[1]), dim=-1)
+            parts = (k_c, v_c, k_s, v_s, k_w, v_w)
+        keys = dict(zip(BRANCHES, self._per_branch(parts[::2]), strict=True))
+        return q, keys, dict(zip(BRANCHES, self._per_branch(parts[1::2]), strict=True))
 
     def _per_branch(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         return parts * len(BRANCHES) if self.shared_kv else parts
@@ -261,7 +289,16 @@ class DenseAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.value_dim, dim, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
-        self.routes = {"dense": Route("sdpa")}
+        self._ran: dict[str, Route] | tuple[str, str | None] = ("sdpa", None)
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """The kernel that the last call really ran on, and why not a faster one."""
+        return self._ran if isinstance(self._ran, dict) else {"dense": Route(*self._ran)}
+
+    @routes.setter
+    def routes(self, routes: dict[str, Route]) -> None:
+        self._ran = routes
 
     @torch.no_grad()
     def init_weights(self, std: float, output_std: float) -> None:
@@ -305,6 +342,7 @@ class DenseAttention(nn.Module):
             packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
         positions = None if packing is None else packing.position
         q, k, v = self.project(x, positions, None if turns is None else turns.tokens)
+        self._ran = dense_route(q, v, packing)
         return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
 
     @torch.no_grad()

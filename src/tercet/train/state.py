@@ -11,6 +11,7 @@ from torch import nn
 
 from tercet.config.schema import RunConfig
 from tercet.errors import TercetError
+from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
@@ -60,8 +61,7 @@ def build_state(config: RunConfig, device: torch.device, strategy: Strategy, sta
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
     if compiles(config, device):
-        for block in blocks:
-            block.compile()
+        compile_blocks(model, config.train.activation_checkpointing)
     model = strategy.prepare(model)
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
@@ -81,6 +81,17 @@ def _draw(config: RunConfig) -> nn.Module:
     if not any(p.is_meta for p in model.parameters()):
         model.init_weights()
     return model
+
+
+def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
+    """Block by block: the code of one serves all. A block that is not made again as a whole makes its gated sums again,
+    for a sixteenth of the activations' memory."""
+    for layer in model.modules():
+        if isinstance(layer, NativeSparseAttention):
+            layer.keep_sum = activation_checkpointing != "none"
+    blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
+    for block in blocks:
+        block.compile()
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
