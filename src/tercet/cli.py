@@ -44,6 +44,7 @@ FUNCTIONS = {
     "report": ("tercet.report.commands:report", "judge runs: GO, NO-GO or NOT TESTED, with a page for each"),
     "watch": ("tercet.report.commands:watch", "a live view of a run"),
     "sweep": ("tercet.bench.sweep:sweep", "tokens/s and memory over lengths, batches, strategies; a process per cell"),
+    "flight": ("tercet.parallel.flight_recorder:flight", "which rank was in which collective when a run failed"),
     "doctor": ("tercet.doctor.commands:doctor", "examine this machine: versions, devices, kernels, disk, data"),
     "generate": ("tercet.inference.commands:generate", "text from a model: tercet generate RUN --prompt TEXT"),
 }

@@ -14,6 +14,7 @@ import pytest
 from dist.world import Run, environment, flags, free_port
 from runs import SMALL, losses
 from tercet.config.load import ConfigError, load
+from tercet.parallel.flight_recorder import read, tell
 from tercet.train.loop import train
 
 # The learning rate does not know when the run will end, so that a shorter run is the beginning of a longer one.
@@ -63,6 +64,9 @@ def test_a_killed_rank_ends_all_is_named_and_torchrun_goes_on_from_the_newest_ch
     assert text.count("error: rank 1") == 1  # one rank speaks for all
     assert "restart 1" in text
     assert "resuming from" in text
+    record = tell(read(folder / "flight_recorder"))  # rank 0 wrote down what it was waiting in
+    assert record[:2] == ["records of rank 0", "no record of rank 1: gone before it could write one"]
+    assert any("rank 0 came as far as collective" in line for line in record), record
     assert_same(folder, alone)
 
 

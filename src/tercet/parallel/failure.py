@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tercet.errors import TercetError
+from tercet.parallel import flight_recorder
 from tercet.parallel.launch import World
 
 BEAT_SECONDS = 1.0
@@ -42,6 +43,7 @@ class Watch:
 
     def __init__(self, world: World, where: Callable[[], tuple[int, str]]) -> None:
         self._launch, self._members, self._call, self.where = world.launch, world.members, world.call, where
+        self._folder = world.folder
         self._stop = threading.Event()
         self._count = 0
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
@@ -68,7 +70,14 @@ class Watch:
             # torchrun's first agent keeps the store, or rank 0 where agents are told not to share theirs
             sentence = f"{self._silent(0, None)}, and with it the store that ranks speak through"
         here = f"rank {rank} waited for it in step {step} ({doing}: {_short(error)})"
+        self._record()
         return PeerFailed(f"{sentence}; {here}; all ranks stop", told=told)
+
+    def _record(self) -> None:
+        """What this rank was waiting for, for `tercet flight`; a full disk must not hide why the run failed."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                flight_recorder.write(Path(self._folder), self._launch.rank, self._launch.world_size)
 
     # ------------------------------------------------------------ the beat
 

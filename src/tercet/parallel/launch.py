@@ -26,6 +26,7 @@ import torch.distributed as dist
 import tercet
 from tercet.config.parallel import ParallelConfig
 from tercet.errors import TercetError
+from tercet.parallel import flight_recorder
 
 _FOLDER_KEY = "tercet/run_folder"
 
@@ -161,7 +162,7 @@ def join(
         problem.told = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all have read the verdict
         raise problem
-    os.environ.update(_flight_recorder(verdict["folder"]))
+    os.environ.update(flight_recorder.settings(Path(verdict["folder"])))
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -294,15 +295,3 @@ def disagreement(members: Mapping[int, Mapping[str, Any]]) -> str | None:
             told = "; ".join(f"{k} is {theirs.get(k)!r} there, {mine.get(k)!r} on rank 0" for k in keys)
             return f"rank {rank} on {other['host']} has another configuration: {told}: start all with the same command"
     return None
-
-
-def _flight_recorder(folder: str) -> dict[str, str]:
-    """NCCL's record of its last collectives, written on a timeout; `torchfrtrace FOLDER/flight_recorder` reads it."""
-    path = Path(folder) / "flight_recorder"
-    path.mkdir(parents=True, exist_ok=True)
-    return {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(path / "rank_"),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path / "rank_"),
-    }

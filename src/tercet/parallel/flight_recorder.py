@@ -1,0 +1,157 @@
+"""PyTorch's flight recorder: the last collectives of every rank, kept in memory, written down when one fails, and read
+by `tercet flight RUN`: which rank is where, and who keeps whom waiting.
+
+Ranks write JSON when a collective fails. NCCL's own watchdog, which may end a process before that, writes pickles:
+those are read by an unpickler that makes nothing but lists, dictionaries, tuples and numbers. No torch is needed here
+to read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from tercet.errors import TercetError
+
+FOLDER = "flight_recorder"
+# Collectives that are kept. At a few hundred a step this covers the last steps; a record takes about a kilobyte.
+KEPT = 2000
+
+
+def settings(run: Path) -> dict[str, str]:
+    """What PyTorch asks the environment for before process groups are made."""
+    path = run / FOLDER
+    path.mkdir(parents=True, exist_ok=True)
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(KEPT),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(KEPT),  # its name before torch 2.9
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(path / "rank_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path / "rank_"),
+    }
+
+
+def write(run: Path, rank: int, world_size: int) -> Path | None:
+    """This rank's record, as JSON; None where this PyTorch keeps none."""
+    import torch._C._distributed_c10d as c10d
+
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            path = run / FOLDER / f"rank_{rank}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**json.loads(dump(True, False)), "world_size": world_size}), encoding="utf-8")
+            return path
+    return None
+
+
+def flight(run: str) -> int:
+    """Read the flight recorder of a run that failed: which rank was in which collective.
+
+    Args:
+        run: Run folder.
+    """
+    found = read(Path(run) / FOLDER)
+    print("\n".join(tell(found)))
+    return 0
+
+
+def read(folder: Path) -> dict[int, dict[str, Any]]:
+    """Every rank's record."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(folder.glob("rank_*")):
+        if (number := re.fullmatch(r"rank_(\d+)(\.json)?", path.name)) is None:
+            continue
+        try:
+            with path.open("rb") as stream:
+                record = json.load(stream) if number[2] else PlainUnpickler(stream).load()
+            if not isinstance(record["entries"], list):
+                raise TypeError("its entries are no list")
+        except (ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            raise TercetError(f"{path} is no record of collectives: {error}") from None
+        found.setdefault(int(number[1]), record)  # "rank_0" before "rank_0.json": NCCL's own says when it timed out
+    if not found:
+        raise TercetError(f"{folder} has no records: they are written when a collective fails or times out")
+    return found
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Lists, dictionaries, tuples, texts and numbers, which need no class to be made; anything else is refused."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a record has no use for")
+
+
+def tell(found: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Group by group: where each rank is, and who has not come."""
+    lines = [f"records of rank {', '.join(map(str, sorted(found)))}"]
+    ranks = max(int(record.get("world_size", 0)) for record in found.values())
+    absent = [str(rank) for rank in range(ranks) if rank not in found]
+    if absent:
+        lines.append(f"no record of rank {', '.join(absent)}: gone before it could write one")
+    groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for rank, record in found.items():
+        for entry in record["entries"]:
+            name, about = (*entry["process_group"], "")[:2]
+            groups.setdefault(f"group {name} ({about})", {}).setdefault(rank, []).append(entry)
+    waiting = False
+    for group, by_rank in sorted(groups.items()):
+        told = _group(by_rank, bool(absent))
+        waiting = waiting or bool(told)
+        lines += [f"{group}: {sentence}" for sentence in told]
+    if not waiting:
+        lines.append("no rank waits in a collective")
+    return lines
+
+
+def _group(by_rank: Mapping[int, list[dict[str, Any]]], lost: bool) -> list[str]:
+    lines = []
+    last = {rank: max(entries, key=_number) for rank, entries in by_rank.items()}
+    at = {rank: {_number(e): e for e in entries} for rank, entries in by_rank.items()}
+    shared = sorted(set.intersection(*(set(entries) for entries in at.values())))
+    for number in shared:
+        kinds = {rank: _what(entries[number]) for rank, entries in at.items()}
+        # sizes may differ by rank in other collectives; in these they may not
+        if len({k if k.startswith("all_reduce") else k.split(" of ")[0] for k in kinds.values()}) > 1:
+            differ = ", ".join(f"rank {rank} {kind}" for rank, kind in sorted(kinds.items()))
+            return [f"ranks parted ways at collective {number}: {differ}"]
+    furthest = max(_number(entry) for entry in last.values())
+    behind = [rank for rank, entry in last.items() if _number(entry) < furthest]
+    for rank, entry in sorted(last.items()):
+        what = _what(entry) + _where(entry)
+        if rank in behind:
+            state = "done" if _done(entry) else "not done"
+            lines.append(f"rank {rank} came no further than collective {_number(entry)} ({what}), which is {state}")
+        elif behind:
+            missing = ", ".join(f"rank {r}" for r in sorted(behind))
+            lines.append(f"rank {rank} waits in collective {furthest} ({what}) for {missing}")
+        elif not _done(entry):
+            lines.append(f"rank {rank} is in collective {furthest} ({what})")
+        elif lost:  # one that failed counts as ended
+            lines.append(f"rank {rank} came as far as collective {furthest} ({what})")
+    return lines
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return int(entry["collective_seq_id"])
+
+
+def _done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _what(entry: Mapping[str, Any]) -> str:
+    sizes = "+".join("×".join(map(str, size)) or "1" for size in entry.get("input_sizes", []))
+    return f"{str(entry['profiling_name']).split(':')[-1]} of {sizes or 'nothing'}"
+
+
+def _where(entry: Mapping[str, Any]) -> str:
+    ours = [f for f in entry.get("frames", []) if "tercet" in str(f.get("filename"))]
+    return f" at {Path(ours[0]['filename']).name}:{ours[0]['line']}" if ours else ""

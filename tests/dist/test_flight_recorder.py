@@ -1,0 +1,97 @@
+"""What `tercet flight` says of records, and what it refuses to load."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tercet.errors import TercetError
+from tercet.parallel.flight_recorder import flight, read, tell
+
+
+def entry(
+    number: int, *, kind: str = "all_reduce", size: int = 8, done: bool = True, group: str = "0"
+) -> dict[str, Any]:
+    """As PyTorch 2.13 writes it for NCCL."""
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": f"nccl:{kind}", "input_sizes": [[size]],
+        "state": "completed" if done else "started", "retired": done, "is_p2p": False,
+        "frames": [{"name": "all_sum", "filename": "/x/tercet/parallel/distributed.py", "line": 93}],
+    }  # fmt: skip
+
+
+def record(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": "2.10", "pg_config": {}, "entries": list(entries)}
+
+
+def keep(run: Path, records: dict[int, Any], *, pickled: bool = True) -> Path:
+    folder = run / "flight_recorder"
+    folder.mkdir(exist_ok=True)
+    for rank, made in records.items():
+        if pickled:
+            (folder / f"rank_{rank}").write_bytes(pickle.dumps(made))
+        else:
+            (folder / f"rank_{rank}.json").write_text(json.dumps(made))
+    return folder
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+def test_the_rank_that_did_not_come_is_named_with_where_it_was_last(tmp_path, pickled):
+    folder = keep(
+        tmp_path,
+        {
+            0: record(entry(6), entry(7, kind="all_gather", done=False)),
+            1: record(entry(5), entry(6)),
+            2: record(entry(6), entry(7, kind="all_gather", done=False)),
+        },
+        pickled=pickled,
+    )
+    gather, reduce = (f"({kind} of 8 at distributed.py:93)" for kind in ("all_gather", "all_reduce"))
+    assert tell(read(folder)) == [
+        "records of rank 0, 1, 2",
+        f"group 0 (default_pg): rank 0 waits in collective 7 {gather} for rank 1",
+        f"group 0 (default_pg): rank 1 came no further than collective 6 {reduce}, which is done",
+        f"group 0 (default_pg): rank 2 waits in collective 7 {gather} for rank 1",
+    ]
+
+
+def test_ranks_that_parted_ways_are_told_where(tmp_path):
+    folder = keep(tmp_path, {0: record(entry(3), entry(4)), 1: record(entry(3), entry(4, size=9))})
+    assert tell(read(folder))[1] == (
+        "group 0 (default_pg): ranks parted ways at collective 4: rank 0 all_reduce of 8, rank 1 all_reduce of 9"
+    )
+
+
+def test_when_all_is_done_nobody_is_blamed(tmp_path, capsys):
+    keep(tmp_path, {0: record(entry(3)), 1: record(entry(3))})
+    assert flight(str(tmp_path)) == 0
+    assert capsys.readouterr().out == "records of rank 0, 1\nno rank waits in a collective\n"
+
+
+def test_a_pickle_that_asks_for_anything_but_plain_values_is_refused_and_not_run(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    folder = keep(tmp_path, {0: record() | {"entries": [Harm()]}})
+    with pytest.raises(TercetError, match=r"rank_0 is no record of collectives: it asks for posix.mkdir"):
+        read(folder)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", pickle.dumps([1]), pickle.dumps({"entries": 3})])
+def test_a_damaged_record_is_one_sentence(tmp_path, content):
+    (tmp_path / "rank_0").write_bytes(content)
+    with pytest.raises(TercetError, match="rank_0 is no record of collectives"):
+        read(tmp_path)
+
+
+def test_a_folder_without_records_says_when_they_are_written(tmp_path):
+    with pytest.raises(TercetError, match="has no records: they are written when a collective fails"):
+        read(tmp_path)
