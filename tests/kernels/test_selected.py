@@ -27,6 +27,9 @@ def small(limit=None, **changes):
         "backward_rows": 16,
         "fused_rows": 16,
         "segment_rows": 64,
+        "union_keys": True,
+        "step_rows": 8,
+        "step_segment": 4,
         "union_stages": 1,
         "attend_stages": 1,
         **changes,
@@ -125,6 +128,13 @@ def test_more_slots_than_blocks_and_no_gate(limit):
 @DESIGNS
 def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
     check(case([0, 20], 18, 1, 16, 16, CONFIG, seed=4), small(limit))
+
+
+def test_gathered_queries_give_the_union_designs_key_gradients_too():
+    settings = small(UNION, union_keys=False, range_bytes=1 << 14)
+    check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=14), settings)
+    settings = small(1.5, union_keys=False, range_bytes=1 << 14)
+    check(case([0, 130], 2, 1, 16, 16, CONFIG, seed=6), settings)
 
 
 @DESIGNS

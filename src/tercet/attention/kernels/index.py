@@ -87,7 +87,7 @@ def cut_lists(
     CU,
     KEYS,  # sorted
     ORDER,  # int64: flat positions in IDX, in the order of KEYS
-    LISTS,  # int32 [3, ranges * G * L]: position of the list's first entry, past its last, first token of its block
+    LISTS,  # int32 [4, ranges * G * L]: position of first entry, past the last, first token of the block, first forced
     PIECE,  # int32 [ranges, slots]: 1 + position of the piece's first entry, 0 where there is no piece
     lists,
     slots,
@@ -118,6 +118,7 @@ def cut_lists(
     hi = first_at_least(KEYS, lst * 2 + 2, lo, past, range_steps)
     tl.store(LISTS + lst, lo, mask=ok)
     tl.store(LISTS + lists + lst, hi, mask=ok)
+    tl.store(LISTS + 3 * lists + lst, first_at_least(KEYS, lst * 2 + 1, lo, hi, range_steps), mask=ok)
     some = ok & (lo < hi)
     e = tl.load(ORDER + lo, mask=some, other=0).to(tl.int32)
     block = tl.load(IDX + e, mask=some, other=0)

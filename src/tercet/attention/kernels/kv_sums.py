@@ -30,42 +30,44 @@ def merge(
     UNROLL: tl.constexpr,
 ):
     # Rows are (token of the range, KV head) pairs by heads of the group.
+    # Few programs that walk far: where another design runs, thousands that only leave would take 20 microseconds.
     if tl.load(DECISION + r) == 1:
         row = tl.arange(0, ROWS * HP)
-        pair = tl.program_id(0) * ROWS + row // HP
-        hh = tl.program_id(1) * HP + row % HP
-        ok = (pair < pairs) & (hh < h)
-        d = tl.arange(0, DVP)
-        whole = in_columns(ok, d, DV, DVP)
-        at = begin.to(tl.int64) * G + pair
-        span = tl.load(SPAN + at, mask=ok, other=0)
-        lo = span & 1023
-        hi = (span >> 10) & 1023
-        at = at * h + hh
-        part = pair * (n * h) + hh
-        forced = tl.load(LSE + at, mask=ok, other=1e30)
-        forced = tl.where(forced < 1e29, forced, -1e20)
-        # The greatest exponent first, over the small array, so that the large one is only scaled and added.
-        top = forced
-        for i in tl.range(0, n, loop_unroll_factor=UNROLL):
-            live = ok & (i >= lo) & (i < hi)
-            top = tl.maximum(top, tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30))
-        l = tl.exp2(forced - top)
-        l = tl.where(forced > -1e19, l, 0.0)
-        acc = tl.load(O + at[:, None] * DV + d[None, :], mask=whole, other=0.0).to(tl.float32) * l[:, None]
-        for i in tl.range(0, n, loop_unroll_factor=UNROLL):
-            live = ok & (i >= lo) & (i < hi)
-            w = tl.exp2(tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30) - top)
-            x = tl.load(
-                PARTIAL + ((part + i * h) * DV)[:, None] + d[None, :], mask=in_columns(live, d, DV, DVP), other=0.0
-            )
-            w = tl.where(live, w, 0.0)
-            l += w
-            acc += x.to(tl.float32) * w[:, None]
-        some = l > 0
-        l = tl.where(some, l, 1.0)
-        tl.store(O + at[:, None] * DV + d[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=whole)
-        tl.store(LSE + at, tl.where(some, top + tl.log2(l), 1e30), mask=ok)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(pairs, ROWS), tl.num_programs(0)):
+            pair = tile * ROWS + row // HP
+            hh = tl.program_id(1) * HP + row % HP
+            ok = (pair < pairs) & (hh < h)
+            d = tl.arange(0, DVP)
+            whole = in_columns(ok, d, DV, DVP)
+            at = begin.to(tl.int64) * G + pair
+            span = tl.load(SPAN + at, mask=ok, other=0)
+            lo = span & 1023
+            hi = (span >> 10) & 1023
+            at = at * h + hh
+            part = pair * (n * h) + hh
+            forced = tl.load(LSE + at, mask=ok, other=1e30)
+            forced = tl.where(forced < 1e29, forced, -1e20)
+            # The greatest exponent first, over the small array, so that the large one is only scaled and added.
+            top = forced
+            for i in tl.range(0, n, loop_unroll_factor=UNROLL):
+                live = ok & (i >= lo) & (i < hi)
+                top = tl.maximum(top, tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30))
+            l = tl.exp2(forced - top)
+            l = tl.where(forced > -1e19, l, 0.0)
+            acc = tl.load(O + at[:, None] * DV + d[None, :], mask=whole, other=0.0).to(tl.float32) * l[:, None]
+            for i in tl.range(0, n, loop_unroll_factor=UNROLL):
+                live = ok & (i >= lo) & (i < hi)
+                w = tl.exp2(tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30) - top)
+                x = tl.load(
+                    PARTIAL + ((part + i * h) * DV)[:, None] + d[None, :], mask=in_columns(live, d, DV, DVP), other=0.0
+                )
+                w = tl.where(live, w, 0.0)
+                l += w
+                acc += x.to(tl.float32) * w[:, None]
+            some = l > 0
+            l = tl.where(some, l, 1.0)
+            tl.store(O + at[:, None] * DV + d[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=whole)
+            tl.store(LSE + at, tl.where(some, top + tl.log2(l), 1e30), mask=ok)
 
 
 @triton.jit(do_not_specialize=["r", "begin", "pairs"])
@@ -89,28 +91,30 @@ def sum_dq(
     ADD: tl.constexpr,
 ):
     # Rows are (token of the range, KV head) pairs by heads of the group.
+    # Few programs that walk far: where another design runs, thousands that only leave would take 20 microseconds.
     if tl.load(DECISION + r) == 1:
         row = tl.arange(0, ROWS * HP)
-        pair = tl.program_id(0) * ROWS + row // HP
-        hh = tl.program_id(1) * HP + row % HP
-        ok = (pair < pairs) & (hh < h)
-        d = tl.arange(0, DKP)
-        at = begin.to(tl.int64) * G + pair
-        past = tl.load(SPAN + at, mask=ok, other=0) >> 20
-        part = (pair * (n * h) + hh) * DK
-        acc = tl.zeros([ROWS * HP, DKP], tl.float32)
-        for i in tl.range(0, n, loop_unroll_factor=UNROLL):
-            acc += tl.load(
-                PARTIAL_DQ + (part + i * (h * DK))[:, None] + d[None, :],
-                mask=in_columns(ok & (i < past), d, DK, DKP),
-                other=0.0,
-            ).to(tl.float32)
-        acc *= softmax_scale
-        to = DQ + (at * h + hh)[:, None] * DK + d[None, :]
-        whole = in_columns(ok, d, DK, DKP)
-        if ADD:
-            acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
-        tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(pairs, ROWS), tl.num_programs(0)):
+            pair = tile * ROWS + row // HP
+            hh = tl.program_id(1) * HP + row % HP
+            ok = (pair < pairs) & (hh < h)
+            d = tl.arange(0, DKP)
+            at = begin.to(tl.int64) * G + pair
+            past = tl.load(SPAN + at, mask=ok, other=0) >> 20
+            part = (pair * (n * h) + hh) * DK
+            acc = tl.zeros([ROWS * HP, DKP], tl.float32)
+            for i in tl.range(0, n, loop_unroll_factor=UNROLL):
+                acc += tl.load(
+                    PARTIAL_DQ + (part + i * (h * DK))[:, None] + d[None, :],
+                    mask=in_columns(ok & (i < past), d, DK, DKP),
+                    other=0.0,
+                ).to(tl.float32)
+            acc *= softmax_scale
+            to = DQ + (at * h + hh)[:, None] * DK + d[None, :]
+            whole = in_columns(ok, d, DK, DKP)
+            if ADD:
+                acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
+            tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)
 
 
 @triton.jit(do_not_specialize=["r", "begin", "end", "base", "lists", "slots", "L", "documents", "steps"])
@@ -118,6 +122,7 @@ def sum_dkv(
     SUMS,
     LISTS,
     CU,
+    DECISION,
     DKEY,
     DVALUE,
     r,
@@ -142,8 +147,11 @@ def sum_dkv(
     DEPTH: tl.constexpr,
     PACKED: tl.constexpr,
     LAST: tl.constexpr,
+    DECIDE: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
     # Program (block number, KV head, part of the block): adds what was cut; after the last range writes dk and dv.
+    # DECIDE: only where the range's decision is KV-major has it any entries. DIRECT: what is uncut was written already.
     number = tl.program_id(0)
     g = tl.program_id(1)
     x = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -166,10 +174,12 @@ def sum_dkv(
     lst = (r * G + g) * L + number
     p0 = tl.load(LISTS + lst)
     entries = tl.load(LISTS + lists + lst) - p0
+    if DECIDE:
+        entries *= tl.load(DECISION + r)
     cut = entries > SEGMENT
     # A list that is new in this range and empty has no sum yet.
     new = (entries == 0) & (first >= begin)
-    if (first < past) & (first < end) & (cut | new | LAST):
+    if (first < past) & (first < end) & (cut | new | (LAST and not DIRECT)):
         total = tl.zeros([CHUNK], tl.float32)
         for tile in tl.static_range(HEAD_TILES):
             sums = SUMS + ((slots + g * L + number).to(tl.int64) * HEAD_TILES + tile) * SIZE + x

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.kernels import index, kv_major, kv_sums, union
+from tercet.attention.kernels import index, kv_major, kv_sums, union, union_keys
 from tercet.attention.kernels import settings as launch_settings
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.launching import launch
@@ -114,7 +114,7 @@ def selected_saved_like(
     if p.union_only:
         return lists
     order = new(p.entries, dtype=torch.int64)
-    table = new(3, p.lists + p.ranges * p.G * more)
+    table = new(4, p.lists + p.ranges * p.G * more)
     return (*lists, new(2, p.ranges), new(p.entries), order, table, new(p.ranges, p.slots + p.G * more), new(p.N, p.G))
 
 
@@ -142,7 +142,7 @@ def _decide(c: Call, counts: Tensor) -> Tensor:
 
 def _build_index(c: Call) -> tuple[Tensor, ...]:
     p = c.plan
-    keys, lists, pieces, span = c.empty(p.entries), c.empty(3, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
+    keys, lists, pieces, span = c.empty(p.entries), c.empty(4, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
     slots = power_of_2(p.n)
     rows = max(1, 1024 // slots)
     args = (
@@ -158,6 +158,31 @@ def _build_index(c: Call) -> tuple[Tensor, ...]:
     )  # fmt: skip
     c.launch(index.cut_lists, (-(-p.lists // 128), 1, 1), args)
     return keys, order, lists, pieces, span
+
+
+def _invert_lists(c: Call, lists: Tensor, counts: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+    p, s = c.plan, c.settings
+    zeros = torch.zeros(p.G * (p.L + p.words * p.tiles), dtype=torch.int32, device=c.device)
+    # In this order their alignment does not hang on the number of documents, which launches are not told apart by.
+    bitmap, lengths = zeros[: p.G * p.words * p.tiles], zeros[p.G * p.words * p.tiles :]
+    rows = 64
+    args = (
+        c.cu, lists, counts, chosen, lengths, bitmap, p.T, p.documents, p.steps, p.blocks_per_sequence, p.L, p.tiles,
+        p.words, p.range_tokens // p.tile_tokens, p.n, p.tile_tokens, p.step_tokens, p.forced, p.select_block, rows,
+        p.packed, not p.union_only,
+    )  # fmt: skip
+    c.launch(union_keys.count_steps, (-(-p.tiles // rows), p.G, 1), args, num_warps=2)
+    ends = torch.cumsum(lengths, 0, dtype=torch.int32)
+    table, pieces = c.empty(4, p.G, p.L), c.empty(2, p.slots)
+    step, bits = c.empty(p.steps_at_most), c.empty(p.steps_at_most)
+    search = (p.tile_tokens * p.n).bit_length()
+    args = (
+        c.cu, lists, counts, bitmap, ends, table, step, bits, pieces, *c.tokens, p.documents, p.steps,
+        p.blocks_per_sequence, p.L, p.tiles, p.words, p.slots, search, p.n, p.tile_tokens, p.step_tokens, p.forced,
+        p.select_block, s.step_segment, 512, p.packed, c.stretch,
+    )  # fmt: skip
+    c.launch(union_keys.invert, (p.L, p.G, 1), args, num_warps=4)
+    return table, step, bits, pieces
 
 
 def selected_forward(
@@ -186,7 +211,7 @@ def selected_forward(
         c.stretch,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(union.tile_forward, grid, args, num_warps=s.warps, num_stages=s.union_stages)
+    c.launch(union.tile_forward, grid, args, **_options(s.warps, s.union_stages, s.union_registers))
     if p.union_only:
         return o, lse, saved
     keys, order, list_table, pieces, span = saved[3:]
@@ -199,7 +224,7 @@ def selected_forward(
         args = (
             q, k, v, c.k_tiles, c.v_tiles, keys, order, pieces, list_table, decision, partial, partial_lse, r, begin,
             p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, s.attend_rows // p.kv_head_tile,
-            s.attend_rows, *sizes, p.segment, power_of_2(p.segment), wide, c.tma,
+            s.attend_rows, *sizes, p.segment, wide, c.tma,
         )  # fmt: skip
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         c.launch(kv_major.attend, grid, args, num_warps=s.warps, num_stages=s.attend_stages)
@@ -208,7 +233,7 @@ def selected_forward(
             partial, partial_lse, span, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv), heads,
             pairs, 16,
         )  # fmt: skip
-        c.launch(kv_sums.merge, (-(-total // pairs), -(-p.h // heads), 1), args, num_warps=_sum_warps(p, p.dv))
+        c.launch(kv_sums.merge, _sum_grid(total, pairs, p.h, heads), args, num_warps=_sum_warps(p, p.dv))
     return o, lse, saved
 
 
@@ -228,7 +253,9 @@ def selected_backward(
     p, s = c.plan, c.settings
     lists, counts = saved[:2] if saved else _build_lists(c)
     if p.union_only:
-        decision, (keys, order, list_table, piece_table, span) = counts, _build_index(c)
+        decision = counts
+        if not p.step_tokens:
+            keys, order, list_table, piece_table, span = _build_index(c)
     elif saved:
         decision, keys, order, list_table, piece_table, span = saved[2:SAVED]
     else:
@@ -244,16 +271,45 @@ def selected_backward(
         p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add, c.stretch,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(union.tile_dq, grid, args, gated, add, num_warps=s.warps, num_stages=s.union_dq_stages)
-    sums = c.empty(p.slots + p.G * p.L, p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
+    c.launch(union.tile_dq, grid, args, gated, add, **_options(s.warps, s.union_dq_stages, s.union_dq_registers))
+    direct = p.union_only and p.step_tokens > 0 and p.head_tiles == 1
+    sums = c.empty(
+        p.slots + (0 if direct else p.G * p.L), p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32
+    )
     partial = dq if p.union_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
     heads, pairs = _sum_tile(p.h)
     wide = _wide(c, q, dout, gates)
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
+    all_keys = k.shape[0] * p.T
+
+    def sum_dkv(r: int, bounds: tuple[int, int], begin: int, tables: Tensor, lists: int, segment: int, last: bool,
+                by_steps: bool) -> None:  # fmt: skip
+        decided = p.step_tokens > 0 and not by_steps
+        args = (
+            sums, tables, c.cu, chosen, dk, dv, r, *bounds, begin * p.G * p.n, lists, p.slots, p.L, p.T, p.documents,
+            p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, segment,
+            chunk, 4, p.packed, last, decided, direct,
+        )  # fmt: skip
+        grid = (p.L - 1, p.G, -(-size // chunk))
+        c.launch(kv_sums.sum_dkv, grid, args, last, decided, direct, segment, num_warps=8)
+
+    if p.step_tokens:
+        table, step, bits, pieces = _invert_lists(c, lists, counts, chosen)
+        args = (
+            *inputs, table, step, bits, pieces, sums, dk, dv, p.N, *c.tokens, p.slots, p.L, scale, softmax_scale,
+            *c.strides, p.G, p.h, p.head_tile, p.step_tokens, p.step_rows, *sizes, s.step_segment, c.tma, gated,
+            direct, c.stretch, p.whole_steps,
+        )  # fmt: skip
+        grid = (p.steps_at_most // s.step_segment + p.G * p.L, p.head_tiles, 1)
+        c.launch(union_keys.step_dkv, grid, args, gated, **_options(s.warps, s.step_stages, s.step_registers))
+        sum_dkv(0, (0, all_keys), 0, table, p.G * p.L, s.step_segment, p.union_only, True)
+        if p.union_only:
+            return dq, dk, dv
     for r, begin, end in p.each_range():
-        known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
-        for with_dq in (False,) if p.union_only else (False, True):
+        # After the steps every block has a sum.
+        known, past = (all_keys, all_keys) if p.step_tokens else p.new_keys(r, all_keys, c.first_query)
+        for with_dq in (False,) if p.union_only else (True,) if p.step_tokens else (False, True):
             rows, stages = (s.fused_rows, s.fused_stages) if with_dq else (s.backward_rows, s.backward_stages)
             args = (
                 *inputs, keys, order, piece_table, list_table, chosen, partial, sums, r, begin, known, p.lists,
@@ -268,22 +324,25 @@ def selected_backward(
                 partial, span, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk), heads,
                 pairs, 16, add,
             )  # fmt: skip
-            grid = (-(-total // pairs), -(-p.h // heads), 1)
+            grid = _sum_grid(total, pairs, p.h, heads)
             c.launch(kv_sums.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
-        last = r == p.ranges - 1
-        args = (
-            sums, list_table, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
-            p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, p.segment,
-            chunk, 4, p.packed, last,
-        )  # fmt: skip
-        c.launch(kv_sums.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
+        sum_dkv(r, (known, past), begin, list_table, p.lists, p.segment, r == p.ranges - 1, False)
     return dq, dk, dv
+
+
+def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
+    options = {"num_warps": warps, "num_stages": stages}
+    return options | {"maxnreg": registers} if registers else options
 
 
 def _sum_tile(h: int) -> tuple[int, int]:
     """Heads and (token, KV head) pairs that one program of a sum over slots takes."""
     heads = min(power_of_2(h), 64)
     return heads, max(1, 16 // heads)
+
+
+def _sum_grid(total: int, pairs: int, h: int, heads: int) -> tuple[int, int, int]:
+    return min(-(-total // pairs), 4096), -(-h // heads), 1
 
 
 def _sum_warps(p: Plan, d: int) -> int:

@@ -187,6 +187,7 @@ def tile_forward(
     i = tile * QT + qi
     ok = (qi < QT) & (hh < h) & (i < N)
     t = token_of(i, T, queries, first_query, STRETCH)
+    earliest = token_of(tile * QT, T, queries, first_query, STRETCH)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
@@ -214,11 +215,13 @@ def tile_forward(
         bits = tl.load(entry + length + j)
         k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        last = tl.where(((bits >> qi) & 1) == 1, t - first, -1)
-        s = tl.where(key[None, :] <= last[:, None], s, -1e30)
-        new = tl.maximum(m, tl.max(s, 1) * scale)
+        # Which rows take part is a matter of row vectors; only blocks that end after the tile begins need a mask.
+        on = ((bits >> qi) & 1) == 1
+        if first + BS - 1 > earliest:
+            s = tl.where(key[None, :] <= (t - first)[:, None], s, -1e30)
+        new = tl.where(on, tl.maximum(m, tl.max(s, 1) * scale), m)
         a = tl.exp2(m - new)
-        p = tl.exp2(s * scale - new[:, None])
+        p = tl.exp2(s * scale - tl.where(on, new, 1e30)[:, None])
         l = l * a + tl.sum(p, 1)
         v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
@@ -296,6 +299,7 @@ def tile_dq(
     i = tile * QT + qi
     ok = (qi < QT) & (hh < h) & (i < N)
     t = token_of(i, T, queries, first_query, STRETCH)
+    earliest = token_of(tile * QT, T, queries, first_query, STRETCH)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
@@ -326,8 +330,10 @@ def tile_dq(
             v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            last = tl.where(((bits >> qi) & 1) == 1, t - first, -1)
-            p = tl.where(key[None, :] <= last[:, None], tl.exp2(s * scale - lse[:, None]), 0.0)
+            on = ((bits >> qi) & 1) == 1
+            p = tl.exp2(s * scale - tl.where(on, lse, 1e30)[:, None])
+            if first + BS - 1 > earliest:
+                p = tl.where(key[None, :] <= (t - first)[:, None], p, 0.0)
             ds = (p * (dp - row_sum[:, None])).to(k.dtype)
             acc = tl.dot(ds, k, acc, input_precision="ieee")
         factor = tl.full([M], softmax_scale, tl.float32)
