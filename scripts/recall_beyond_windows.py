@@ -2,12 +2,14 @@
 
     python scripts/recall_beyond_windows.py small --out recall-small.json       # a CPU: sequences of 256 tokens
     python scripts/recall_beyond_windows.py long --out recall-long.json         # a GPU: sequences of 16,384 tokens
+    python scripts/recall_beyond_windows.py long-one --out recall-one.json      # the same with a single fact
     python scripts/recall_beyond_windows.py --draw recall-long.json recall-long.svg
 
 The models differ in one setting: `branches` is all three, or the window alone. Lengths grow in stages, each with the
 same optimizer; a stage ends early when its loss is gone, which only a model that finds the facts gets to. The
-window-only model therefore has at least as many steps. Values of six tokens: the later ones teach to match what
-stands before them, which is what finding a key needs; with values of one token that is learnt many times later.
+window-only model therefore has at least as many steps. The number of facts grows, too: with one fact a model learns to
+copy, with two to match the tokens before, with many to match whole keys. Values have four tokens for the same reason:
+the later ones teach the matching that the first one needs; with values of one token that is learnt many times later.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-VALUE_TOKENS = 6
 GONE = 0.05  # nats per token of the answers, mean over the last steps
 
 
@@ -44,6 +45,7 @@ class Scale:
     lr: float
     documents: int  # asked per length
     device: str
+    value_tokens: int
 
 
 SCALES = {
@@ -53,17 +55,26 @@ SCALES = {
             "model.ffn_dim": 128, "model.nsa.compress_block": 8, "model.nsa.compress_stride": 4,
             "model.nsa.select_block": 8, "model.nsa.select_count": 8, "model.nsa.window": 16,
         },
-        (Stage(64, 16, 1500, 3, 2), Stage(128, 8, 600, 6, 4), Stage(256, 4, 600, 10, 8)),
-        lr=3e-3, documents=48, device="cpu",
+        (Stage(64, 16, 600, 1, 1), Stage(64, 16, 3000, 2, 2), Stage(128, 8, 2000, 4, 3), Stage(256, 4, 2000, 8, 6)),
+        lr=3e-3, documents=48, device="cpu", value_tokens=4,
     ),
     "long": Scale(
         {
             "model.dim": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 64,
             "model.ffn_dim": 256, "model.rope_theta": 1e6, "model.nsa.window": 128,
         },
-        (Stage(512, 32, 3000, 16, 12), Stage(2048, 8, 600, 40, 24), Stage(8192, 2, 500, 80, 48),
-         Stage(16384, 1, 500, 100, 64)),
-        lr=1e-3, documents=16, device="cuda",
+        (Stage(256, 128, 600, 1, 1), Stage(256, 128, 2000, 2, 2), Stage(512, 64, 1500, 8, 6),
+         Stage(1024, 32, 800, 24, 16), Stage(4096, 8, 500, 64, 48), Stage(16384, 2, 500, 100, 64)),
+        lr=1e-3, documents=16, device="cuda", value_tokens=4,
+    ),
+    "long-one": Scale(
+        {
+            "model.dim": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 64,
+            "model.ffn_dim": 256, "model.rope_theta": 1e6, "model.nsa.window": 128,
+        },
+        (Stage(256, 128, 1000, 1, 1), Stage(1024, 32, 500, 1, 1), Stage(4096, 8, 500, 1, 1),
+         Stage(16384, 4, 500, 1, 1)),
+        lr=2e-3, documents=128, device="cuda", value_tokens=2,
     ),
 }  # fmt: skip
 
@@ -72,11 +83,11 @@ def config(scale: Scale, stage: Stage, branches: tuple[str, ...]) -> Any:
     from tercet.config.load import load
 
     task = {"task": "recall", "min_distance": 1, "pairs": stage.pairs, "queries": stage.queries,
-            "value_tokens": VALUE_TOKENS}  # fmt: skip
+            "value_tokens": scale.value_tokens}  # fmt: skip
     flags = {
-        **scale.model,
         "model.vocab_size": 256,
-        "model.init_std": 0.05,
+        "model.init_std": 0.08,
+        **scale.model,
         "model.branches": branches,
         "data.source": "synthetic",
         "data.seq_len": stage.length,
@@ -185,7 +196,7 @@ def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str,
     from tercet.inference.recall import Recall, recall_by_distance
 
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for stage in scale.stages:
+    for stage in {stage.length: stage for stage in scale.stages}.values():
         model.run = config(scale, stage, branches)
         with torch.autocast(scale.device, torch.bfloat16, enabled=scale.device == "cuda"):
             found = recall_by_distance(model, length=stage.length, documents=scale.documents, batch=stage.batch)
@@ -201,11 +212,10 @@ def measure(name: str, scale: Scale, arguments: argparse.Namespace) -> None:
     from tercet.inference.recall import window_reach
 
     kinds = {"NSA": ("compressed", "selected", "window"), "window only": ("window",)}
-    record: dict[str, Any] = {"scale": name, "torch": torch.__version__, "value_tokens": VALUE_TOKENS, "lr": scale.lr,
-                              "model": scale.model, "stages": [asdict(s) for s in scale.stages], "seed": arguments.seed,
-                              "models": {}}  # fmt: skip
+    record: dict[str, Any] = {"scale": name, "seed": arguments.seed, **asdict(scale)}
+    record |= {"torch": torch.__version__, "models": {}, "settings": record.pop("model")}
     if scale.device == "cuda":
-        record["device"] = torch.cuda.get_device_name()
+        record["device_name"] = torch.cuda.get_device_name()
     for kind in arguments.models:
         branches = kinds[kind]
         with _stream(scale.device):
@@ -257,6 +267,7 @@ def main() -> int:
     parser.add_argument("--graph", action="store_true", help="GPU: capture whole steps as CUDA graphs")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which each stage ends early")
     parser.add_argument("--lr", type=float, help="instead of the scale's own")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=JSON", help="such as model.layers=3")
     parser.add_argument("--say-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="JSON files and, last, the SVG to draw")
@@ -265,7 +276,11 @@ def main() -> int:
         draw(arguments.draw[:-1], arguments.draw[-1])
     elif arguments.scale:
         scale = SCALES[arguments.scale]
-        measure(arguments.scale, replace(scale, lr=arguments.lr or scale.lr), arguments)
+        model = {
+            **scale.model,
+            **{key: json.loads(value) for key, _, value in (s.partition("=") for s in arguments.set)},
+        }
+        measure(arguments.scale, replace(scale, lr=arguments.lr or scale.lr, model=model), arguments)
     else:
         parser.error("name a scale: small or long")
     return 0
