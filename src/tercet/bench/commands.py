@@ -62,3 +62,43 @@ def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: in
 
     chosen = [] if kernels is None else ["--kernels", kernels]
     return main(["--shapes", shapes, "--workers", str(workers), *chosen])
+
+
+def decode(
+    *,
+    batches: str = "1,16",
+    contexts: str = "2048,16384,65536,262144",
+    heads: str = "P",
+    attention: bool = True,
+    preset: str = "m7c",
+    model_batches: str = "1,16",
+    model_contexts: str = "2048,8192,32768,65536,262144",
+    steps: int = 64,
+    profile: bool = False,
+) -> int:
+    """Decoding beside dense attention: the attention step on a GPU, then a whole model's first token and tokens/s.
+
+    Args:
+        batches: Rows that decode together in the attention step, comma-separated.
+        contexts: Tokens in their caches.
+        heads: P (64 query heads, 4 KV heads, head 128) or C (12, 2, 64).
+        attention: Measure the attention step.
+        preset: The model, NSA and its dense twin.
+        model_batches: Rows that the whole model writes together.
+        model_contexts: Tokens of its prompts; empty for no whole model.
+        steps: Tokens that it writes while it is timed.
+        profile: Also print the time of every kernel of the attention step.
+    """
+    from tercet.bench.decode import HEADS, main
+    from tercet.errors import TercetError
+
+    if heads not in HEADS:
+        raise TercetError(f"heads={heads!r} is unknown: pick one of {', '.join(HEADS)}")
+    return main(
+        batches=_numbers(batches), contexts=_numbers(contexts), heads=heads, attention=attention, preset=preset,
+        model_batches=_numbers(model_batches), model_contexts=_numbers(model_contexts), steps=steps, profile=profile,
+    )  # fmt: skip
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]

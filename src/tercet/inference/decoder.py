@@ -89,6 +89,12 @@ class CachedDecoder:
         self._graph.replay()
         return self._out
 
+    def take_rows(self, rows: Tensor) -> None:
+        """Go on with these rows, in this order; a row may come again."""
+        for cache in self.cache:
+            cache.take_rows(rows)
+        self.batch, self._graph = len(rows), None
+
     def keys_read(self) -> int | None:
         reads = [cache.reads for cache in self.cache]
         return None if any(r is None for r in reads) else sum(int(r[:, -1].sum()) for r in reads if r is not None)

@@ -41,7 +41,7 @@ def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths:
         q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,
         softmax_gate=layer.gate.kind == "softmax",
         norms=_norms(layer.q_norm, layer.k_norms, q.dtype),
-        phi=(_phi(layer.compress_k), _phi(layer.compress_v)),
+        phi=(phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
     )  # fmt: skip
     cache.read_in_parts(read)
     return layer.o_proj(out)
@@ -74,7 +74,7 @@ def _norms(q: nn.RMSNorm | None, keys: nn.ModuleList | list[nn.RMSNorm] | None, 
     return Norms(q.weight, tuple(norm.weight for norm in keys), eps)  # type: ignore[misc]
 
 
-def _phi(compression: Compression) -> CompressionWeights:
+def phi_weights(compression: Compression) -> CompressionWeights:
     from tercet.attention.kernels.decode import CompressionWeights
 
     if compression.kind == "mean":

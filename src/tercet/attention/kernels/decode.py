@@ -30,7 +30,7 @@ __all__ = ["CompressionWeights", "Heads", "Held", "Norms", "dense_step", "nsa_st
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SPLITS = 128
-MOST_BLOCKS = 1 << 14
+MOST_BLOCKS = 1 << 14  # whose scores one program holds
 
 
 @dataclass(frozen=True)

@@ -74,21 +74,21 @@ def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
     return X + ((b.to(tl.int64) * slots + slot) * G + g) * D
 
 
-@triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots"])
+@triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "phi"])
 def _append(
     Q, KV, QOUT, TURNS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC,
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV,
-    batch, selected_slots, compressed_slots,
+    batch, selected_slots, compressed_slots, phi,
     eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr,
-    SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, PHI: tl.constexpr, CHUNK: tl.constexpr,
+    SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     PER_SET: tl.constexpr = G * (DK + DV)
     HALF: tl.constexpr = DK // 2
     program = tl.program_id(0)
-    if PHI > 0:
-        if program < PHI:
+    if COMPRESSED:
+        if program < phi:
             # the long ones first
             which = program // 2
             if program % 2 == 0:
@@ -99,9 +99,9 @@ def _append(
                 compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, which, batch,
                          compressed_slots, G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK, False, MASKED, MLP,
                          False)  # fmt: skip
-    if program >= PHI:
-        b = (program - PHI) // G
-        g = (program - PHI) % G
+    if program >= phi:
+        b = (program - phi) // G
+        g = (program - phi) % G
         real = True
         if MASKED:
             real = tl.load(COUNTS + b) > 0
@@ -183,12 +183,12 @@ def append(
         _append, (programs + batch * groups,),
         (q, kv, out, held.turns, held.lengths, counts, None if norms is None else norms.q, *keys,
          *parts[0], *parts[1], *parts[2], *parts[3], *weights[0].all(), *weights[1].all()),
-        (batch, slots, compressed_slots),
+        (batch, slots, compressed_slots, programs),
         (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets,
          groups, heads // groups, power_of_2(heads // groups), key_size, value_size, power_of_2(key_size // 2),
          padded(key_size), padded(value_size), norms is not None, counts is not None, mlp,
-         held.selected is not None, held.window is not None, held.raw is not None, programs,
-         32 if dtype == torch.float32 else 64),
+         held.selected is not None, held.window is not None, held.raw is not None,
+         64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

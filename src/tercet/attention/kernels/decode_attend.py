@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.decode_select import block_at, chosen_places
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, padded, power_of_2
+from tercet.attention.kernels.settings import LOG2E, padded
 from tercet.attention.spec import NSAConfig
 
 
@@ -80,12 +80,12 @@ def _leave(O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr
              mask=((r < HEADS) & (l > 0))[:, None] & (d < DV)[None, :])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slots", "room"])
+@triton.jit(do_not_specialize=["slots", "room", "splits", "parts"])
 def _attend(
-    Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, scale,
+    Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, splits, parts, scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
-    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr,
+    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Keys 0 … of a store: L = S = 1 for all tokens up to the query, else the compressed tokens that it sees. With
     SCORES the scores themselves are kept for the selection; without OUT values are not read."""
@@ -98,7 +98,7 @@ def _attend(
     if real:
         after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
         seen = tl.where(after < L, 0, (after - L) // S + 1)
-        share = tl.cdiv(tl.cdiv(seen, N), SPLITS) * N
+        share = tl.cdiv(tl.cdiv(seen, N), splits) * N
         first = split * share
         end = tl.minimum(first + share, seen)
         q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
@@ -129,18 +129,19 @@ def _attend(
                 m = top
             K += N * G * DK
             V += N * G * DV
-        _leave(O, LSE, READ, b, g, split, PARTS, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
+        _leave(O, LSE, READ, b, g, split, parts, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
     else:
-        tl.store(READ + (b.to(tl.int64) * G + g) * PARTS + split, 0)
+        tl.store(READ + (b.to(tl.int64) * G + g) * parts + split, 0)
 
 
-@triton.jit(do_not_specialize=["slots", "window_slots", "blocks"])
+@triton.jit(do_not_specialize=["slots", "window_slots", "blocks", "after", "selected_parts", "parts"])
 def _read(
-    Q, KS, VS, KW, VW, SCORES, INDICES, LENGTHS, COUNTS, O, LSE, READ, slots, window_slots, blocks, scale,
+    Q, KS, VS, KW, VW, SCORES, INDICES, LENGTHS, COUNTS, O, LSE, READ,
+    slots, window_slots, blocks, after, selected_parts, parts, scale,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, NP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr, SPLITS: tl.constexpr,
-    SELECTED: tl.constexpr, PARTS: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+    DVP: tl.constexpr, NP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr,
+    SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The selected blocks, PER of them to a program, which chooses them itself, and the window, PER·N keys to a
     program."""
@@ -157,49 +158,51 @@ def _read(
         l = tl.zeros([RP], tl.float32)
         acc = tl.zeros([RP, DVP], tl.float32)
         read = 0
-        if part < SELECTED:
-            i = tl.arange(0, BLOCK)
-            pair = b.to(tl.int64) * G + g
-            at = b.to(tl.int64) * slots * G + g
-            free = (part * PER + PER > INITIAL) & (part * PER < COUNT - LOCAL)
-            place = chosen_places(SCORES + pair * blocks, free, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
-            for n in tl.static_range(PER):
-                slot = part * PER + n
-                block = block_at(place, slot, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
-                if slot < COUNT:
-                    tl.store(INDICES + pair * COUNT + slot, block)
-                    if block >= 0:
-                        some = block * BLOCK + i <= t
-                        row = block.to(tl.int64) * (BLOCK * G)
-                        k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
-                        v = _vectors(VS + (at + row) * DV, i, some, G * DV, DV, DVP)
-                        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                        m, l, acc = _step(s, v, some, m, l, acc)
-                        read += tl.sum(some.to(tl.int32), 0)
-        else:
-            i = tl.arange(0, N)
-            held = tl.minimum(t + 1, WINDOW)
-            at = b.to(tl.int64) * window_slots * G + g
-            if not RING:  # the window is the end of the selected branch's store
-                at += (t + 1 - held).to(tl.int64) * G
-            # the order of keys is nothing to a softmax: a ring is read as it lies
-            first = (part - SELECTED) * (PER * N)
-            for j in tl.range(first, tl.minimum(first + PER * N, held), N):
-                some = j + i < held
-                k = _vectors(KW + at * DK, j + i, some, G * DK, DK, DKP)
-                v = _vectors(VW + at * DV, j + i, some, G * DV, DV, DVP)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                m, l, acc = _step(s, v, some, m, l, acc)
-                read += tl.sum(some.to(tl.int32), 0)
-        _leave(O, LSE, READ, b, g, SPLITS + part, PARTS, m, l, acc, read, HEADS, G, RP, DV, DVP)
+        if SELECTED:
+            if part < selected_parts:
+                i = tl.arange(0, BLOCK)
+                pair = b.to(tl.int64) * G + g
+                at = b.to(tl.int64) * slots * G + g
+                free = (part * PER + PER > INITIAL) & (part * PER < COUNT - LOCAL)
+                place = chosen_places(SCORES + pair * blocks, free, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
+                for n in tl.static_range(PER):
+                    slot = part * PER + n
+                    block = block_at(place, slot, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
+                    if slot < COUNT:
+                        tl.store(INDICES + pair * COUNT + slot, block)
+                        if block >= 0:
+                            some = block * BLOCK + i <= t
+                            row = block.to(tl.int64) * (BLOCK * G)
+                            k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
+                            v = _vectors(VS + (at + row) * DV, i, some, G * DV, DV, DVP)
+                            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                            m, l, acc = _step(s, v, some, m, l, acc)
+                            read += tl.sum(some.to(tl.int32), 0)
+        if WINDOWED:
+            if part >= selected_parts:
+                i = tl.arange(0, N)
+                held = tl.minimum(t + 1, WINDOW)
+                at = b.to(tl.int64) * window_slots * G + g
+                if not RING:  # the window is the end of the selected branch's store
+                    at += (t + 1 - held).to(tl.int64) * G
+                # the order of keys is nothing to a softmax: a ring is read as it lies
+                first = (part - selected_parts) * (PER * N)
+                for j in tl.range(first, tl.minimum(first + PER * N, held), N):
+                    some = j + i < held
+                    k = _vectors(KW + at * DK, j + i, some, G * DK, DK, DKP)
+                    v = _vectors(VW + at * DV, j + i, some, G * DV, DV, DVP)
+                    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    m, l, acc = _step(s, v, some, m, l, acc)
+                    read += tl.sum(some.to(tl.int32), 0)
+        _leave(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
     else:
-        tl.store(READ + (b.to(tl.int64) * G + g) * PARTS + SPLITS + part, 0)
+        tl.store(READ + (b.to(tl.int64) * G + g) * parts + after + part, 0)
 
 
 def tile(q: Tensor, value_size: int) -> int:
     """Keys of a tile: fp32 and long vectors take less of them."""
     bytes_ = max(padded(q.shape[-1]), padded(value_size)) * q.element_size()
-    return 64 if bytes_ <= 256 else 32
+    return 64 if bytes_ <= 256 else 32 if bytes_ <= 512 else 16
 
 
 def attend(
@@ -213,9 +216,9 @@ def attend(
     call(
         _attend, (splits, groups, batch),
         (q, keys, values, lengths, counts, parts.o, parts.lse, parts.read, logits),
-        (slots, 0 if logits is None else logits.shape[2]),
+        (slots, 0 if logits is None else logits.shape[2], splits, parts.count),
         (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
-         value_size, padded(value_size), tile(q, value_size), splits, parts.count, counts is not None,
+         value_size, padded(value_size), tile(q, value_size), counts is not None,
          logits is not None, out),
         num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -232,15 +235,19 @@ def read(
     ks, vs = selected or (None, None)
     kw, vw = window or (None, None)
     groups, value_size = keys.shape[2], values.shape[3]
+    # sizes a factor of four apart: a handful of variants for all lengths
+    listed = 0 if scores is None else next(n for n in (256, 1024, 4096, 16384) if n >= scores.shape[2])
+    wide = q.element_size() * max(padded(size), padded(value_size)) > 512
     call(
         _read, (selected_parts + window_parts, groups, batch),
         (q, ks, vs, kw, vw, scores, indices, lengths, counts, parts.o, parts.lse, parts.read),
-        (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1], 0 if scores is None else scores.shape[2]),
+        (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1],
+         0 if scores is None else scores.shape[2], after, selected_parts, parts.count),
         (size**-0.5 * LOG2E, config.select_block, config.select_count, config.select_initial, config.select_local,
          config.window, groups, heads // groups, padded(heads // groups), size, padded(size), value_size,
-         padded(value_size), 0 if scores is None else power_of_2(max(32, scores.shape[2])),
-         window_tile(config), per, after, selected_parts, parts.count, ring, counts is not None),
-        num_warps=4, num_stages=2,
+         padded(value_size), listed, window_tile(config), per, ks is not None, kw is not None, ring,
+         counts is not None),
+        num_warps=8 if wide or listed > 4096 else 4, num_stages=2,
     )  # fmt: skip
 
 

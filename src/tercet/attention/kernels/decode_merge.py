@@ -18,34 +18,34 @@ _CHUNK = 32
 
 
 @triton.jit
-def _total(LSE, FIRST: tl.constexpr, END: tl.constexpr, PP: tl.constexpr):
-    """Log-sum-exp over parts FIRST … END-1, in two numbers: the highest, and the sum above it."""
-    p = FIRST + tl.arange(0, PP)
-    lse = tl.load(LSE + p, mask=p < END, other=float("-inf"))
+def _total(LSE, first, end, PP: tl.constexpr):
+    """Log-sum-exp over parts first … end-1, in two numbers: the highest, and the sum above it."""
+    p = first + tl.arange(0, PP)
+    lse = tl.load(LSE + p, mask=p < end, other=float("-inf"))
     top = tl.max(lse, 0)
     top = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(tl.exp2(lse - top), 0)
     return top, tl.where(total > 0, total, 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["a", "b", "c"])
 def _merge(
-    O, LSE, GATES, OUT, LENGTHS, COUNTS, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, C: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr,
+    O, LSE, GATES, OUT, LENGTHS, COUNTS, a, b, c, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    PP: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr,
     SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Parts 0 … A-1 are the compressed branch's, A … B-1 the selected one's, B … C-1 the window's."""
+    """Parts 0 … a-1 are the compressed branch's, a … b-1 the selected one's, b … c-1 the window's."""
     h = tl.program_id(0)
-    b = tl.program_id(1)
+    batch = tl.program_id(1)
     real = True
     if MASKED:
-        real = tl.load(COUNTS + b) > 0
-    row = b.to(tl.int64) * H + h
+        real = tl.load(COUNTS + batch) > 0
+    row = batch.to(tl.int64) * H + h
     d = tl.arange(0, DVP)
     acc = tl.zeros([DVP], tl.float32)
     if real:
-        LSE += row * C
-        O += row * C * DV
+        LSE += row * c
+        O += row * c * DV
         gate_c = 1.0
         gate_s = 1.0
         gate_w = 1.0
@@ -66,19 +66,19 @@ def _merge(
                 gate_c = 1.0 / (1.0 + tl.exp(-gate_c))
                 gate_s = 1.0 / (1.0 + tl.exp(-gate_s))
                 gate_w = 1.0 / (1.0 + tl.exp(-gate_w))
-        top_c, total_c = _total(LSE, 0, A, PP)
-        top_s, total_s = _total(LSE, A, B, PP)
-        top_w, total_w = _total(LSE, B, C, PP)
-        for first in tl.range(0, C, CHUNK):
+        top_c, total_c = _total(LSE, 0, a, PP)
+        top_s, total_s = _total(LSE, a, b, PP)
+        top_w, total_w = _total(LSE, b, c, PP)
+        for first in tl.range(0, c, CHUNK):
             p = first + tl.arange(0, CHUNK)
-            lse = tl.load(LSE + p, mask=p < C, other=float("-inf"))
-            top = tl.where(p < A, top_c, tl.where(p < B, top_s, top_w))
-            gate = tl.where(p < A, gate_c / total_c, tl.where(p < B, gate_s / total_s, gate_w / total_w))
+            lse = tl.load(LSE + p, mask=p < c, other=float("-inf"))
+            top = tl.where(p < a, top_c, tl.where(p < b, top_s, top_w))
+            gate = tl.where(p < a, gate_c / total_c, tl.where(p < b, gate_s / total_s, gate_w / total_w))
             weight = tl.exp2(lse - top) * gate
             some = (lse > float("-inf"))[:, None] & (d < DV)[None, :]
             acc += tl.sum(weight[:, None] * tl.load(O + p[:, None] * DV + d[None, :], mask=some, other=0.0), 0)
         if h == 0:
-            tl.store(LENGTHS + b, tl.load(LENGTHS + b) + 1)
+            tl.store(LENGTHS + batch, tl.load(LENGTHS + batch) + 1)
     tl.store(OUT + row * DV + d, acc.to(OUT.dtype.element_ty), mask=d < DV)
 
 
@@ -91,8 +91,8 @@ def merge(
     assert ends[2] == count
     out = torch.empty(batch, heads * size, dtype=dtype, device=parts.o.device)
     call(
-        _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), (),
-        (heads, size, power_of_2(size), *ends, power_of_2(count), min(_CHUNK, power_of_2(count)), gates is not None,
+        _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), ends,
+        (heads, size, power_of_2(size), max(_CHUNK, power_of_2(count)), _CHUNK, gates is not None,
          softmax, counts is not None),
         num_warps=4,
     )  # fmt: skip

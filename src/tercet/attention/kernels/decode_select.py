@@ -28,12 +28,11 @@ def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.const
     return tl.sum(tl.exp2(s - lse[:, None]), 0)
 
 
-@triton.jit(do_not_specialize=["room", "blocks"])
+@triton.jit(do_not_specialize=["room", "blocks", "splits", "parts"])
 def _score(
-    LOGITS, LSE, SCORES, LENGTHS, COUNTS, room, blocks,
+    LOGITS, LSE, SCORES, LENGTHS, COUNTS, room, blocks, splits, parts,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr, G: tl.constexpr,
-    HEADS: tl.constexpr, RP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, PARTS: tl.constexpr,
-    NB: tl.constexpr, MASKED: tl.constexpr,
+    HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * NB
     g = tl.program_id(1)
@@ -50,8 +49,8 @@ def _score(
             pair = (b.to(tl.int64) * G + g) * HEADS
             r = tl.arange(0, RP)
             p = tl.arange(0, SP)
-            lse = tl.load(LSE + (pair + r)[:, None] * PARTS + p[None, :],
-                          mask=(r < HEADS)[:, None] & (p < SPLITS)[None, :], other=float("-inf"))  # fmt: skip
+            lse = tl.load(LSE + (pair + r)[:, None] * parts + p[None, :],
+                          mask=(r < HEADS)[:, None] & (p < splits)[None, :], other=float("-inf"))  # fmt: skip
             top = tl.max(lse, 1)
             top = tl.where(top > float("-inf"), top, 0.0)
             lse = top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
@@ -105,8 +104,9 @@ def score(
     l, d, block = config.compress_block, config.compress_stride, config.select_block
     per = max(1, 256 * d // block)
     call(
-        _score, (-(-blocks // per), groups, batch), (logits, lse, scores, lengths, counts), (logits.shape[2], blocks),
-        (l, d, block, config.select_count, config.select_local, groups, heads, power_of_2(heads), splits,
-         power_of_2(splits), lse.shape[2], per, counts is not None),
+        _score, (-(-blocks // per), groups, batch), (logits, lse, scores, lengths, counts),
+        (logits.shape[2], blocks, splits, lse.shape[2]),
+        (l, d, block, config.select_count, config.select_local, groups, heads, power_of_2(heads),
+         max(16, power_of_2(splits)), per, counts is not None),
         num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,252 @@
+"""Decoding, one token at a time: Native Sparse Attention beside dense attention, in one process on this machine.
+
+    tercet bench decode --contexts 2048,65536 --batches 1,16
+
+First the attention step alone (from projections to the branches' sum: positions, cache, φ, attention, gates), on a GPU,
+both as CUDA graphs. Several caches take turns, as the layers of a model do, so that no contestant finds its keys in L2.
+Then a whole model: time to the first token and tokens per second after it. Before anything is timed, the step is
+compared with the reference; where they differ no ratio is printed and the exit code is 1. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.bench.decode_model import model_rows
+from tercet.model.attention import NativeSparseAttention
+
+HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
+_TURNS_BYTES = 256 << 20  # read by one round of all caches: several times the L2
+_MOST_COPIES, _MOST_MEMORY = 16, 24 << 30
+_REPLAYS, _REPEATS = 32, 5  # a multiple of d: every compressed token that falls due is in the mean
+_DENSE = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def main(
+    *, batches: list[int], contexts: list[int], heads: str, attention: bool, preset: str, model_batches: list[int],
+    model_contexts: list[int], steps: int, profile: bool = False,
+) -> int:  # fmt: skip
+    cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if cuda else "CPU"
+    print(f"{name}, torch {torch.__version__}")
+    result: dict[str, Any] = {"bench": "decode", "device": name, "torch": torch.__version__}
+    correct = True
+    if attention and not cuda:
+        print("the attention step is measured on a GPU: none is here")
+    elif attention:
+        result["attention"] = _attention_rows(HEADS[heads], batches, contexts, profile)
+        correct = all(row["correct"] for row in result["attention"])
+    if model_contexts:
+        result["model"] = model_rows(preset, model_batches, model_contexts, steps)
+    print(json.dumps({**result, "correct": correct}))
+    return 0 if correct else 1
+
+
+# ------------------------------------------------------------ the attention step
+
+
+@dataclass
+class _Caches:
+    """What one row of the table is measured on: caches of random tokens, and one token's projections for each."""
+
+    layer: NativeSparseAttention
+    caches: list[Any]
+    q: Tensor
+    kv: Tensor
+    dense_kv: Tensor
+    gates: Tensor
+
+
+def _attention_rows(
+    heads: tuple[int, int, int], batches: list[int], contexts: list[int], profile: bool
+) -> list[dict[str, Any]]:
+    H, G, D = heads
+    print(f"attention step, bf16, {H} query heads, {G} KV heads, head {D}, CUDA graphs, random normal caches")
+    print(
+        f"{'batch':>6} {'context':>8} {'error':>8} {'NSA ms':>8} {'dense ms':>9} {'× dense':>8} {'keys':>7} "
+        f"{'of':>8} {'read':>6}  dense (all, ms)"
+    )
+    rows = []
+    for context in contexts:
+        for batch in batches:
+            rows.append(_attention_at(heads, batch, context, profile))
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _attention_at(heads: tuple[int, int, int], batch: int, context: int, profile: bool) -> dict[str, Any]:
+    config = NSAConfig()
+    torch.manual_seed(0)
+    made = _make(heads, config, batch, context)
+    error = _error(made, batch)
+    correct = math.isfinite(error) and error <= 1e-2
+    nsa = _graph_ms([_nsa(made, i) for i in range(len(made.caches))])
+    read = float(made.caches[0].reads.double().mean())
+    for cache in made.caches:
+        cache.lengths.fill_(context - _MARGIN)
+    dense = {"ours": _graph_ms([_dense(made, i) for i in range(len(made.caches))])}
+    dense |= _sdpa_ms(made, context - _MARGIN // 2)
+    best = min(dense, key=lambda name: dense[name])
+    row: dict[str, Any] = {
+        "batch": batch, "context": context, "error": error, "correct": correct, "nsa_ms": nsa,
+        "dense_ms": dense[best], "dense": best, "dense_all_ms": dense, "caches": len(made.caches),
+        "times_dense": dense[best] / nsa if correct else None, "keys_read": read, "keys_dense": context - _MARGIN // 2,
+    }  # fmt: skip
+    told = ", ".join(f"{name} {ms:.4f}" for name, ms in dense.items())
+    ratio = f"{dense[best] / nsa:8.2f}" if correct else "   WRONG"
+    print(
+        f"{batch:6d} {context:8d} {error:8.1e} {nsa:8.4f} {dense[best]:9.4f} {ratio} {read:7.0f} "
+        f"{row['keys_dense']:8d} {read / row['keys_dense']:6.1%}  {told}",
+        flush=True,
+    )
+    if profile:
+        _print_kernels(_nsa(made, 0))
+    return row
+
+
+# Tokens that a cache grows by while it is measured: warming up, capturing, replays.
+_MARGIN = _REPLAYS * (_REPEATS + 1) + 8
+
+
+def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: int) -> _Caches:
+    H, G, D = heads
+    layer = NativeSparseAttention(64, H, G, D, config=config).to("cuda", torch.bfloat16)
+    layer.init_weights(std=0.1, output_std=0.1)
+    for phi in (layer.compress_k, layer.compress_v):
+        torch.nn.init.normal_(phi.down.weight, std=D**-0.5)  # a trained φ is no plain mean
+    per_token = 2 * G * D * 2
+    touched = batch * per_token * (config.num_compressed(context) + config.select_count * 64 + config.window)
+    held = batch * per_token * (context + config.num_compressed(context))
+    copies = max(1, min(_MOST_COPIES, -(-_TURNS_BYTES // touched), _MOST_MEMORY // held))
+    caches = [layer.make_cache(batch, context) for _ in range(copies)]
+    for cache in caches:
+        for store in cache._stores.values():
+            store.normal_()
+        cache.lengths.fill_(context - _MARGIN)
+        cache.host = type(cache.host)((context - _MARGIN,) * batch)
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(copies, batch, 1, size, device="cuda", dtype=torch.bfloat16)
+
+    return _Caches(layer, caches, normal(H * D), normal(6 * G * D), normal(2 * G * D), normal(3 * H))
+
+
+@torch.no_grad()
+def _error(made: _Caches, batch: int) -> float:
+    """Of the layer on the kernels against the layer on the reference, over the token after a cache."""
+    layer, mine = made.layer, copy.copy(made.caches[0])
+    rows = torch.arange(min(batch, 2), device="cuda")
+    mine.take_rows(rows)
+    theirs = copy.deepcopy(mine)
+    x = torch.randn(len(rows), 1, layer.dim, device="cuda", dtype=torch.bfloat16)
+    layer.backend = "triton"
+    found = layer(x, cache=mine).double()
+    layer.backend = "reference"
+    wanted = layer(x, cache=theirs).double()
+    layer.backend = "auto"
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
+    from tercet.attention.kernels import decode
+    from tercet.model.decode import phi_weights
+
+    layer, cache = made.layer, made.caches[i]
+    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores())
+    heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
+    phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))
+
+    def step() -> None:
+        _, read, _ = decode.nsa_step(
+            made.q[i], made.kv[i], made.gates[i], held, None, layer.config, heads, branches=BRANCHES, shared=False,
+            softmax_gate=False, norms=None, phi=phi,
+        )  # fmt: skip
+        cache.read_in_parts(read)
+
+    return step
+
+
+def _dense(made: _Caches, i: int) -> Callable[[], Any]:
+    from tercet.attention.kernels import decode
+
+    layer, cache = made.layer, made.caches[i]
+    held = decode.Held(cache.lengths, cache.turns(), cache.room, selected=cache.selected())
+    heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
+    return lambda: decode.dense_step(made.q[i], made.dense_kv[i], held, None, heads, norms=None)
+
+
+def _sdpa_ms(made: _Caches, keys: int) -> dict[str, float]:
+    """PyTorch's kernels on the same keys: attention alone, without positions and without keeping the token."""
+    layer = made.layer
+    times = {}
+    for name, backend in _DENSE.items():
+        steps: list[Callable[[], Any]] = []
+        for i, cache in enumerate(made.caches):
+            k, v = (x[:, :keys].transpose(1, 2) for x in cache.selected())
+            q = made.q[i].view(-1, 1, layer.heads, layer.head_dim).transpose(1, 2)
+            steps.append(partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True))
+        try:
+            with sdpa_kernel(backend):
+                times[name] = _graph_ms(steps)
+        except RuntimeError:  # this kernel does not take the shape
+            continue
+    return times
+
+
+@torch.no_grad()
+def _graph_ms(steps: list[Callable[[], Any]]) -> float:
+    """Milliseconds of one step, all of them in one CUDA graph; median over repeats."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for step in steps:
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in steps:
+            step()
+    times = []
+    for _ in range(_REPEATS + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / _REPLAYS / len(steps))
+    return statistics.median(times[1:])
+
+
+@torch.no_grad()
+def _print_kernels(step: Callable[[], Any]) -> None:
+    """Time of every kernel of a step, launched one by one: the same keys again and again, so partly from L2."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(16):
+            step()
+        torch.cuda.synchronize()
+    for event in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total):
+        if event.self_device_time_total:
+            mean = event.self_device_time_total / event.count
+            print(f"        {mean:8.1f} us × {event.count / 16:.2f}  {event.key[:60]}")

@@ -1,0 +1,91 @@
+"""A whole model that writes: time to the first token, tokens per second after it, bytes of its cache; NSA and dense."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from tercet.inference.decoder import CachedDecoder
+from tercet.model.transformer import Transformer
+
+
+def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int) -> list[dict[str, Any]]:
+    from tercet.config.load import load
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = load(preset=preset).config.model
+    print(f"model {preset}, {str(dtype).removeprefix('torch.')}, random weights and prompts; first token at batch 1")
+    print(
+        f"{'kind':>6} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "
+        f"{'keys/token':>11} {'cache B/token':>14}  step"
+    )
+    rows = []
+    for kind in ("nsa", "dense"):
+        torch.manual_seed(0)
+        model = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
+        for context in contexts:
+            rows += _at(model, kind, context, batches, steps)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        del model
+    return rows
+
+
+@torch.no_grad()
+def _at(model: Transformer, kind: str, context: int, batches: list[int], steps: int) -> list[dict[str, Any]]:
+    prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    room = context + (steps + 4) * len(batches)
+    first = []
+    for _ in range(2):  # the first compiles and warms up
+        decoder = CachedDecoder(model, 1, room, chunk=context)
+        _wait()
+        began = time.perf_counter()
+        token = decoder.prefill([prompt]).argmax(-1)
+        token.item()
+        first.append(time.perf_counter() - began)
+    held = sum(cache.nbytes() for cache in decoder.cache) / room
+    rows = []
+    for batch in batches:
+        decoder.take_rows(torch.zeros(batch, dtype=torch.int64, device=token.device))
+        decoder.prepare()
+        tokens = token[:1].expand(batch).contiguous()
+        active = torch.ones(batch, dtype=torch.int32, device=token.device)
+        ms = _step_ms(decoder, tokens, active, steps)
+        read = decoder.keys_read()
+        row = {
+            "kind": kind, "context": context, "batch": batch, "first_token_s": first[-1], "ms_per_step": ms,
+            "tokens_per_s": 1e3 * batch / ms, "keys_per_token": None if read is None else read / batch,
+            "cache_bytes_per_token": held, "graph": decoder.graph_reason or "captured",
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{kind:>6} {context:8d} {first[-1]:14.4f} {batch:6d} {row['tokens_per_s']:10.1f} {ms:8.3f} "
+            f"{row['keys_per_token'] or 0:11,.0f} {held:14.1f}  graph: {row['graph']}",
+            flush=True,
+        )
+    return rows
+
+
+def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor, steps: int) -> float:
+    """Greedy steps, each fed with the token before; median of four stretches."""
+    per = max(1, steps // 4)
+    times = []
+    for stretch in range(5):
+        _wait()
+        began = time.perf_counter()
+        for _ in range(per if stretch else 4):
+            tokens = decoder.step(tokens, active).argmax(-1)
+        _wait()
+        times.append(1e3 * (time.perf_counter() - began) / per)
+    return statistics.median(times[1:])
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
