@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist.world import Run, environment, flags, free_port
-from runs import SMALL, losses
+from runs import SMALL, losses, rows
 from tercet.config.load import ConfigError, load
 from tercet.parallel.flight_recorder import read, tell
 from tercet.train.loop import train
@@ -80,6 +80,20 @@ def test_checkpoints_of_two_ranks_go_on_with_one_and_then_with_four(tmp_path, al
     with Run(tmp_path / "out", 4, *command, "--resume", "auto") as run:
         assert run.wait() == 0, run.text
     assert_same(folder, alone)
+
+
+def test_ranks_that_share_a_sequence_count_what_they_fetch(tmp_path, alone):
+    folder = tmp_path / "run"
+    command = arguments(folder, parallel__strategy="cp", checkpoint__every=0, log__every=3)
+    with Run(tmp_path / "out", 2, *command) as run:
+        assert run.wait() == 0, run.text
+    told = rows(folder / "exchange_rank0.csv")
+    assert [row["step"] for row in told] == ["3", "6"]
+    assert all(int(row[kind]) > 0 for row in told for kind in ("raw", "compressed", "window", "selected"))
+    assert all(row["requests"] == "0" for row in told)
+    got = {step: float(loss) for step, loss in losses(folder).items()}
+    assert got.keys() == {3, 6}
+    assert max(abs(got[step] - alone[step]) for step in got) < 1e-5
 
 
 def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do():

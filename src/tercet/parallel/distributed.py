@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -32,7 +32,8 @@ class Distributed:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = self.rank // parallel.context, parallel.data_ranks
         self.checkpoint_group = world.checkpoint
-        self.traffic: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        self.traffic: Mapping[str, int] | None = self._counted if parallel.context > 1 else None
         self._watch: Watch | None = None
         self._nsa: NSAConfig | None = None
         self._context: dist.ProcessGroup | None = None
@@ -76,7 +77,7 @@ class Distributed:
             tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context,
             by_blocks=self.parallel.context_fetch == "blocks",
         )  # fmt: skip
-        share.device, share.traffic = self.world.device, self.traffic
+        share.device, share.traffic = self.world.device, self._counted
         return own_tokens, own_targets, share
 
     # ------------------------------------------------------------ sums and flags

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ class Strategy(Protocol):
     data_rank: int  # which share of the data this rank reads: ranks that share a sequence read the same
     data_ranks: int
     checkpoint_group: Any  # a process group for the saving thread alone; None without other ranks
+    traffic: Mapping[str, int] | None  # bytes that came from ranks that share a sequence; None where none does
 
     def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """The model, on its device; or a shell without weights, where `prepare` will make them."""
@@ -73,6 +74,7 @@ class Single:
     rank = data_rank = 0
     world_size = data_ranks = 1
     checkpoint_group = None
+    traffic: Mapping[str, int] | None = None
 
     def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         return build().to(device)

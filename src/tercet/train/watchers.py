@@ -11,6 +11,7 @@ from tercet.model.cost import parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import Event, EventLog, RunStarted
+from tercet.telemetry.exchange_table import ExchangeTable
 from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
@@ -45,6 +46,9 @@ def attach(
         log.readers += [
             stack.enter_context(closing(InBackground(name, sink, screen.say))) for name, sink in slow.items()
         ]
+    if strategy.traffic is not None:
+        table = folder / f"exchange_rank{strategy.rank}.csv"
+        log.readers.append(ExchangeTable(table, strategy.traffic, state.step))
     log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
     return stack.enter_context(
         closing(
