@@ -16,6 +16,7 @@ from torch import nn
 
 from tercet.config.load import load
 from tercet.config.train import CheckpointConfig
+from tercet.durable import write_json
 from tercet.train import manifest, restore
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
 from tercet.train.folder import locate
@@ -179,7 +180,7 @@ def json_or_none(content: bytes) -> object:
 def test_a_manifest_whose_list_of_files_makes_no_sense_is_passed_over(tmp_path: Path, files: object) -> None:
     net, optimizer = build()
     older, newest = (save(tmp_path, step, net, optimizer) for step in (1, 2))
-    manifest.write_json(newest / "manifest.json", manifest.read_json(newest / "manifest.json") | {"files": files})
+    write_json(newest / "manifest.json", manifest.read_json(newest / "manifest.json") | {"files": files})
     with pytest.raises(CheckpointError, match=r"step-00000002: manifest\.json is damaged"):
         restore.choose(str(newest), tmp_path, verify=True)
     found = restore.choose("auto", tmp_path, verify=True)
@@ -261,7 +262,7 @@ def test_a_save_that_fails_says_so_frees_its_space_and_leaves_the_earlier_one(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "write_json", full)
+    monkeypatch.setattr("tercet.train.checkpoint.write_json", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*newest complete.*step-00000001.*free space"):
         save(tmp_path, 2, net, optimizer)
     assert manifest.complete_checkpoints(tmp_path) == [earlier]
@@ -288,7 +289,7 @@ def test_the_mend_of_a_failed_save_is_that_of_its_cause(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(manifest, "write_json", fail)
+    monkeypatch.setattr("tercet.train.checkpoint.write_json", fail)
     with pytest.raises(CheckpointError, match=f": {mend}$"):
         save(tmp_path, 2, *build())
 

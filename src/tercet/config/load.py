@@ -5,7 +5,6 @@ Later layers win. A file (and a preset) may name the preset it builds on with `p
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestio
 from tercet.config.schema import RunConfig
 from tercet.config.toml import dumps
 from tercet.config.toml import value as as_toml
+from tercet.durable import write_json, write_text
 from tercet.errors import TercetError
 
 DEFAULT = "default"
@@ -114,8 +114,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def write_config(config: RunConfig, origins: Mapping[str, str], folder: str | Path) -> None:
     """`config.toml`, from which `tercet train --config` repeats the run, and `origins.json` beside it."""
     folder = Path(folder)
-    (folder / "config.toml").write_text(to_toml(config, origins), encoding="utf-8")
-    (folder / "origins.json").write_text(json.dumps(dict(origins), indent=1) + "\n", encoding="utf-8")
+    write_text(folder / "config.toml", to_toml(config, origins))
+    write_json(folder / "origins.json", dict(origins))
 
 
 def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:

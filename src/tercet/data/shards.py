@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tercet import durable
 from tercet.data.errors import DataError
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, Document, Documents, Reading
@@ -117,7 +119,7 @@ def verify(folder: Path) -> dict[str, Any]:
         for kind, facts in entry["files"].items():
             path = folder / f"{entry['name']}.{kind}.npy"
             _check_size(path, facts)
-            if (found := sha256_file(path)) != facts["sha256"]:
+            if (found := durable.sha256(path)) != facts["sha256"]:
                 raise DataError(
                     f"{path} has sha256 {found[:16]}…, its manifest says {facts['sha256'][:16]}…: "
                     "the file is damaged; prepare the shards again or restore it"
@@ -135,51 +137,27 @@ def write_shard(
         path = folder / f"{name}.{kind}.npy"
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
-        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": durable.sha256(path)}
     write_json(folder / f"{name}.json", entry)
     return entry
 
 
-class atomic_write:
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
     """The name of a temporary file beside `path`, which takes its place if nothing went wrong."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(path.name + ".partial")
-
-    def __enter__(self) -> Path:
-        return self._temporary
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if kind is None:
-            os.replace(self._temporary, self._path)
-            _sync(self._path.parent)
-            return
-        self._temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise DataError(
-                f"{self._path} cannot be written ({error}): make room or name another folder, then run it again; "
-                "finished shards are kept"
-            ) from error
-
-
-def _sync(folder: Path) -> None:
-    """Make a rename last through a power cut, before anything is written that relies on it."""
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with durable.replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written ({error}): make room or name another folder, then run it again; "
+            "finished shards are kept"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:
-    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -188,11 +166,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): prepare the shards again into a new folder") from error
     return value
-
-
-def sha256_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:

@@ -8,7 +8,6 @@ is JSON of our own. DCP's protocol (every rank writes, then the coordinator fini
 from __future__ import annotations
 
 import errno
-import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import tercet
 from tercet.config.train import CheckpointConfig
+from tercet.durable import sync, write_json
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError
 
@@ -163,11 +163,9 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         future = super().write_data(plan, planner)
         names = sorted({result.storage_data.relative_path for result in future.wait()})
         for name in names:
-            _fsync(self.writing / name)
+            sync(self.writing / name)
         files = {name: manifest.file_record(self.writing / name) for name in names}
-        manifest.write_json(
-            self.writing / manifest.rank_file(self._rank), {"files": files, "state": dict(self._rank_state)}
-        )
+        write_json(self.writing / manifest.rank_file(self._rank), {"files": files, "state": dict(self._rank_state)})
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -177,7 +175,7 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             path = self.writing / manifest.rank_file(rank)
             files |= manifest.read_json(path)["files"]
             files[path.name] = manifest.file_record(path)
-        manifest.write_json(self.writing / manifest.RUN_STATE, dict(self._run_state))
+        write_json(self.writing / manifest.RUN_STATE, dict(self._run_state))
         files[manifest.RUN_STATE] = manifest.file_record(self.writing / manifest.RUN_STATE)
         self.bytes = sum(record["bytes"] for record in files.values())
         content = {
@@ -190,21 +188,13 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "files": files,
         }
-        manifest.write_json(self.writing / manifest.MANIFEST, content)
+        write_json(self.writing / manifest.MANIFEST, content)
         manifest.publish(self.writing, self.step)
         manifest.retain(self.final.parent, self._config.keep, self._config.keep_every)
 
     def discard(self) -> None:
         """Free what a failed save took, so that a full disk is not kept full."""
         manifest.sweep(self.writing.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _is_full_disk(error: BaseException | None) -> bool:

@@ -13,14 +13,13 @@ checkpoints/
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from tercet.durable import sha256, sync
 from tercet.errors import TercetError
 
 FORMAT = 1
@@ -68,9 +67,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 def file_record(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -97,18 +94,9 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{folder}: {name} is missing")
         if path.stat().st_size != size:
             raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {size}")
-        if file_record(path)["sha256"] != digest:
+        if sha256(path) != digest:
             raise CheckpointError(f"{folder}: {name} does not match its SHA-256: its content was changed or damaged")
     return manifest
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write and wait until it is on the disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -124,20 +112,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def publish(writing: Path, step: int) -> Path:
     """Turn a finished `.writing-` folder into the checkpoint of `step`, in one rename, and point `latest` at it."""
     checkpoints = writing.parent
     final = checkpoints / folder_name(step)
-    sync_folder(writing)
+    sync(writing)
     if final.exists():  # a damaged one that resuming passed over, or the same step saved again
         remove(final)
     writing.rename(final)
@@ -145,7 +124,7 @@ def publish(writing: Path, step: int) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     link.replace(checkpoints / LATEST)
-    sync_folder(checkpoints)
+    sync(checkpoints)
     return final
 
 
