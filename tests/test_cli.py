@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_help_lists_every_section_with_the_presets_values(capsys, command):
 def test_plan_speaks_of_parameters_memory_and_time(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
     assert (code, err) == (0, "")
-    assert "81.7 M" in out
+    assert "81.7M" in out
     assert "100 steps" in out
     assert "optimizer" in out
     assert "989 TFLOP/s" in out
@@ -64,10 +65,18 @@ def test_plan_as_json_is_one_line(capsys):
     assert found["memory_total"] == sum(found["memory"].values())
 
 
-def test_a_device_that_nobody_knows_gets_no_time(capsys):
-    code, out, _ = run(capsys, "plan", "--preset", "m7c", "--gpu", "RX 1")
-    assert code == 0
-    assert "not estimated" in out
+def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
+    code, _, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "RX 1")
+    assert code == 1
+    assert "--gpu RX 1 is not known here: pick one of GH200, H200" in err
+    assert run(capsys, "plan", "--preset", "m7c", "--gpu", "h100 pcie")[1].count("756 TFLOP/s") == 1
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU here")
+def test_a_plan_for_a_gpu_that_is_not_there_is_no_plan_for_the_cpu(capsys):
+    code, out, err = run(capsys, "plan", "--preset", "m7c", "--run.device", "cuda")
+    assert (code, out) == (1, "")
+    assert "run.device=cuda, but there is no GPU here: name the one you mean with --gpu" in err
 
 
 def test_presets_are_listed_with_a_sentence_each(capsys):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tercet.config.parallel import ParallelConfig
 from tercet.config.schema import RunConfig
+from tercet.config.train import resolved_precision
+from tercet.errors import TercetError
 from tercet.model import cost
-from tercet.telemetry.peak import peak_flops
-
-# Shares of the device's peak that whole training steps were seen to reach; the estimate says that it assumes them.
-GPU_UTILISATION = 0.30
-CPU_UTILISATION = 0.30
+from tercet.telemetry.peak import CPU_UTILISATION, GPU_UTILISATION, KNOWN, measured_cpu_flops, peak_flops
+from tercet.telemetry.units import duration, quantity, size
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,20 @@ class Plan:
 def find_device(wanted: str, gpu: str | None = None) -> Device:
     """The device that `run.device` means on this machine, or a GPU by name for a run elsewhere."""
     if gpu is not None:
-        return Device(gpu.upper(), peak_flops(gpu.upper()), None, GPU_UTILISATION)
+        flops = peak_flops(gpu)
+        if flops is None:
+            raise TercetError(f"--gpu {gpu} is not known here: pick one of {', '.join(KNOWN)}")
+        return Device(gpu.upper(), flops, None, GPU_UTILISATION)
     found = None if wanted == "cpu" else _nvidia_smi()
-    return found or Device("CPU", _measured_cpu_flops(), None, CPU_UTILISATION)
+    if wanted == "cuda" and found is None:
+        raise TercetError("run.device=cuda, but there is no GPU here: name the one you mean with --gpu H200")
+    return found or Device("CPU", measured_cpu_flops(), None, CPU_UTILISATION)
 
 
 def make_plan(config: RunConfig, device: Device) -> Plan:
     """Everything that follows from the configuration's numbers."""
     model, parallel, length = config.model, config.parallel, config.data.seq_len
-    low_precision = config.train.precision == "bf16" or (config.train.precision == "auto" and device.is_gpu)
+    low_precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu") == "bf16"
     shards = _shards(parallel)
     flops = cost.flops_per_token(model, length)
     tokens = config.train.steps * config.train.tokens_per_step
@@ -95,17 +98,17 @@ def render(config: RunConfig, plan: Plan) -> list[str]:
     model, p, m = config.model, plan.parameters, plan.memory
     kinds = model.attention_kinds
     mix = kinds[0] if len(set(kinds)) == 1 else f"{kinds.count('nsa')} nsa + {kinds.count('dense')} dense"
-    head = "tied head" if model.tie_embeddings else f"head {number(p.head)}"
+    head = "tied head" if model.tie_embeddings else f"head {quantity(p.head)}"
     rows = {
         "model": f"{model.layers} layers ({mix}), dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
         f" of {model.head_dim}, ffn {model.ffn_dim}, vocabulary {model.vocab_size:,}",
-        "parameters": f"{number(p.total)}: embedding {number(p.embedding)}, attention {number(p.attention)}, "
-        f"ffn {number(p.ffn)}, norms {number(p.norms)}, {head}",
+        "parameters": f"{quantity(p.total)}: embedding {quantity(p.embedding)}, attention {quantity(p.attention)}, "
+        f"ffn {quantity(p.ffn)}, norms {quantity(p.norms)}, {head}",
         "step": _step_line(config, plan),
-        "run": f"{config.train.steps:,} steps, {number(plan.tokens)} tokens",
-        "arithmetic": f"{number(plan.flops_per_token)}FLOP a token, "
-        f"{number(plan.flops_per_token * plan.tokens_per_step)}FLOP a step, "
-        f"{number(plan.flops_per_token * plan.tokens)}FLOP in all (forward and backward)",
+        "run": f"{config.train.steps:,} steps, {quantity(plan.tokens)} tokens",
+        "arithmetic": f"{quantity(plan.flops_per_token, 'FLOP')} a token, "
+        f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} a step, "
+        f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in all (forward and backward)",
         "attention": _attention_line(plan),
         "memory": f"about {size(m.total)} on each device at the peak of a step",
         "  weights": f"{size(m.weights)}, gradients {size(m.gradients)}, optimizer {size(m.optimizer)}, "
@@ -121,27 +124,6 @@ def render(config: RunConfig, plan: Plan) -> list[str]:
             "follows), or set train.activation_checkpointing to selective or full"
         )
     return [f"{name:<11} {text}" for name, text in rows.items()]
-
-
-def number(value: float) -> str:
-    """Three digits and a unit: 73.2 M."""
-    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} "
-
-
-def size(count: float) -> str:
-    """Bytes in the unit that suits them."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _shards(parallel: ParallelConfig) -> int:
@@ -174,7 +156,7 @@ def _attention_line(plan: Plan) -> str:
 
 def _device_line(plan: Plan) -> str:
     device = plan.device
-    speed = "peak unknown" if device.flops is None else f"{number(device.flops)}FLOP/s"
+    speed = "peak unknown" if device.flops is None else f"{quantity(device.flops, 'FLOP/s')}"
     how = "" if device.flops is None else (" (bf16 peak)" if device.is_gpu else " (measured, fp32 matmul)")
     held = "" if device.memory is None else f", {size(device.memory)}"
     return f"{device.name}: {speed}{how}{held}"
@@ -197,16 +179,3 @@ def _nvidia_smi() -> Device | None:
         return None
     name, mib = (part.strip() for part in answer.stdout.splitlines()[0].rsplit(",", 1))
     return Device(name, peak_flops(name), int(mib) * 2**20 if mib.isdigit() else None, GPU_UTILISATION)
-
-
-def _measured_cpu_flops(side: int = 512) -> float:
-    # A tenth of a second of matmul says more about a CPU than its name.
-    import numpy as np
-
-    a = np.ones((side, side), np.float32)
-    a @ a
-    done, started = 0, time.perf_counter()
-    while (spent := time.perf_counter() - started) < 0.1:
-        a @ a
-        done += 1
-    return done * 2.0 * side**3 / spent

@@ -15,7 +15,7 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.data.ahead import Ahead
-from tercet.data.errors import BadRecordError
+from tercet.data.errors import BadRecordError, StoppedWaiting
 from tercet.data.loader import Batch, build_loader
 
 
@@ -93,6 +93,25 @@ def test_closing_or_forgetting_a_loader_ends_its_threads(configs):
         while len(_data_threads()) > before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(_data_threads()) == before
+
+
+def test_a_reader_that_is_told_to_stop_does_not_wait_for_data_that_hangs(monkeypatch):
+    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
+    comes, stop = threading.Event(), threading.Event()
+
+    def hanging():
+        yield 1
+        comes.wait()
+        yield 2
+
+    ahead = Ahead(hanging(), depth=2, stop=stop.is_set)
+    stop.set()
+    assert next(ahead) == 1  # what is there is given, told or not
+    with pytest.raises(StoppedWaiting):
+        next(ahead)
+    comes.set()
+    assert next(ahead) == 2
+    ahead.close()
 
 
 def test_time_spent_waiting_is_measured(configs):

@@ -9,14 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runs import Nursery, losses, small
+from tercet.data import loader
+from tercet.doctor import machine
+from tercet.errors import TercetError
 from tercet.telemetry.events import CheckpointFailed, RunEnded, events_file, read_events
+from tercet.train.loop import train
 from tercet.train.manifest import complete_checkpoints, step_of
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
@@ -64,6 +70,55 @@ def test_a_second_ctrl_c_leaves_at_once(nursery: Nursery, tmp_path: Path) -> Non
     assert time.monotonic() - begun < 2
     assert "complete checkpoints are untouched" in child.output
     assert saved_steps(folder) == []
+
+
+def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, straight, true = tmp_path / "run", tmp_path / "straight", loader.pack
+    config = {"train__steps": 8, "checkpoint__every": 0, "train__micro_batch": 1}  # two batches a step
+    hung, over = threading.Event(), threading.Event()
+
+    def hanging(*args: Any) -> Iterator[Any]:
+        for i, packed in enumerate(true(*args)):
+            if i == 7:  # in the middle of step 4
+                hung.set()
+                over.wait()
+            yield packed
+
+    def interrupt() -> None:
+        hung.wait()
+        while ended_step(folder) < 3:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("tercet.data.ahead.CLOSE_SECONDS", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "pack", hanging)
+        threading.Thread(target=interrupt, daemon=True).start()
+        assert train(small(run__dir=str(folder), **config)) == 143
+    over.set()
+    assert saved_steps(folder) == [3]
+    assert train(small(run__dir=str(folder), **config), resume="auto") == 0
+    assert train(small(run__dir=str(straight), **config)) == 0
+    assert losses(folder) == losses(straight)
+
+
+def ended_step(folder: Path) -> int:
+    path = events_file(folder)
+    return max((e.step for e in read_events(path)), default=0) if path.exists() else 0
+
+
+def test_a_refused_resume_leaves_the_checkpoints_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(run__dir=str(tmp_path / "run"), train__steps=6)
+    assert train(config) == 0
+    earlier = str(complete_checkpoints(tmp_path / "run" / "checkpoints")[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "NEEDED", (("torch", (99,), None),))
+        with pytest.raises(TercetError, match="doctor: versions"):
+            train(config, resume=earlier)
+    assert saved_steps(tmp_path / "run") == [2, 4, 6]
+    assert train(config, resume=earlier) == 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("abandoned-*"))) == 2
 
 
 def test_an_interrupted_run_goes_on_where_it_left(nursery: Nursery, tmp_path: Path) -> None:
@@ -176,7 +231,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_over(nursery: Nursery, tmp_pat
     before = losses(tmp_path / "run")
     child = nursery.run(config)
     assert child.code == 1
-    assert "already holds a run: go on with --resume auto, or pick another --run.dir" in child.output
+    assert "already holds a run: pick another --run.dir, or go on with: tercet train --resume auto" in child.output
     assert losses(tmp_path / "run") == before
     child = nursery.run(config, resume="auto")
     assert child.code == 0

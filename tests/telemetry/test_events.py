@@ -9,9 +9,10 @@ import pytest
 from tercet.errors import TercetError
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, Noted, StepLogged, Validated, decode, encode, read_events
-from tercet.telemetry.progress import Screen, duration, quantity
+from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks
 from tercet.telemetry.summary import summarise
+from tercet.telemetry.units import duration, quantity
 
 
 def logged(step: int, loss: float = 0.1 + 0.2, rank: int = 0) -> StepLogged:
@@ -125,3 +126,4 @@ def test_what_a_model_writes_cannot_command_the_terminal() -> None:
 def test_figures_for_people() -> None:
     assert [duration(s) for s in (5, 65, 3725, 200000)] == ["5s", "1m05s", "1h02m", "2d07h"]
     assert [quantity(v) for v in (5, 4096, 1.5e6, 2e9)] == ["5", "4.1k", "1.5M", "2G"]
+    assert [quantity(v, "FLOP") for v in (5, 989e12, 2e18)] == ["5 FLOP", "989 TFLOP", "2 EFLOP"]

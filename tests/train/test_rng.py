@@ -32,10 +32,10 @@ def test_every_generator_goes_on_where_it_was_through_json() -> None:
     assert [draws(), draws()] == expected
 
 
-def test_seeding_makes_runs_alike_and_ranks_differ() -> None:
+def test_seeding_makes_runs_alike() -> None:
     seed_all(5)
     first = draws()
     seed_all(5)
     assert draws() == first
-    seed_all(5, rank=1)
+    seed_all(6)
     assert all(a != b for a, b in zip(draws(), first, strict=True))

@@ -80,6 +80,11 @@ class RunConfig(Section):
         return self.train.micro_batch * self.data.seq_len * self.parallel.data_ranks
 
     @property
+    def validation_passes(self) -> int:
+        """Forward passes of one validation: whole ones, so that train.val_tokens is never undershot."""
+        return -(-self.train.val_tokens // self.tokens_per_pass)
+
+    @property
     def accumulation(self) -> int:
         """Forward and backward passes in one step: derived, never asked for."""
         return self.train.tokens_per_step // self.tokens_per_pass

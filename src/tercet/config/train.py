@@ -15,6 +15,11 @@ Switch = Literal["auto", "on", "off"]
 InitState = Literal["weights", "optimizer"]
 
 
+def resolved_precision(asked: str, device_type: str) -> str:
+    """bf16 or fp32: what `auto` means on a device."""
+    return asked if asked != "auto" else ("bf16" if device_type == "cuda" else "fp32")
+
+
 class TrainConfig(Section):
     """The optimisation: how many steps, of how many tokens, at which learning rate, in which arithmetic."""
 
@@ -54,7 +59,8 @@ class TrainConfig(Section):
     val_every: int = Field(default=250, ge=0)
     """Steps between validations; 0 validates at the end only."""
     val_tokens: int = Field(default=262144, ge=0)
-    """Tokens of each validation, the same ones every time; 0 turns validation off."""
+    """Tokens of each validation, the same ones every time, rounded up to whole passes of micro_batch sequences on each
+    rank; 0 turns validation off."""
     sample_every: int = Field(default=0, ge=0)
     """Steps between text samples; 0 samples at the end only."""
     sample_tokens: int = Field(default=256, ge=0)

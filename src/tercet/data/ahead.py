@@ -5,11 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
+
+from tercet.data.errors import StoppedWaiting
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
+# A source that is merely slow still gives the batch of the step in work to a run that is told to stop.
+LOOK_SECONDS = 2.0
 
 
 class _End:
@@ -24,8 +28,10 @@ class Ahead(Generic[T]):
     interpreter lock, and a process would have to send every batch through a pipe.
     """
 
-    def __init__(self, source: Iterator[T], depth: int) -> None:
+    def __init__(self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """`stop` is asked while nothing comes: its yes ends the waiting with StoppedWaiting."""
         self.wait_seconds = 0.0
+        self._asked_to_stop = stop
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._end: _End | None = None
@@ -41,14 +47,24 @@ class Ahead(Generic[T]):
     def __next__(self) -> T:
         if self._end is None:
             begin = time.perf_counter()
-            item = self._queue.get()
-            self.wait_seconds += time.perf_counter() - begin
+            try:
+                item = self._get()
+            finally:
+                self.wait_seconds += time.perf_counter() - begin
             if not isinstance(item, _End):
                 return item
             self._end = item
         if self._end.error is not None:
             raise self._end.error
         raise StopIteration
+
+    def _get(self) -> T | _End:
+        while True:
+            try:
+                return self._queue.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                if self._asked_to_stop():
+                    raise StoppedWaiting from None
 
     def close(self) -> None:
         """Stop the thread and wait for it, but not for ever: it may hang in a network read, and is a daemon. Asking

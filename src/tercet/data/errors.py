@@ -9,6 +9,10 @@ class DataError(TercetError):
     """Names the file or value, the rule it breaks and the mend, in one line."""
 
 
+class StoppedWaiting(Exception):
+    """The reader was told to stop while it waited for a batch that did not come."""
+
+
 class BadRecordError(DataError):
     """One record that cannot be read. Fatal, or skipped and counted, as data.bad_records says."""
 

@@ -7,7 +7,7 @@ from the cursor of the last batch it consumed.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,9 +37,15 @@ class Batch:
 class Loader:
     """Iterate over it once. `close` when done with it, or use it as a context manager."""
 
-    def __init__(self, stream: DocumentStream, batches: Generator[Batch, None, None], prefetch: int) -> None:
+    def __init__(
+        self,
+        stream: DocumentStream,
+        batches: Generator[Batch, None, None],
+        prefetch: int,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._stream, self._source = stream, batches
-        self._ahead = Ahead(batches, prefetch) if prefetch else None
+        self._ahead = Ahead(batches, prefetch, stop) if prefetch else None
         self._waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -87,11 +93,14 @@ def build_loader(
     split: Literal["train", "validation"] = "train",
     state: dict[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Loader:
     """Batches of `batch_sequences` sequences over all ranks, of which this rank gets its contiguous share.
 
     `state` goes on after the batch it came with, at any world size, batch size or sequence length. Batches lie in
-    pinned memory if this process has initialised CUDA by now (a run on the CPU of a GPU machine has not).
+    pinned memory if this process has initialised CUDA by now (a run on the CPU of a GPU machine has not). While a batch
+    does not come, `stop` is asked now and then; its yes raises StoppedWaiting. Not with prefetch=0: then the reader
+    itself reads.
     """
     if batch_sequences < 1 or batch_sequences % world_size:
         above = -(-max(batch_sequences, 1) // world_size) * world_size
@@ -116,7 +125,7 @@ def build_loader(
     else:
         packs = pack(stream, packing, state)
     batches = _to_torch(packs, data, device)
-    return Loader(stream, batches, data.prefetch)
+    return Loader(stream, batches, data.prefetch, stop)
 
 
 def _to_torch(packs: Batches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
+from tercet.config.train import resolved_precision
 from tercet.errors import TercetError
 from tercet.parallel.distributed import Distributed
 from tercet.parallel.launch import backend_of
@@ -28,7 +29,7 @@ class Sharded(Distributed):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
-        low = self.train.precision == "bf16" or (self.train.precision == "auto" and self.world.device.type == "cuda")
+        low = resolved_precision(self.train.precision, self.world.device.type) == "bf16"
         reduce = torch.bfloat16 if self.parallel.reduce_dtype == "bf16" else torch.float32
         # Autocast decides what is computed in bf16; here only what travels is. Inputs are left alone, so that the
         # residual stream stays in fp32 as on one device.

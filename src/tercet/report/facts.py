@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tercet.config.keys import flatten_table
 from tercet.report.attention_gates import route_counts
 from tercet.report.gates import not_a_twin, speed
-from tercet.report.read import Run, flatten
+from tercet.report.read import Run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
-from tercet.telemetry.progress import duration, quantity
+from tercet.telemetry.units import duration, quantity
 
 # Of a long run only so many events are shown; the log has them all.
 MOST_NOTES = 200
@@ -70,7 +71,7 @@ def gather(run: Run, findings: Iterable[HealthFired], twin: Run | None = None) -
         event_count=sum(len(s) for s in run.events.values()),
         samples=run.of(events.Sampled),
         config=[{"key": k, "value": _value(v), "origin": run.origins.get(k, "unknown")} for k, v in run.config.items()],
-        environment=[(k, _value(v)) for k, v in flatten(run.environment).items()],
+        environment=[(k, _value(v)) for k, v in flatten_table(run.environment).items()],
         doctor=_doctor(run),
         memory=_memory(run),
         dtypes=list(run.dtypes.items()),

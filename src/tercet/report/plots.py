@@ -10,7 +10,7 @@ from tercet.report.figure import INK, MUTED, SERIES, Plot, draw, thinned
 from tercet.report.gates import speed
 from tercet.report.read import Run
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, StepsSkipped
-from tercet.telemetry.progress import quantity
+from tercet.telemetry.units import quantity
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = SERIES
 PHASES = (

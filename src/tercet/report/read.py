@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tercet.config.keys import flatten_table
 from tercet.errors import TercetError
 from tercet.telemetry.events import (
     DoctorReported,
@@ -154,17 +155,6 @@ def read_run(folder: Path | str) -> Run:
     return dataclasses.replace(run, state=_state(run))
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested tables, whatever version of the schema they follow."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def tail(path: Path, size: int = 65536) -> list[str]:
     """The last lines of a file that may be long."""
     try:
@@ -234,7 +224,7 @@ def _fits(value: Any, declared: str) -> bool:
 
 def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
-        config = flatten(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+        config = flatten_table(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         problems.append(f"config.toml cannot be read ({type(error).__name__})")
         config = {}

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tercet.config.keys import flatten_table
 from tercet.report.facts import Facts, figures, gather
 from tercet.report.figure import SERIES, Plot, draw, thinned
 from tercet.report.plots import label_steps, series, short_numbers
-from tercet.report.read import Run, flatten
+from tercet.report.read import Run
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
 
@@ -50,7 +51,7 @@ def page(runs: list[Column], made: str) -> str:
             plots=_plots(runs),
             differences=differences([c.run.config for c in runs]),
             environments=[
-                row for row in differences([flatten(c.run.environment) for c in runs]) if row["key"] != "started"
+                row for row in differences([flatten_table(c.run.environment) for c in runs]) if row["key"] != "started"
             ],
             made=made,
         )

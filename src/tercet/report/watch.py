@@ -22,7 +22,8 @@ from tercet.errors import TercetError
 from tercet.report.read import read_run, tail
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
-from tercet.telemetry.progress import duration, printable, quantity
+from tercet.telemetry.progress import printable
+from tercet.telemetry.units import duration, quantity
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BRANCHES = (("compressed", "blue"), ("selected", "magenta"), ("window", "cyan"))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 # Dense bf16 TFLOP/s by a part of the name that CUDA reports, from the makers' data sheets. First match wins.
 _BF16_TFLOPS = (
+    ("GH200", 989.0),
     ("H200", 989.0),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
     ("H100", 989.0),
     ("H800", 989.0),
-    ("GH200", 989.0),
     ("B200", 2250.0),
     ("A100", 312.0),
     ("A800", 312.0),
@@ -17,8 +19,27 @@ _BF16_TFLOPS = (
     ("L4", 121.0),
     ("RTX 4090", 165.0),
 )
+KNOWN = tuple(part for part, _ in _BF16_TFLOPS)
+
+# Shares of the peak that whole training steps were seen to reach; an estimate says that it assumes them.
+GPU_UTILISATION = 0.30
+CPU_UTILISATION = 0.30
 
 
 def peak_flops(device_name: str) -> float | None:
     """bf16 FLOP/s that the device could do at most; None where we do not know."""
-    return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS if part in device_name), None)
+    name = device_name.lower()
+    return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS if part.lower() in name), None)
+
+
+def measured_cpu_flops(side: int = 512) -> float:
+    """fp32 FLOP/s of this machine: a tenth of a second of products says more about a CPU than its name."""
+    import numpy as np
+
+    a = np.ones((side, side), np.float32)
+    a @ a
+    done, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < 0.1:
+        a @ a
+        done += 1
+    return done * 2.0 * side**3 / spent

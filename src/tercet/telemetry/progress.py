@@ -22,26 +22,7 @@ from tercet.telemetry.events import (
     StepsSkipped,
     Validated,
 )
-
-
-def duration(seconds: float) -> str:
-    """3725 -> 1h02m."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-
-
-def quantity(value: float) -> str:
-    """12345 -> 12.3k."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{unit}" if value / limit < 1000 else f"{value / limit:.0f}{unit}"
-    return f"{value:.3g}"
+from tercet.telemetry.units import duration, quantity
 
 
 class Screen:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ import torch
 import tercet
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
+from tercet.durable import write_json
 from tercet.errors import TercetError
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
@@ -55,12 +56,17 @@ class RunFolder:
         return events_file(self.path).exists() or bool(manifest.complete_checkpoints(self.checkpoints))
 
     def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
-        """Write what is needed to repeat the run."""
+        """Write what is needed to repeat the run. A process killed meanwhile leaves each file as it was before."""
         write_config(config, origins, self.path)
-        (self.path / "env.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
+        write_json(self.path / "env.json", environment)
 
     def close(self) -> None:
         os.close(self._lock)
+
+
+def go_on(path: Path) -> str:
+    """The command that takes the run in this folder up again; its config comes with it."""
+    return f"tercet train --resume auto --run.dir {shlex.quote(str(path))}"
 
 
 def locate(config: RunConfig, resume: str | None) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from tercet.config.schema import RunConfig
-from tercet.model.cost import parameters
+from tercet.config.train import resolved_precision
+from tercet.model.cost import flops_per_token, parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.progress import quantity
+from tercet.telemetry.peak import GPU_UTILISATION, peak_flops
+from tercet.telemetry.units import duration, quantity
 from tercet.train.device import device_name
 from tercet.train.state import TrainState, compiles
 
@@ -34,7 +36,10 @@ def header_lines(
         ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
         ("step", f"{quantity(train.tokens_per_step)} tokens: {passes}"),
         ("run", f"{train.steps} steps, {all_tokens} tokens, lr {train.lr:g} ({train.schedule}), into {folder}"),
+        ("time", _time(config, state, device, strategy)),
     ]
+    if train.val_tokens:
+        lines.append(("validation", _validation(config)))
     if state.step:
         lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
     if state.parent:
@@ -46,7 +51,23 @@ def header_lines(
     return lines
 
 
+def _time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
+    """A first guess; one from measured steps follows with the first log lines."""
+    peak = peak_flops(device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return "estimated after the first log lines"
+    left = (config.train.steps - state.step) * config.train.tokens_per_step
+    rate = peak * GPU_UTILISATION * strategy.world_size / flops_per_token(config.model, config.data.seq_len)
+    return f"about {duration(left / rate)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
+
+
+def _validation(config: RunConfig) -> str:
+    asked, made = config.train.val_tokens, config.validation_passes * config.tokens_per_pass
+    rounded = "" if asked == made else f" (val_tokens={asked} rounded up to whole passes)"
+    every = config.train.val_every
+    return f"{quantity(made)} tokens{rounded}, {f'every {every} steps and ' if every else ''}at the end"
+
+
 def precision_of(config: RunConfig, device: torch.device) -> str:
     """bf16 or fp32, with `auto` resolved."""
-    asked = config.train.precision
-    return asked if asked != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    return resolved_precision(config.train.precision, device.type)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -12,6 +10,7 @@ from functools import partial
 
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
+from tercet.data.errors import StoppedWaiting
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.doctor.before import examine_before_training
@@ -24,21 +23,19 @@ from tercet.telemetry.events import EventLog, read_events
 from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.peak import peak_flops
-from tercet.telemetry.progress import Screen, duration, quantity
-from tercet.telemetry.summary import summarise
-from tercet.train import manifest
+from tercet.telemetry.progress import Screen
 from tercet.train.batches import StepBatches, to_device
-from tercet.train.checkpoint import Checkpointer
 from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
+from tercet.train.ending import close_record, disk_sentence, newest, sum_up
 from tercet.train.folder import RunFolder, environment
 from tercet.train.header import header_lines, precision_of
-from tercet.train.manifest import CheckpointError
 from tercet.train.ranks import enter, parting
 from tercet.train.sample import sample_text
+from tercet.train.saving import Saving
 from tercet.train.schedule import learning_rate
 from tercet.train.signals import StopSignals
-from tercet.train.start import check_fit, find_start
+from tercet.train.start import abandon_later, check_fit, find_start
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import train_step
 from tercet.train.validate import Validation
@@ -69,8 +66,11 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 world_size=strategy.data_ranks,
                 state=state.cursor,
                 tokenizer=tokenizer,
+                stop=lambda: stop.signal is not None,
             )
         )
+        # From here on the folder changes: everything that may be refused has been looked at.
+        said += strategy.first(lambda: abandon_later(start, folder))
         if strategy.rank == 0:
             folder.describe(config, origins or {}, environment(device, device_name(device)))
         superseded = events.rewind(folder.path, strategy.rank, state.step)
@@ -119,24 +119,15 @@ class Trainer:
     _recent: dict[int, list[Batch]] = field(default_factory=dict)  # since the last log line, for a dump
     _first_told: bool = False
     _waited: float = 0.0
-    _saved_step: int = -1
-    _failed_saves: int = 0
 
     def __post_init__(self) -> None:
         config = self.config
         self.batches = StepBatches(self.loader, config.accumulation, self.state.cursor)
         self.validation = Validation(config, self.strategy, self.tokenizer)
-        self.checkpointer = Checkpointer(
-            self.folder.checkpoints,
-            config.checkpoint,
-            rank=self.strategy.rank,
-            world_size=self.strategy.world_size,
-            process_group=self.strategy.checkpoint_group,
-        )
+        self.saving = Saving(config, self.folder, self.strategy, self.log, self.observer, self.state)
         name = device_name(self.state.device)
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
         self._flops = flops_per_token(config.model, config.data.seq_len)
-        self._saved_step = self.state.step
         self._told = {(e.kind, e.step) for e in self.past}
 
     def run(self) -> int:
@@ -149,13 +140,13 @@ class Trainer:
             self.screen.end()
             outcome = "halted" if isinstance(error, Halted) else "failed"
             if self.strategy.world_size == 1:  # on several ranks it may wait for one that is gone
-                self._let_save_end()
+                self.saving.let_end(self.screen)
             cause = self.strategy.explain(error)
             self._end(outcome, f"{type(cause).__name__}: {cause}")
             if cause is not error:
                 raise cause from error
             if isinstance(error, OSError):
-                raise TercetError(self._disk_sentence(error)) from error
+                raise TercetError(disk_sentence(error, self.folder)) from error
             raise
         return code
 
@@ -167,15 +158,32 @@ class Trainer:
             self._save()  # whatever comes, this folder has what it began with
         while state.step < steps:
             if self.strategy.any_rank(self.stop.signal is not None):
-                name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
-                return "interrupted", name, 128 + (self.stop.signal or 15)
+                return self._leave()
             self.beat.at(state.step + 1, "waiting for data")
-            batches = self.batches.next_step()
+            try:
+                batches = self.batches.next_step()
+            except StoppedWaiting:
+                return self._leave_without_data()
             if not batches:
                 return "completed", "the data ended", 0
             self._step(batches)
             self._after_step()
         return "completed", "all steps made", 0
+
+    def _leave(self) -> tuple[str, str, int]:
+        """As a signal asks."""
+        name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
+        return "interrupted", name, 128 + (self.stop.signal or 15)
+
+    def _leave_without_data(self) -> tuple[str, str, int]:
+        """A signal came while the data hung. Between two steps, so there is all that a save needs, unless others wait
+        for this rank in a step of theirs: then nothing can be done together any more."""
+        if self.strategy.world_size > 1:
+            raise TercetError(
+                f"{self._leave()[1]} while waiting for data in step {self.state.step + 1}: left without a save, since "
+                f"the other ranks are in another step; {newest(self.folder)}: go on with --resume auto"
+            )
+        return self._leave()
 
     def _step(self, batches: list[Batch]) -> None:
         state, config = self.state, self.config.train
@@ -215,7 +223,7 @@ class Trainer:
             self._validate()
         if _due(step, config.train.sample_every):
             self._sample()
-        self._collect_save(wait=False)
+        self.saving.collect(wait=False)
         if _due(step, config.checkpoint.every):
             self._save()
 
@@ -276,13 +284,11 @@ class Trainer:
         """Weights have been frozen since `step` passed the limit, so they are those that `step` ran with."""
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
         path = write_dump(self.folder.path, step, self.state.model, batches, self.config, rank=self.strategy.rank)
-        kept = manifest.complete_checkpoints(self.folder.checkpoints)
-        newest = f"the newest checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise Halted(
             f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, past the limits "
             f"(train.max_skipped={self.config.train.max_skipped}, "
             f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); run step {step} again with "
-            f"`python -m tercet.train.dump {path}`; {newest}"
+            f"`python -m tercet.train.dump {path}`; {newest(self.folder)}"
         )
 
     def _validate(self) -> None:
@@ -318,50 +324,11 @@ class Trainer:
         self.log.emit(events.Sampled(step=self.state.step, prompt=config.sample_prompt, text=text))
 
     def _save(self) -> None:
-        """Order a save of this very step; at most one is under way."""
-        state = self.state
-        self.beat.at(state.step, "saving")
-        if state.guard.halted_at():
+        """Order a save of this very step."""
+        self.beat.at(self.state.step, "saving")
+        if self.state.guard.halted_at():
             self._log()  # stops the run: steps made since the weights froze are no progress to be saved
-        with state.interval.excluded():
-            self._collect_save(wait=True)
-            self.log.sync()
-            self.checkpointer.save(
-                state.step, state.model, state.optimizer, state.run_state(self.config), state.rank_state()
-            )
-            self._saved_step = state.step
-            if not self.config.checkpoint.async_save:
-                self._collect_save(wait=True)
-
-    def _collect_save(self, *, wait: bool) -> None:
-        try:
-            saved = self.checkpointer.collect(wait=wait)
-        except CheckpointError as error:
-            self._failed_saves += 1
-            self._saved_step = -1
-            self.log.emit(events.CheckpointFailed(step=self.state.step, reason=str(error)))
-            if self._failed_saves > self.config.checkpoint.failures_allowed:
-                raise
-            return
-        if saved is not None:
-            self._failed_saves = 0
-            self.observer.outside("checkpoint", saved.blocked_seconds)
-            self.log.emit(
-                events.CheckpointSaved(
-                    step=saved.step,
-                    path=str(saved.path),
-                    bytes=saved.bytes,
-                    seconds=saved.seconds,
-                    blocked_seconds=saved.blocked_seconds,
-                )
-            )
-
-    def _let_save_end(self) -> None:
-        """A save under way when the run fails is still worth having; its own failure must not hide the first."""
-        try:
-            self._collect_save(wait=True)
-        except (CheckpointError, OSError) as error:
-            self.screen.say(f"warning: {error}", "bold red")
+        self.saving.order()
 
     def _finish(self, outcome: str, reason: str) -> None:
         """Save, sample, sum up."""
@@ -371,52 +338,31 @@ class Trainer:
                 self._log()
             self._validate()
             self._sample()
-        if state.step != self._saved_step:
+        if not self.saving.up_to_date:
             self._save()
-        self._collect_save(wait=True)
-        if self._failed_saves:
-            raise CheckpointError("the last checkpoint could not be written; see the warning above")
+        self.saving.finish()
         self.screen.end()
         self._end(outcome, reason)
         if self.strategy.rank == 0:
-            self._sum_up(completed, reason)
+            sum_up(
+                self.screen,
+                self.config,
+                self.folder,
+                state,
+                completed=completed,
+                reason=reason,
+                began=self._began,
+                bad_records=self.batches.bad_records,
+                bad_examples=self.loader.bad_records,
+            )
 
     def _end(self, outcome: str, reason: str) -> None:
-        """The closing event and metrics.json; a full disk must not hide the error that led here."""
+        """A full disk must not hide the error that led here."""
         self.beat.at(self.state.step, "ended")
         try:
-            seconds = time.time() - self._began
-            self.log.emit(events.RunEnded(step=self.state.step, outcome=outcome, reason=reason, seconds=seconds))
-            if self.strategy.rank == 0:
-                figures = summarise(read_events(self.log.path))
-                (self.folder.path / "metrics.json").write_text(json.dumps(figures, indent=1) + "\n")
+            close_record(self.log, self.folder, outcome, reason, self.state, self._began)
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
-
-    def _sum_up(self, completed: bool, reason: str) -> None:
-        figures = json.loads((self.folder.path / "metrics.json").read_text())
-        took = duration(time.time() - self._began)
-        steps = f"{self.state.step}/{self.config.train.steps} steps, {quantity(self.state.tokens)} tokens"
-        if not completed and self.state.step == 0:
-            self.screen.say(f"{reason}: left before the first step, with nothing to save")
-            return
-        if not completed:
-            self.screen.say(
-                f"{reason}: saved after step {self.state.step} and left ({steps}, {took}); "
-                f"go on with: tercet train --resume auto --run.dir {shlex.quote(str(self.folder.path))}"
-            )
-            return
-        if self.batches.bad_records:
-            said = "; ".join(self.loader.bad_records)
-            self.screen.say(f"warning: {self.batches.bad_records} bad records were left out: {said}", "bold yellow")
-        losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
-        self.screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {self.folder.path}")
-        self.screen.say(f"is it any good?  tercet report {self.folder.path}")
-
-    def _disk_sentence(self, error: OSError) -> str:
-        kept = manifest.complete_checkpoints(self.folder.checkpoints)
-        safe = f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        return f"{error.filename or self.folder.path}: {error.strerror or error}; {safe}: go on with --resume auto"
 
 
 def _due(step: int, every: int) -> bool:

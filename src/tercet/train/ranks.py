@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.errors import TercetError
 from tercet.parallel.distributed import build_strategy
@@ -18,7 +19,6 @@ from tercet.parallel.launch import Launch, LaunchError, check_launch, join
 from tercet.parallel.strategy import Single, Strategy
 from tercet.train import manifest
 from tercet.train.folder import locate
-from tercet.train.restore import flat
 
 
 def enter(
@@ -42,7 +42,7 @@ def enter(
     def folder(earlier: str | None) -> Path:
         return Path(earlier) if earlier else locate(config, resume)
 
-    world = join(launch, config.parallel, device, flat(config.model_dump(mode="json")), folder)
+    world = join(launch, config.parallel, device, flatten_table(config.model_dump(mode="json")), folder)
     path = Path(world.folder or "")
     # a machine that joins anew counts from zero, whatever the others have been through
     restarts = max(member["restarts"] for member in world.members)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.train import manifest
 from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
@@ -113,14 +114,6 @@ def set_aside(checkpoints: Path, step: int) -> list[Path]:
     return moved
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return out
-
-
 def saved_config(found: Found) -> dict[str, Any]:
     """The config of a checkpoint; keys that came to be since have their defaults."""
     try:
@@ -138,7 +131,7 @@ def saved_config(found: Found) -> dict[str, Any]:
 
 def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:
     """What differs from the saved config, one sentence each; an error where it would be another run."""
-    before, after = flat(saved), flat(now)
+    before, after = flatten_table(saved), flatten_table(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     told = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
     shape = [k for k in changed if k.startswith("model.") and k not in ("model.backend", "model.rope_scaling")]

@@ -36,11 +36,11 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(_decode(state["cuda"]), device)
 
 
-def seed_all(seed: int, rank: int = 0) -> None:
-    """Seed every generator; ranks differ, but the weights must be drawn before ranks part (with rank=0)."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
+def seed_all(seed: int) -> None:
+    """Seed every generator, on every rank alike: they draw the same weights."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _encode(state: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,14 +12,16 @@ from tercet.errors import TercetError
 from tercet.model.cost import parameters
 from tercet.telemetry.events import RunStarted, events_file, read_events
 from tercet.train import manifest, restore
-from tercet.train.folder import RunFolder
+from tercet.train.folder import RunFolder, go_on
 
 
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[restore.Found | None, list[str]]:
     """The checkpoint to go on from, if any, and what there is to say about it. Refuses to train over a run."""
     if resume is None:
         if folder.holds_a_run:
-            raise TercetError(f"{folder.path} already holds a run: go on with --resume auto, or pick another --run.dir")
+            raise TercetError(
+                f"{folder.path} already holds a run: pick another --run.dir, or go on with: {go_on(folder.path)}"
+            )
         return None, []
     manifest.sweep(folder.checkpoints)
     start = restore.choose(resume, folder.checkpoints, verify=config.checkpoint.verify)
@@ -26,23 +29,27 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
         for other in _forked_from(folder):
             if other is not None and other.parent != folder.checkpoints.resolve():
                 raise TercetError(
-                    f"{folder.path} began with {other} and has saved nothing of its own: go on with --resume {other}"
+                    f"{folder.path} began with {other} and has saved nothing of its own: go on with --resume {other} "
+                    f"--run.dir {shlex.quote(str(folder.path))}"
                 )
         return None, [f"--resume auto: {folder.checkpoints} has no complete checkpoint, starting at step 0"]
-    own = start.is_in(folder.checkpoints)
-    if not own and folder.holds_a_run and not _is_same_fork(folder, start):
+    if not start.is_in(folder.checkpoints) and folder.holds_a_run and not _is_same_fork(folder, start):
         raise TercetError(
             f"{folder.path} already holds a run, and --resume {resume} is another's: pick another --run.dir, or go on "
-            "with the run that is there by --resume auto"
+            f"with the run that is there: {go_on(folder.path)}"
         )
     now = config.model_dump(mode="json")
     allow = config.checkpoint.allow_config_change
     changes = restore.check_config(restore.saved_config(start), now, allow_change=allow)
-    said = [*start.said, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
-    if own:
-        aside = restore.set_aside(folder.checkpoints, int(start.run_state["step"]))
-        said += [f"an abandoned checkpoint is kept as {p}" for p in aside]
-    return start, said
+    return start, [*start.said, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
+
+
+def abandon_later(start: restore.Found | None, folder: RunFolder) -> list[str]:
+    """Checkpoints of steps after the one gone on from are set aside, once nothing can be refused any more."""
+    if start is None or not start.is_in(folder.checkpoints):
+        return []
+    aside = restore.set_aside(folder.checkpoints, int(start.run_state["step"]))
+    return [f"an abandoned checkpoint is kept as {p}" for p in aside]
 
 
 def _is_same_fork(folder: RunFolder, start: restore.Found) -> bool:

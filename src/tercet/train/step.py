@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tercet.config.train import resolved_precision
 from tercet.parallel.strategy import Strategy
 from tercet.train.guard import NonFiniteGuard
 from tercet.train.optim import global_norm, update
@@ -51,8 +52,7 @@ class StepResult:
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     """bf16 compute over fp32 weights, or plain fp32."""
-    chosen = precision if precision != "auto" else ("bf16" if device.type == "cuda" else "fp32")
-    if chosen == "fp32":
+    if resolved_precision(precision, device.type) == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 

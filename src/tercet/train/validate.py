@@ -55,7 +55,6 @@ class Validation:
     def _read(self, progress: Callable[[], None]) -> list[Batch]:
         if self._batches is None:
             config, found = self._config, []
-            wanted = max(1, config.train.val_tokens // config.tokens_per_pass)
             with build_loader(
                 config.data,
                 seed=config.run.seed,
@@ -65,7 +64,7 @@ class Validation:
                 split="validation",
                 tokenizer=self._tokenizer,
             ) as loader:
-                for batch in itertools.islice(loader, wanted):
+                for batch in itertools.islice(loader, config.validation_passes):
                     progress()
                     found.append(batch)
             self._batches = found

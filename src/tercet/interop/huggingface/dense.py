@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.errors import TercetError
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.attention import NativeSparseAttention
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Block, Transformer
 
@@ -114,13 +114,15 @@ def fill(model: Transformer, theirs: Mapping[str, Tensor], *, cover: Cover, gate
     def copy(into: Tensor, name: str) -> None:
         into.copy_(take(name, tuple(into.shape)))
 
+    # Qwen2 has biases before attention but none behind it, in any layer: a bias of 0 is none.
+    output_bias = any(name.endswith(".o_proj.bias") for name in theirs)
     copy(model.embedding.weight, "model.embed_tokens.weight")
     copy(model.norm.weight, "model.norm.weight")
     if model.head is not None:
         copy(model.head.weight, "lm_head.weight")
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        _fill_block(block, f"model.layers.{i}.", copy, take)
+        _fill_block(block, f"model.layers.{i}.", copy, take, output_bias=output_bias)
         if isinstance(block.attention, NativeSparseAttention):
             open_gate(block.attention, cover, gate_logit)
     surplus = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
@@ -129,7 +131,12 @@ def fill(model: Transformer, theirs: Mapping[str, Tensor], *, cover: Cover, gate
 
 
 def _fill_block(
-    block: Block, prefix: str, copy: Callable[[Tensor, str], None], take: Callable[[str, tuple[int, ...]], Tensor]
+    block: Block,
+    prefix: str,
+    copy: Callable[[Tensor, str], None],
+    take: Callable[[str, tuple[int, ...]], Tensor],
+    *,
+    output_bias: bool,
 ) -> None:
     attention, size, dim = block.attention, block.ffn.down.in_features, block.attention.dim
     copy(block.attention_norm.weight, f"{prefix}input_layernorm.weight")
@@ -148,7 +155,10 @@ def _fill_block(
         copy(attention.q_proj.bias, f"{own}q_proj.bias")
         bias = torch.cat([take(f"{own}{name}_proj.bias", (rows,)) for name in ("k", "v")])
         attention.kv_proj.bias.copy_(bias.repeat(sets))
-        _output_bias(attention, own, copy)
+        if output_bias:
+            copy(attention.o_proj.bias, f"{own}o_proj.bias")
+        else:
+            attention.o_proj.bias.zero_()
     if attention.q_norm is not None:
         copy(attention.q_norm.weight, f"{own}q_norm.weight")
         k_norm = take(f"{own}k_norm.weight", (attention.head_dim,))
@@ -156,16 +166,6 @@ def _fill_block(
         for norm in norms or ():
             assert isinstance(norm, nn.RMSNorm)
             norm.weight.copy_(k_norm)
-
-
-def _output_bias(
-    attention: NativeSparseAttention | DenseAttention, own: str, copy: Callable[[Tensor, str], None]
-) -> None:
-    """Qwen2 has biases before attention but none behind it: a bias of 0 is none."""
-    try:
-        copy(attention.o_proj.bias, f"{own}o_proj.bias")
-    except ForeignModelError:
-        attention.o_proj.bias.zero_()
 
 
 @torch.no_grad()

@@ -1,0 +1,30 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """12345 -> 12.3k, or of a unit 12.3 kFLOP."""
+    gap = " " if unit else ""
+    for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            digits = f"{value / limit:.3g}" if value / limit < 1000 else f"{value / limit:.0f}"
+            return f"{digits}{gap}{prefix}{unit}"
+    return f"{value:.3g}{gap}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """3725 -> 1h02m."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that suits them."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

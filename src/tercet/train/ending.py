@@ -1,0 +1,69 @@
+"""The last words of a run: its closing event, metrics.json, and what a person is told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from tercet.config.schema import RunConfig
+from tercet.durable import write_json
+from tercet.telemetry.events import EventLog, RunEnded, read_events
+from tercet.telemetry.progress import Screen
+from tercet.telemetry.summary import summarise
+from tercet.telemetry.units import duration, quantity
+from tercet.train import manifest
+from tercet.train.folder import RunFolder, go_on
+from tercet.train.state import TrainState
+
+METRICS = "metrics.json"
+
+
+def close_record(log: EventLog, folder: RunFolder, outcome: str, reason: str, state: TrainState, began: float) -> None:
+    """The closing event, and on rank 0 metrics.json."""
+    log.emit(RunEnded(step=state.step, outcome=outcome, reason=reason, seconds=time.time() - began))
+    if log.rank == 0:
+        write_json(folder.path / METRICS, summarise(read_events(log.path)))
+
+
+def sum_up(
+    screen: Screen,
+    config: RunConfig,
+    folder: RunFolder,
+    state: TrainState,
+    *,
+    completed: bool,
+    reason: str,
+    began: float,
+    bad_records: int,
+    bad_examples: Sequence[str],
+) -> None:
+    """One line of what was done, and what to do next."""
+    took = duration(time.time() - began)
+    steps = f"{state.step}/{config.train.steps} steps, {quantity(state.tokens)} tokens"
+    if not completed and state.step == 0:
+        screen.say(f"{reason}: left before the first step, with nothing to save")
+        return
+    if not completed:
+        screen.say(
+            f"{reason}: saved after step {state.step} and left ({steps}, {took}); go on with: {go_on(folder.path)}"
+        )
+        return
+    if bad_records:
+        screen.say(f"warning: {bad_records} bad records were left out: {'; '.join(bad_examples)}", "bold yellow")
+    figures = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
+    losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
+    screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {folder.path}")
+    screen.say(f"is it any good?  tercet report {folder.path}")
+
+
+def newest(folder: RunFolder) -> str:
+    """What is safe whatever happened, in words."""
+    kept = manifest.complete_checkpoints(folder.checkpoints)
+    return f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+
+
+def disk_sentence(error: OSError, folder: RunFolder) -> str:
+    """A disk that failed, what is safe all the same, and how to go on."""
+    where = error.filename or folder.path
+    return f"{where}: {error.strerror or error}; {newest(folder)}: go on with: {go_on(folder.path)}"

@@ -1,0 +1,37 @@
+"""What is said before anything moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runs import small
+from tercet.parallel.strategy import Single
+from tercet.train import header
+
+CPU = torch.device("cpu")
+
+
+def lines(device=CPU, step=0, **changes):
+    state = SimpleNamespace(step=step, tokens=128 * step, parent=None)
+    return dict(header.header_lines(small(**changes), state, device, Single(), "runs/x"))
+
+
+@pytest.mark.parametrize(("asked", "passes"), [(1, 1), (128, 1), (129, 2), (256, 2)])
+def test_a_validation_is_rounded_up_to_whole_passes_and_says_so(asked, passes):
+    assert small(train__val_tokens=asked).validation_passes == passes
+    told = lines(train__val_tokens=asked, train__val_every=5)["validation"]
+    assert told.startswith(f"{128 * passes} tokens")
+    assert (f"val_tokens={asked} rounded up" in told) == (asked % 128 != 0)
+    assert "validation" not in lines(train__val_tokens=0)
+
+
+def test_the_time_is_estimated_where_the_device_is_known(monkeypatch):
+    assert lines()["time"] == "estimated after the first log lines"
+    monkeypatch.setattr(header, "device_name", lambda device: "NVIDIA H200")
+    gpu = torch.device("cuda")
+    whole, half = (lines(gpu, step, train__steps=10**9)["time"] for step in (0, 5 * 10**8))
+    assert "if steps reach 30% of the device's peak" in whole
+    assert whole != half
