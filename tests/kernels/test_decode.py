@@ -1,0 +1,179 @@
+"""Decode steps of the kernels, interpreted in fp32 and fp16: the reference's outputs, stores and reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tercet
+from tercet.attention.kernels import decode
+from tercet.model.cache import HostLengths
+
+CFG = tercet.NSAConfig(
+    compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
+)
+
+
+def make(kind=tercet.NativeSparseAttention, dtype=torch.float32, **options):
+    sizes = {"dim": 16, "heads": 3, "kv_heads": 1, "head_dim": 8, "value_dim": 6, "config": CFG, **options}
+    layer = kind(**sizes).to(dtype)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def filled(layer, lengths: list[int], room: int):
+    """A cache of random tokens."""
+    cache = layer.make_cache(len(lengths), room)
+    for store in cache._stores.values():
+        store.normal_()
+    cache.lengths.copy_(torch.tensor(lengths))
+    cache.host = HostLengths(tuple(lengths))
+    return cache
+
+
+def twin(layer, cache):
+    """Another cache that holds the same."""
+    other = layer.make_cache(cache.batch, cache.max_len)
+    other._stores = {name: store.clone() for name, store in cache._stores.items()}
+    other.lengths, other.host = cache.lengths.clone(), cache.host
+    return other
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    """A step on the reference: `reference(layer, x, cache, lengths)`."""
+
+    def run(layer, x, cache, lengths=None):
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr("tercet.model.attention.why_not", lambda *_: "not now")
+            return layer(x, cache=cache, lengths=lengths)
+
+    return run
+
+
+def compare(reference, layer, lengths: list[int], active: list[list[int] | None], limit: float = 1e-5) -> None:
+    cache = filled(layer, lengths, max(lengths) + 8)
+    other = twin(layer, cache)
+    for rows in active:
+        x = torch.randn(len(lengths), 1, 16, dtype=layer.q_proj.weight.dtype)
+        told = None if rows is None else torch.tensor(rows)
+        with torch.no_grad():
+            found = layer(x, cache=cache, lengths=told)
+        assert set(layer.routes.values()) <= {"triton", "sdpa"}
+        wanted = reference(layer, x, other, told)
+        real = torch.ones(len(lengths), dtype=torch.bool) if rows is None else told.bool()
+        error = (found - wanted)[real].float().norm() / wanted[real].float().norm()
+        assert float(error) < limit, (rows, error)
+        assert torch.equal(cache.lengths, other.lengths)
+        assert torch.equal(cache.reads[real], other.reads[real])
+        assert int(cache.reads[~real].sum()) == 0
+        assert cache.host == other.host
+    for name, store in cache._stores.items():
+        torch.testing.assert_close(store[:, :-1], other._stores[name][:, :-1], atol=limit * 10, rtol=limit * 10)
+
+
+# Rows below the first block, just before and after the borders of compression blocks (8, 12, …) and selection blocks.
+def test_rows_of_unequal_lengths_equal_the_reference(reference):
+    compare(reference, make(), [6, 98], [None, [1, 0], None])
+
+
+def test_an_empty_cache_begins_with_its_first_token(reference):
+    compare(reference, make(), [0, 15], [[1, 1], None])
+
+
+def test_all_options_at_once_equal_the_reference(reference):
+    layer = make(heads=4, kv_heads=2, gate="softmax", qk_norm=True, shared_kv=True, rope_scaling=3.0, bias=True)
+    compare(reference, layer, [131], [None])
+
+
+def test_the_mean_and_other_heads_equal_the_reference(reference):
+    compare(reference, make(compression="mean", heads=5, head_dim=16, value_dim=20), [111], [None])
+
+
+def test_half_precision_equals_the_reference(reference):
+    compare(reference, make(dtype=torch.float16), [79], [None], limit=5e-3)
+
+
+@pytest.mark.parametrize(
+    "branches", [("compressed",), ("selected",), ("window",), ("compressed", "window")], ids=" ".join
+)
+def test_branches_that_are_left_out(branches, reference):
+    layer = make(branches=branches, compression="mean")
+    compare(reference, layer, [99], [None])
+
+
+def test_dense_decode_equals_the_reference(reference):
+    compare(reference, make(tercet.DenseAttention, qk_norm=True), [0, 70], [None, [0, 1]])
+
+
+def test_token_by_token_equals_the_whole():
+    layer = make(compression="mean")
+    x = torch.randn(1, 43, 16)
+    cache = layer.make_cache(1)
+    with torch.no_grad():
+        parts = [layer(x[:, :39], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(39, 43))]
+        layer.backend = "reference"
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_equal_scores_take_the_lowest_index():
+    layer = make(compression="mean")
+    cache = filled(layer, [150], 160)
+    cache._stores["k_compressed"].zero_()
+    with torch.no_grad():
+        layer(torch.randn(1, 1, 16), cache=cache)
+    assert cache.block_indices.tolist() == [[[0, 1, 8, 9]]]
+
+
+def test_scores_that_are_equal_in_different_splits_are_a_tie():
+    """One key stands out and moves the highest score of its split; all others are equal wherever they stand."""
+    layer = make(compression="mean", config=replace(CFG, select_count=5))
+    cache = filled(layer, [400], 410)
+    cache._stores["k_compressed"].zero_()
+    cache._stores["k_compressed"][:, 80:84] = 3.0  # of block 20
+    with torch.no_grad():
+        layer(torch.randn(1, 1, 16), cache=cache)
+    assert cache.block_indices[0, 0].tolist() in ([0, 1, 2, 24, 25], [0, 1, 20, 24, 25])
+
+
+def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing():
+    layer = make(compression="mean")
+    heads = decode.Heads(3, 1, 8, 6)
+    outs = []
+    q, kv, gates = torch.randn(1, 1, 24), torch.randn(1, 1, 42), torch.randn(1, 1, 9)
+    torch.manual_seed(0)
+    cache = filled(layer, [300], 310)
+    for splits, per in ((1, 1), (3, 4), (2, 3)):
+        mine = twin(layer, cache)
+        held = decode.Held(mine.lengths, mine.turns(), mine.room, **mine.stores())
+        out, read, blocks = decode.nsa_step(
+            q, kv, gates, held, None, CFG, heads, branches=layer.branches, shared=False, softmax_gate=False,
+            norms=None, phi=(decode.CompressionWeights(),) * 2, splits=splits, per=per,
+        )  # fmt: skip
+        outs.append((out, read.sum(-1), blocks))
+    for out, read, blocks in outs[1:]:
+        torch.testing.assert_close(out, outs[0][0], atol=1e-6, rtol=1e-5)
+        assert torch.equal(read, outs[0][1])
+        assert torch.equal(blocks, outs[0][2])
+
+
+def test_a_token_past_the_room_is_refused_and_nothing_changes():
+    layer = make(compression="mean")
+    cache = filled(layer, [30], 30)
+    with pytest.raises(ValueError, match="max_len=30"):
+        layer(torch.randn(1, 1, 16), cache=cache)
+    assert cache.lengths.tolist() == [30]
+
+
+def test_sizes_beyond_the_kernels_go_to_the_reference_and_say_so():
+    config = tercet.NSAConfig(compress_block=6, compress_stride=3, select_block=12, select_count=4, window=8)
+    layer = tercet.NativeSparseAttention(16, 2, 1, 8, config=config)
+    cache = layer.make_cache(1)
+    with torch.no_grad():
+        layer(torch.randn(1, 5, 16), cache=cache)
+        layer(torch.randn(1, 1, 16), cache=cache)
+    assert layer.routes["window"] == "reference"
+    assert "compress_block=6 is not a power of two" in str(layer.routes["window"].reason)
