@@ -1,0 +1,234 @@
+"""Whole training steps of a model and of its dense twin: `tercet bench train`.
+
+Cells are lengths at one number of tokens a step, and batches at one length; each is a model trained for some log
+intervals by the trainer's own step: forward, loss, backward, norm, clip, fused AdamW, the guard against steps that are
+not finite, compiled blocks, and everything that watches a run. Data are random tokens on the device: loaders are
+measured by `tercet data bench`. The kernels are compared with the reference first, each compiled model's first loss
+with its own uncompiled, and NSA's with dense's; where they differ no ratio is printed and the exit code is 1. No torch
+here: cells are measured in another process, and a cell that ends it is a cell that says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tercet.errors import TercetError
+
+KINDS = ("nsa", "dense")
+# Both start from the same distribution of weights: first losses differ by this share and by the noise of a batch.
+NEAR = 0.02
+# As a batch grows, tokens per second may fall by this share and no more.
+CLIFF = 0.03
+
+
+def cells_of(
+    preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int], batch_length: int,
+    checkpointing: str, packed: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Both kinds of a setting beside each other in time, so that a drift of the device's clock falls on both."""
+    if unknown := set(kinds) - set(KINDS):
+        raise TercetError(f"kinds={','.join(sorted(unknown))} is unknown: pick of {', '.join(KINDS)}")
+    if wrong := [length for length in lengths if tokens % length]:
+        raise TercetError(f"tokens={tokens} is not a multiple of length {wrong[0]}: give --tokens of whole sequences")
+    settings = [(tokens // length, length) for length in lengths]
+    settings += [(b, batch_length) for b in batches if (b, batch_length) not in settings]
+    return [
+        {
+            "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
+            "checkpointing": checkpointing, "packed": packed,
+        }
+        for batch, length in settings
+        for kind in kinds
+    ]  # fmt: skip
+
+
+def measured(
+    cells: list[dict[str, Any]], steps: int, repeats: int, seconds: float, parity: list[Any] | None
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """(the kernels' parity, what came of each cell). A process that dies takes one cell with it; the rest go on."""
+    checked: dict[str, Any] | None = None
+    done: list[dict[str, Any]] = []
+    while len(done) < len(cells) or (parity is not None and checked is None):
+        left = cells[len(done) :]
+        asked = {"cells": left, "steps": steps, "repeats": repeats, "parity": parity if checked is None else None}
+        command = [sys.executable, "-m", "tercet.bench.train_cell", json.dumps(asked)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        said, errors = _lines(process, len(left) + (asked["parity"] is not None), seconds)
+        for line in said:
+            if "parity" in line:
+                checked = line
+            else:
+                done.append(line)
+        if process.returncode:
+            if asked["parity"] is not None and checked is None:
+                raise TercetError(f"the kernels could not be compared with the reference: {_last(errors)}")
+            if len(done) < len(cells):
+                done.append({**cells[len(done)], "outcome": _died(process.returncode, errors)})
+                print(_row(done[-1]), flush=True)
+    return checked, done
+
+
+def _lines(process: subprocess.Popen[str], expected: int, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """JSON lines as they come; the process is ended when a line takes longer than `seconds`."""
+    import queue
+    import threading
+
+    lines: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdout, stderr = process.stdout, process.stderr
+
+    def read() -> None:
+        for line in stdout:
+            lines.put(line)
+        lines.put(None)
+
+    readers = [threading.Thread(target=read), threading.Thread(target=lambda: errors.extend(stderr))]
+    for reader in readers:
+        reader.start()
+    found: list[dict[str, Any]] = []
+    while len(found) < expected:
+        try:
+            line = lines.get(timeout=seconds)
+        except queue.Empty:
+            process.kill()
+            errors.append(f"too slow: nothing came in {seconds:.0f} s\n")
+            break
+        if line is None:
+            break
+        if line.startswith("{"):
+            found.append(json.loads(line))
+            told = _parity_words(found[-1]) if "parity" in found[-1] else _row(found[-1])
+            print(told, flush=True)
+    process.wait()
+    for reader in readers:
+        reader.join()
+    return found, "".join(errors)
+
+
+def _died(code: int, errors: str) -> str:
+    if "out of memory" in errors or code in (-9, 137):
+        return "too slow" if "too slow" in errors else "out of memory"
+    return f"failed: {_last(errors)}"
+
+
+def _last(errors: str) -> str:
+    return (errors.strip().splitlines() or ["no word of why"])[-1][:200]
+
+
+def _parity_words(checked: dict[str, Any]) -> str:
+    verdict = "right" if checked["correct"] else "WRONG: no ratio is given"
+    device, found = checked["device"], f"{checked['parity']:.1e} at worst ({checked['of']})"
+    return f"{device}, torch {checked['torch']}: kernels against the reference {found}: {verdict}"
+
+
+def _row(cell: dict[str, Any]) -> str:
+    head = f"  {cell['kind']:5} {cell['batch']:5d} x {cell['length']:<8d}"
+    if cell["outcome"] != "ok":
+        return f"{head} {cell['outcome']}"
+    memory = f"{cell['peak_gib']:7.2f} GiB" if cell["peak_gib"] is not None else ""
+    return f"{head} {cell['tokens_per_s']:10,.0f} tokens/s {cell['ms']:9.2f} ms {memory}  loss {cell['first_loss']:.4f}"
+
+
+def compared(cells: Sequence[dict[str, Any]], correct: bool) -> list[dict[str, Any]]:
+    """One row for each setting, with the ratios that may be told."""
+    by_setting: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for cell in cells:
+        setting = tuple(cell[name] for name in ("batch", "length", "checkpointing", "packed"))
+        by_setting.setdefault(setting, {})[cell["kind"]] = cell
+    rows = []
+    for (batch, length, checkpointing, packed), kinds in by_setting.items():
+        row: dict[str, Any] = {
+            "batch": batch, "length": length, "checkpointing": checkpointing, "packed": packed,
+            "times_dense": None, "times_dense_memory": None,
+        }  # fmt: skip
+        row |= {kind: kinds[kind] for kind in KINDS if kind in kinds}
+        if correct and len(kinds) == 2 and all(cell["outcome"] == "ok" for cell in kinds.values()):
+            nsa, dense = kinds["nsa"], kinds["dense"]
+            apart = abs(nsa["first_loss"] - dense["first_loss"]) / dense["first_loss"]
+            row["near"] = apart <= NEAR + (batch * length) ** -0.5
+            if row["near"]:
+                row["times_dense"] = nsa["tokens_per_s"] / dense["tokens_per_s"]
+                if nsa["peak_gib"] is not None:
+                    row["times_dense_memory"] = nsa["peak_gib"] / dense["peak_gib"]
+        rows.append(row)
+    return rows
+
+
+def cliffs(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
+    """Batches of one length that are slower, by token, than a smaller one."""
+    found = []
+    for kind in KINDS:
+        line = sorted((r["batch"], r[kind]["tokens_per_s"]) for r in rows
+                      if r["length"] == length and r.get(kind, {}).get("outcome") == "ok")  # fmt: skip
+        for (small, fast), (large, slow) in itertools.pairwise(line):
+            if slow < (1 - CLIFF) * fast:
+                found.append(f"{kind} at length {length}: batch {small} -> {large} falls to {slow / fast:.0%}")
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    lines = ["| length | batch | NSA, tokens/s | dense, tokens/s | x dense | NSA, GiB | dense, GiB | x dense |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        parts = [str(row["length"]), str(row["batch"])]
+        parts += [_figure(row.get(kind), "tokens_per_s", ",.0f") for kind in KINDS]
+        parts.append("" if row["times_dense"] is None else f"{row['times_dense']:.2f}")
+        parts += [_figure(row.get(kind), "peak_gib", ".1f") for kind in KINDS]
+        parts.append("" if row["times_dense_memory"] is None else f"{row['times_dense_memory']:.2f}")
+        lines.append("| " + " | ".join(parts) + " |")
+    return lines
+
+
+def _figure(cell: dict[str, Any] | None, name: str, form: str) -> str:
+    if cell is None:
+        return ""
+    if cell["outcome"] != "ok":
+        return str(cell["outcome"]) if name == "tokens_per_s" else ""
+    return "" if cell[name] is None else format(cell[name], form)
+
+
+def main(
+    *, preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int],
+    batch_length: int, steps: int, repeats: int, checkpointing: str, packed: bool, flags: dict[str, Any],
+    seconds: float, out: Path | None, picture: Path | None,
+) -> int:  # fmt: skip
+    begun = time.time()
+    cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed)
+    for cell in cells:
+        cell["flags"] = flags
+    check = [preset, flags] if "nsa" in kinds else None
+    checked, done = measured(cells, steps, repeats, seconds, check)
+    correct = checked is None or bool(checked["correct"])
+    rows = compared(done, correct)
+    strange = [r for r in rows if r.get("near") is False]
+    wrong = [c for c in done if c["outcome"].startswith(("wrong", "failed"))]
+    print("\n" + "\n".join(table(rows)) + "\n")
+    for row in strange:
+        losses = " and ".join(f"{row[kind]['first_loss']:.4f} ({kind})" for kind in KINDS)
+        print(f"WRONG at length {row['length']}: first losses {losses} are not near each other")
+    falls = cliffs(rows, batch_length)
+    for sentence in falls:
+        print(f"warning: {sentence}")
+    result = {
+        "bench": "train", "preset": preset, "steps": steps, "repeats": repeats, "correct": correct and not strange,
+        "checked": checked, "cliffs": falls, "seconds": time.time() - begun, "results": rows,
+    }  # fmt: skip
+    if out is not None:
+        out.write_text(json.dumps(result) + "\n")
+    if picture is not None:
+        from tercet.bench.train_plot import draw
+
+        for line in draw(result, picture):
+            print(line)
+    print(json.dumps(result))
+    return 0 if result["correct"] and not wrong else 1

@@ -1,0 +1,46 @@
+"""Heat maps of `tercet bench train`: tokens per second of both kinds and their ratio, lengths by batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def draw(result: dict[str, Any], picture: Path) -> list[str]:
+    """Writes the picture (SVG or PNG, by its name); returns what is to be said of it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return [f"{picture} was not drawn: pip install 'tercet[report]', then tercet bench train --plot RESULTS.json"]
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["results"]
+    lengths, batches = sorted({r["length"] for r in rows}), sorted({r["batch"] for r in rows})
+    pyplot.rcParams |= {"font.size": 8, "svg.hashsalt": "tercet"}
+    figure, axes = pyplot.subplots(1, 3, figsize=(3 + 2.1 * len(batches), 1.5 + 0.5 * len(lengths)), squeeze=False)
+    panels: list[tuple[str, Callable[[dict[str, Any]], float | None], str]] = [
+        ("NSA, thousand tokens/s", lambda r: _speed(r, "nsa"), ".0f"),
+        ("dense, thousand tokens/s", lambda r: _speed(r, "dense"), ".0f"),
+        ("NSA, times dense", lambda r: r["times_dense"], ".2f"),
+    ]
+    for axis, (title, value, form) in zip(axes[0], panels, strict=True):
+        found = {(r["length"], r["batch"]): value(r) for r in rows}
+        numbers = [[found.get((l, b)) for b in batches] for l in lengths]
+        axis.imshow([[float("nan") if n is None else n for n in line] for line in numbers], aspect="auto")
+        for y, line in enumerate(numbers):
+            for x, number in enumerate(line):
+                axis.text(x, y, "" if number is None else format(number, form), ha="center", va="center", color="white")
+        axis.set(title=title, xlabel="batch", ylabel="length")
+        axis.set_xticks(range(len(batches)), [str(b) for b in batches])
+        axis.set_yticks(range(len(lengths)), [str(l) for l in lengths])
+    figure.tight_layout()
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
+    pyplot.close(figure)
+    return [f"drawn: {picture}"]
+
+
+def _speed(row: dict[str, Any], kind: str) -> float | None:
+    cell = row.get(kind)
+    return cell["tokens_per_s"] / 1e3 if cell is not None and cell["outcome"] == "ok" else None

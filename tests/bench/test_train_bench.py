@@ -1,0 +1,107 @@
+"""`tercet bench train`: whole steps through the trainer, and no ratio of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tercet.bench import train, train_cell, train_plot
+from tercet.errors import TercetError
+
+
+def cell(kind: str, batch: int, length: int, speed: float, loss: float = 5.5, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": kind, "batch": batch, "length": length, "checkpointing": "none", "packed": False, "outcome": "ok",
+        "tokens_per_s": speed, "ms": 1.0, "peak_gib": 2.0, "first_loss": loss, **more,
+    }  # fmt: skip
+
+
+def test_a_cell_is_trained_by_the_trainer_and_its_first_loss_is_the_models():
+    asked = train.cells_of("tiny", ("nsa",), (64,), 128, (), 64, "none", False)
+    asked[0]["flags"] = {"run.device": "cpu", "model.layers": 1}
+    found = train_cell.measure(asked[0], steps=2, repeats=1)
+    assert found["outcome"] == "ok"
+    assert found["first_loss"] == pytest.approx(found["uncompiled_loss"], rel=1e-5)
+    assert found["last_loss"] < found["first_loss"]  # it learns its one batch by heart
+    assert found["tokens_per_s"] == pytest.approx(128 / (found["ms"] / 1e3))
+    assert found["routes"] == ["reference"]
+
+
+def test_packed_and_plain_batches_hold_the_same_sequences():
+    plain, packed = (
+        train.cells_of("tiny", ("dense",), (64,), 128, (), 64, "none", asked)[0] for asked in (False, True)
+    )
+    losses = []
+    for asked in (plain, packed):
+        asked["flags"] = {"run.device": "cpu", "model.layers": 1}
+        losses.append(train_cell.measure(asked, steps=1, repeats=0)["first_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_lengths_share_their_tokens_and_batches_their_length():
+    cells = train.cells_of("m7c", ("nsa", "dense"), (2048, 8192), 65536, (1, 32, 64), 2048, "none", False)
+    assert [(c["kind"], c["batch"], c["length"]) for c in cells] == [
+        ("nsa", 32, 2048), ("dense", 32, 2048), ("nsa", 8, 8192), ("dense", 8, 8192),
+        ("nsa", 1, 2048), ("dense", 1, 2048), ("nsa", 64, 2048), ("dense", 64, 2048),
+    ]  # fmt: skip
+    assert [c["preset"] for c in cells[:2]] == ["m7c", "m7c-dense"]
+
+
+def test_settings_that_cannot_be_are_refused_in_one_line():
+    with pytest.raises(TercetError, match="tokens=100 is not a multiple of length 64"):
+        train.cells_of("m7c", ("nsa",), (64,), 100, (), 64, "none", False)
+    with pytest.raises(TercetError, match="kinds=sparse is unknown"):
+        train.cells_of("m7c", ("sparse",), (64,), 64, (), 64, "none", False)
+
+
+@pytest.mark.parametrize(("correct", "loss", "ratio"), [(True, 5.5, 0.8), (False, 5.5, None), (True, 4.0, None)])
+def test_what_is_wrong_has_no_ratio(correct: bool, loss: float, ratio: float | None):
+    cells = [cell("nsa", 8, 8192, 80.0, loss), cell("dense", 8, 8192, 100.0)]
+    assert train.compared(cells, correct)[0]["times_dense"] == ratio
+
+
+def test_a_cell_out_of_memory_is_a_cell():
+    lost = {**cell("dense", 1, 64, 0.0), "outcome": "out of memory"}
+    rows = train.compared([cell("nsa", 1, 64, 80.0), lost], correct=True)
+    assert rows[0]["times_dense"] is None
+    assert "out of memory" in train.table(rows)[-1]
+
+
+def test_a_larger_batch_that_is_slower_is_told():
+    cells = [cell("nsa", b, 64, speed) for b, speed in ((1, 100.0), (2, 150.0), (4, 140.0), (8, 139.0))]
+    assert train.cliffs(train.compared(cells, True), 64) == ["nsa at length 64: batch 2 -> 4 falls to 93%"]
+
+
+def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for the measuring process ends with a failure at the second cell, and goes on at the third."""
+    script = (
+        "import json, sys\nfor i, c in enumerate(json.loads(sys.argv[-1])['cells']):\n"
+        "    if c['length'] == 2: sys.exit('CUDA out of memory, said the driver')\n"
+        "    figures = {'tokens_per_s': 1.0, 'ms': 1.0, 'peak_gib': 1.0, 'first_loss': 1}\n"
+        "    print(json.dumps({**c, 'outcome': 'ok', **figures}), flush=True)\n"
+    )
+    import subprocess
+    import sys
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
+    asked = [{"kind": "nsa", "batch": 1, "length": length} for length in (1, 2, 3)]
+    _, done = train.measured(asked, 1, 1, 60, None)
+    assert [c["outcome"] for c in done] == ["ok", "out of memory", "ok"]
+
+
+def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    from tercet.bench.commands import train as command
+
+    rows = train.compared([cell("nsa", 1, 64, 80.0), cell("dense", 1, 64, 100.0), cell("nsa", 2, 128, 90.0)], True)
+    (tmp_path / "results.json").write_text(json.dumps({"results": rows}))
+    picture = tmp_path / "map.svg"
+    assert command(plot=str(tmp_path / "results.json"), picture=str(picture)) == 0
+    assert "0.80" in picture.read_text() or picture.stat().st_size > 5000
+    assert train_plot.draw({"results": rows}, tmp_path / "map.png")
+    with pytest.raises(TercetError, match="--picture"):
+        command(plot=str(tmp_path / "results.json"))
