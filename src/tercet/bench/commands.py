@@ -100,5 +100,65 @@ def decode(
     )  # fmt: skip
 
 
+def train(
+    *,
+    preset: str = "m7c",
+    lengths: str = "2048,4096,8192,16384,32768,65536",
+    tokens: int = 65536,
+    batches: str = "",
+    batch_length: int = 2048,
+    kinds: str = "nsa,dense",
+    steps: int = 10,
+    repeats: int = 3,
+    checkpointing: str = "none",
+    packed: bool = False,
+    device: str = "auto",
+    seconds: float = 600,
+    out: str | None = None,
+    picture: str | None = None,
+    plot: str | None = None,
+) -> int:
+    """Whole training steps of a model and its dense twin, over lengths and batches: correctness first, then times.
+
+    Args:
+        preset: The model; its twin is the preset of the same name with -dense.
+        lengths: Sequence lengths, comma-separated, each at `tokens` a step.
+        tokens: Tokens a step for those.
+        batches: Also these batches, at one length.
+        batch_length: That length.
+        kinds: nsa, dense or both.
+        steps: Steps of a log interval; the first interval compiles, and is not counted.
+        repeats: Intervals that are timed; the median counts. 0: the first one, compiling included.
+        checkpointing: none, selective or full activation checkpointing.
+        packed: Documents packed into one row with their bounds, instead of a row each.
+        device: auto, cuda or cpu.
+        seconds: A cell that takes longer is ended, and says so.
+        out: Also write the JSON line to this file.
+        picture: Draw heat maps into this file, SVG or PNG (needs matplotlib).
+        plot: Measure nothing: draw the results in this file, as --out wrote it, into --picture.
+    """
+    from pathlib import Path
+
+    from tercet.errors import TercetError
+
+    if plot is not None:
+        import json
+
+        from tercet.bench.train_plot import draw
+
+        if picture is None:
+            raise TercetError("--plot needs --picture FILE.svg to draw into")
+        print("\n".join(draw(json.loads(Path(plot).read_text()), Path(picture))))
+        return 0
+    from tercet.bench.train import main
+
+    return main(
+        preset=preset, kinds=kinds.split(","), lengths=_numbers(lengths), tokens=tokens, batches=_numbers(batches),
+        batch_length=batch_length, steps=steps, repeats=repeats, checkpointing=checkpointing, packed=packed,
+        flags={} if device == "auto" else {"run.device": device}, seconds=seconds,
+        out=Path(out) if out else None, picture=Path(picture) if picture else None,
+    )  # fmt: skip
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
