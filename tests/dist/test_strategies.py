@@ -13,7 +13,7 @@ FAST = [
     "ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op", "cp", "cp, accumulated, recomputed",
     "cp, whole rows", "cp, blocks", "ddp, bf16 gradients", "fsdp, bf16",
 ]  # fmt: skip
-MANY = ["hsdp", "cp with data"]
+MANY = ["hsdp", "hsdp, plain", "cp with data"]
 SLOW = [
     "ddp, graph not static", "ddp, fp16 gradients", "ddp, bf16", "fsdp, accumulated", "fsdp, untied",
     "cp, replicated", "cp, bf16",
@@ -21,9 +21,12 @@ SLOW = [
 ]  # fmt: skip
 
 
+AS_SUCH = ("ddp", "fsdp", "cp", "hsdp, plain", "cp with data")
+
+
 def steps(cases: list[str]) -> list[str]:
     """Twenty for each strategy as such; its variations show themselves in the first few."""
-    return [f"{20 if case in ('ddp', 'fsdp', 'cp', 'hsdp, plain') else 3}:{case}" for case in cases]
+    return [f"{20 if case in AS_SUCH else 3}:{case}" for case in cases]
 
 
 def check(told: list[dict[str, Any]], cases: list[str]) -> None:
@@ -59,5 +62,5 @@ def test_two_ranks_train_like_one_in_every_combination():
 
 @pytest.mark.slow
 def test_four_ranks_train_like_one_with_replicated_weights():
-    cases = ["hsdp, plain", "cp with data, replicated"]
+    cases = ["cp with data, replicated"]
     check(together(4, "strategies_ranks.py", *steps(cases), timeout=600), cases)
