@@ -225,6 +225,12 @@ def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
     (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
     dense = read_run(twin.folder)
     assert not_a_twin(healthy, dense) == ""
+    config = twin.folder / "config.toml"
+    told = config.read_text()
+    config.write_text("".join(line for line in told.splitlines(keepends=True) if not line.startswith("rope_scaling")))
+    assert "rope_scaling" in told
+    assert not_a_twin(healthy, read_run(twin.folder)) == ""  # of a version that did not have the key yet
+    config.write_text(told)
     assert gate(judge(healthy, dense, FEW), "throughput").verdict == "GO"  # as fast as itself
     (twin.folder / "config.toml").write_text(
         (twin.folder / "config.toml").read_text().replace("seq_len = 128", "seq_len = 64")

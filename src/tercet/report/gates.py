@@ -10,6 +10,8 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tercet.config.keys import flatten
+from tercet.config.schema import RunConfig
 from tercet.report.checkpoints import incomplete
 from tercet.report.read import Run
 from tercet.telemetry.events import (
@@ -227,8 +229,11 @@ def throughput(run: Run, twin: Run | None, findings: list[HealthFired], limits: 
         return case.close("")
     case.show("tokens/s", f"{own:,.0f} (median)")
     against = "" if target is None else f", {target:,.0f} were asked for"
-    for finding in (f for f in findings if f.rule == "throughput_drop"):
-        case.against(f"it dropped: {finding.sentence}", "see what else ran then; look at the step-time plot")
+    drops = [f for f in findings if f.rule == "throughput_drop"]
+    if drops:
+        worst = min(drops, key=lambda f: f.value / f.threshold)
+        often = f", the worst of {len(drops)} such drops" if len(drops) > 1 else ""
+        case.against(f"it dropped: {worst.sentence}{often}", "see what else ran then; look at the step-time plot")
     if target is not None:
         if own < target:
             case.against(f"{own:,.0f} tokens/s, below the stated {target:,.0f}", "profile it: --profile.steps A:B")
@@ -238,6 +243,7 @@ def throughput(run: Run, twin: Run | None, findings: list[HealthFired], limits: 
         differs = not_a_twin(run, twin)
         other = speed(twin)
         if differs:
+            case.show("dense twin", f"none: {differs} ({twin.folder.name})")
             case.lacks(f"{twin.folder.name} is no dense twin: {differs}", twin_command(run))
         elif other is None:
             case.lacks("the dense twin has too few log intervals", "train it for longer")
@@ -294,10 +300,11 @@ def not_a_twin(run: Run, twin: Run) -> str:
         return "it ran on another device"
     if run.world_size != twin.world_size:
         return "it ran on another number of ranks"
+    defaults = flatten(RunConfig())  # a key that came to be between the two runs had its default before
     for key in sorted(set(run.config) | set(twin.config)):
-        shared = key.startswith(_THE_SAME) and not key.startswith(_ATTENTION_ONLY)
-        if shared and run.config.get(key) != twin.config.get(key):
-            return f"{key} is {twin.config.get(key)} there and {run.config.get(key)} here"
+        here, there = (r.config.get(key, defaults.get(key)) for r in (run, twin))
+        if key.startswith(_THE_SAME) and not key.startswith(_ATTENTION_ONLY) and here != there:
+            return f"{key} is {there} there and {here} here"
     return ""
 
 
@@ -343,7 +350,7 @@ def data(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
         case.lacks("no held-out loss was measured", "set train.val_every and train.val_tokens")
     if run.step < limits.min_steps:
         case.lacks(f"only {run.step} steps were made, {limits.min_steps} are needed", "train for longer")
-    return case.close(f"{source}, never starved, with a held-out loss")
+    return case.close(f"from {source}, never starved, with a held-out loss")
 
 
 def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:

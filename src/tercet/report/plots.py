@@ -77,7 +77,7 @@ def loss(run: Run, findings: Sequence[HealthFired], twin: Run | None = None) -> 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
     caption = "Every step; the band is the range within a stretch of steps."
     if top is not None:
-        caption += f" The descent from {rows[0][1]:.2f} lies above the frame."
+        caption += f" The descent from {run.steps[0].losses[0]:.2f} lies above the frame."
     if skipped:
         caption += f" {skipped} non-finite steps are left out."
     return Plot("loss", "Loss", caption, draw(paint))
