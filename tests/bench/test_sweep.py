@@ -87,3 +87,17 @@ def test_a_real_sweep_fills_its_table_and_survives_a_cell_that_cannot_run(tmp_pa
     assert [c["outcome"] == "ok" for c in cells] == [True, True, False, False]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["ok"] == 2
+
+
+@pytest.mark.slow
+def test_a_real_sweep_over_strategies_and_bucket_sizes(tmp_path, capsys):
+    code = sweep(
+        lengths=(128,), batches=(2,), strategies=("ddp", "fsdp"), bucket_mb=(0.05, 25.0), ranks=2, steps=3,
+        seconds=200, out=str(tmp_path), device="cpu",
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["cells"], summary["ok"]) == (3, 3)
+    table = (tmp_path / "sweep.md").read_text()
+    for label in ("ddp, checkpointing none, buckets of 0.05 MB", "buckets of 25 MB", "fsdp, checkpointing none"):
+        assert label in table

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from world import tell
 
 from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
+from tercet.parallel import flight_recorder
 from tercet.parallel.distributed import build_strategy
 from tercet.parallel.launch import Launch, join
 from tercet.parallel.strategy import Single
@@ -56,6 +59,7 @@ for _strategy in ("ddp", "fsdp", "cp"):
 
 # Ranks may share a GPU, since gloo carries what they exchange. There the model has sizes that the kernels take.
 DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu")
+NCCL = "--nccl" in sys.argv
 LENGTH = 1024 if DEVICE.type == "cuda" else 64
 
 
@@ -83,6 +87,10 @@ def main() -> int:
         if launch.rank == 0:
             seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
             tell(case=name, routes=got["routes"], **result, **seconds)
+    if NCCL:
+        path = flight_recorder.write(Path(folder), launch.rank, launch.world_size)
+        kept = [] if path is None else json.loads(path.read_text())["entries"]
+        tell(recorded=len(kept), kinds=sorted({entry["profiling_name"] for entry in kept}))
     world.close()
     return failed
 
@@ -94,7 +102,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
     attention, tie = ("nsa", "dense", "nsa") if settings.pop("dense", False) else "nsa", settings.pop("tie", True)
     context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
     parallel = {f"parallel__{key}": value for key, value in settings.items()}
-    on_gpu = {**GPU_SIZES, "parallel__share_gpus": True} if DEVICE.type == "cuda" else {}
+    on_gpu = {**GPU_SIZES, "parallel__share_gpus": not NCCL} if DEVICE.type == "cuda" else {}
     return small(
         **parallel,
         **on_gpu,
@@ -109,7 +117,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         train__clip=0,
         train__lr=1e-2,
         train__compile="off",
-        parallel__backend="gloo",
+        parallel__backend="nccl" if NCCL else "gloo",
         data__source="python-source",
         data__cross_document_attention=cross,
     )

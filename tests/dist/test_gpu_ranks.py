@@ -47,6 +47,17 @@ def test_two_ranks_on_one_gpu_train_like_one_in_bf16():
         assert t["gradient"] < 5e-2, t
 
 
+def test_one_rank_on_nccl_trains_like_one_process_and_keeps_a_record_of_its_collectives():
+    """What one GPU can show of NCCL: groups, mixed transports, sharding, the flight recorder."""
+    told = together(1, "strategies_ranks.py", "--cuda", "--nccl", "3:ddp", "3:fsdp", timeout=300)
+    print(told)
+    for t in told[:2]:
+        assert t["loss"] < 1e-5, t
+        assert t["gradient"] < 1e-4, t
+    assert told[2]["recorded"] > 0
+    assert any(kind.startswith("nccl:") for kind in told[2]["kinds"])
+
+
 SETTINGS = (
     SMALL
     | {key.replace("__", "."): value for key, value in GPU_SIZES.items()}
