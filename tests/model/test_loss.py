@@ -46,6 +46,22 @@ def test_fp32_stays_within_rounding_of_fp64():
     torch.testing.assert_close(loss.total.double(), exact, rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_what_is_compiled_is_the_same_loss(dtype, monkeypatch):
+    from tercet.model import loss as module
+
+    compiled = torch.compile(module._rows, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled_rows", lambda: compiled)
+    found, wanted = [], []
+    for asked, into in ((True, found), (False, wanted)):
+        hidden, weight, targets = inputs(50, 30, dtype=dtype)
+        loss = cross_entropy(hidden, weight, targets, rows=16, compiled=asked)
+        loss.total.backward()
+        with torch.no_grad():
+            into += [loss.total, hidden.grad, weight.grad, cross_entropy(hidden, weight, targets, compiled=asked).total]
+    torch.testing.assert_close(found, wanted)
+
+
 def test_batches_of_any_shape_are_flattened():
     hidden, weight, targets = inputs(24, 9)
     loss = cross_entropy(hidden.view(2, 3, 4, -1), weight, targets.view(2, 3, 4), rows=5)

@@ -8,6 +8,8 @@ pass instead, the textbook way, needs the same memory and one matmul in four mor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,22 +30,27 @@ class Loss(NamedTuple):
     """How many targets counted: int64, 0-dim, on the device."""
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None) -> Loss:
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None, *, compiled: bool = False
+) -> Loss:
     """-log softmax(hidden @ weight.T)[targets], summed over the targets that are not IGNORED.
 
-    hidden: [..., D]; weight: [V, D]; targets: int64 [...]; rows: per chunk, chosen from V if not given.
+    hidden: [..., D]; weight: [V, D]; targets: int64 [...]; rows: per chunk, chosen from V if not given. compiled: what
+    is done between the matmuls becomes two kernels, which read the logits as the matmul left them.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets {list(targets.shape)} must be hidden without its last axis {list(hidden.shape)}")
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     rows = rows or chunk_rows(weight.shape[0])
-    total = _ChunkedCrossEntropy.apply(flat, weight, targets, rows, torch.is_grad_enabled())
+    total = _ChunkedCrossEntropy.apply(flat, weight, targets, rows, torch.is_grad_enabled(), compiled)
     return Loss(total, (targets != IGNORED).sum())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, gradient: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, gradient: bool, compiled: bool
+    ) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         # needs_input_grad does not know of no_grad: without the flag, validation would form gradients too.
@@ -58,8 +65,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
                 x = hidden[part].to(dtype)
-                logits = (x @ w.t()).to(wide)
-                total += _rows_(logits, targets[part], gradient=wants_hidden or wants_weight)
+                logits = x @ w.t()
+                wanted = wants_hidden or wants_weight
+                if compiled:
+                    lost, logits = _compiled_rows()(logits, targets[part], gradient=wanted)
+                else:
+                    logits = logits.to(wide)
+                    lost = _rows_(logits, targets[part], gradient=wanted)
+                total += lost
                 d_logits = logits.to(dtype)
                 if d_hidden is not None:
                     d_hidden[part] = d_logits @ w
@@ -80,6 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -94,3 +108,22 @@ def _rows_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
         logits *= (counted / sums).unsqueeze(1)
         logits.scatter_add_(1, index, -counted.to(logits.dtype).unsqueeze(1))
     return torch.where(counted, sums.log() - chosen, 0.0).sum()
+
+
+def _rows(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor]:
+    """The same for the compiler, which wants nothing overwritten: the loss, and the gradient or the logits."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    counted = targets != IGNORED
+    index = torch.where(counted, targets, 0).unsqueeze(1)
+    shifted = x - x.amax(1, keepdim=True)
+    sums = shifted.exp().sum(1)
+    lost = torch.where(counted, sums.log() - shifted.gather(1, index).squeeze(1), 0.0).sum()
+    if not gradient:
+        return lost, logits
+    chosen = (torch.arange(x.shape[1], device=x.device) == index).to(x.dtype)
+    return lost, ((shifted.exp() / sums.unsqueeze(1) - chosen) * counted.unsqueeze(1)).to(logits.dtype)
+
+
+@lru_cache(maxsize=1)
+def _compiled_rows() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_rows, fullgraph=True)

@@ -66,6 +66,7 @@ class Transformer(nn.Module):
         # Tied means that there is no head, not that one parameter has two names: checkpoints, shards and decay
         # groups then need not know of it.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.compiled_loss = False
         self.init_weights()
 
     @torch.no_grad()
@@ -148,7 +149,7 @@ class Transformer(nn.Module):
         hidden = self.hidden(tokens, cu_seqlens, cache)
         if targets is None:
             return self.logits(hidden)
-        return cross_entropy(hidden, self._head_weight, targets)
+        return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled_loss)
 
 
 def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:

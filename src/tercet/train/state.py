@@ -84,11 +84,12 @@ def _draw(config: RunConfig) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
-    """Block by block: the code of one serves all. A block that is not made again as a whole makes its gated sums again,
-    for a sixteenth of the activations' memory."""
+    """The loss, and the model block by block: the code of one serves all. A block that is not made again as a whole
+    makes its gated sums again, for a sixteenth of the activations' memory."""
     for layer in model.modules():
         if isinstance(layer, NativeSparseAttention):
             layer.keep_sum = activation_checkpointing != "none"
+    model.compiled_loss = True  # type: ignore[assignment]
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     for block in blocks:
         block.compile()
