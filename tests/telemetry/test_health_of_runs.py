@@ -153,12 +153,16 @@ def test_a_starved_loader_is_found(tmp_path, data, monkeypatch):
 
 
 def test_a_drop_in_speed_is_found(tmp_path, data, monkeypatch):
-    seconds = itertools.chain([0.02] * 6, itertools.repeat(0.05))
-    monkeypatch.setattr("tercet.train.interval.Interval.seconds_per_step", lambda self: next(seconds))
-    monkeypatch.setattr("tercet.data.loader.Loader.wait_seconds", property(lambda self: 0.0))
-    found, _ = run(tmp_path / "run", data, **SHORT | {"train__steps": 24})
-    assert rules(found) == {"throughput_drop"}
+    def throttled(n, loss):
+        time.sleep(0.3 if n > 14 else 0.0)
+        return loss
+
+    bent(monkeypatch, throttled)
+    found, _ = run(tmp_path / "run", data, **SHORT | {"train__steps": 22})
+    fired = [f for f in found.of(HealthFired) if f.rule == "throughput_drop"]
+    assert 16 <= fired[-1].step <= 20  # three intervals in a row, the last ones before 15 perhaps slow by themselves
     assert gate(verdict(found), "throughput").verdict == "NO-GO"
+    assert "it dropped" in gate(verdict(found), "throughput").sentence
 
 
 def test_a_fallback_is_counted_told_and_no_go(tmp_path, data, monkeypatch):
@@ -173,6 +177,15 @@ def test_a_fallback_is_counted_told_and_no_go(tmp_path, data, monkeypatch):
     rows = (found.folder / "fallback_counters.csv").read_text().splitlines()
     assert rows[0] == "layer,branch,route,reason,fallback,calls"
     assert all(row.endswith(",True,12") for row in rows[1:])
+
+
+@pytest.mark.gpu
+def test_a_model_that_the_kernels_do_not_run_falls_back_on_a_gpu_and_is_told(tmp_path, data):
+    found, _ = run(tmp_path / "run", data, **SHORT, run__device="cuda", train__compile="off")
+    assert "fallback" in rules(found)
+    judged = verdict(found)
+    assert gate(judged, "routing").verdict == gate(judged, "fallbacks").verdict == "NO-GO"
+    assert "select_block=8 is not within 16" in gate(judged, "fallbacks").sentence
 
 
 def test_every_rule_has_an_action_of_its_own():
