@@ -11,6 +11,10 @@ import layer_oracle
 import tercet
 from cases import config, cu
 from oracle import causal_attention, rope
+from tercet.attention.functional import compression_blocks
+from tercet.attention.layout import Packing, Span
+from tercet.model.attention import DenseAttention, turns_of
+from tercet.model.dense import dense_route
 from tercet.model.stats import AttentionStats
 
 CFG = config()
@@ -321,3 +325,66 @@ def test_an_input_of_the_wrong_shape_is_refused_in_one_line(x, words):
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_kv": True}, {"bias": True, "value_dim": 7}], ids=str)
+def test_with_and_without_gradients_the_layer_is_the_same(options):
+    """Its projections are multiplied in another order where gradients are wanted."""
+    layer, x = make(**options), sequence(29, batch=2)
+    with torch.no_grad():
+        expected = layer(x)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 9, 29, 64])
+def test_chunks_are_compressed_as_blocks_are(tokens: int):
+    layer = make()
+    x = torch.randn(2, tokens, 2, 4, dtype=torch.float64)
+    blocks = compression_blocks(x, CFG)
+    torch.testing.assert_close(layer.compress_k(x), layer.compress_k.phi(blocks), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("documents", [(29,), (11, 2, 25, 1), (1, 13, 3, 0, 12), (3, 3, 3)], ids=str)
+def test_chunks_of_packed_documents_are_compressed_as_their_blocks_are(documents):
+    """Padding apart, which nobody reads; and their gradients, too."""
+    layer, tokens = make(), sum(documents)
+    packing = Packing(cu(documents), tokens, tokens // CFG.compress_stride, CFG)
+    real = int(packing.compressed_cu_seqlens[-1])
+    found, wanted = [], []
+    for compress, into in (
+        (lambda x: layer.compress_k(x, packing), found),
+        (lambda x: layer.compress_k.phi(compression_blocks(x, CFG, packing)), wanted),
+    ):
+        x = torch.randn(1, tokens, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        out = compress(x.requires_grad_())[:, :real]
+        grads = torch.autograd.grad(out.square().sum(), [x, *layer.compress_k.parameters()])
+        into += [out.detach(), *grads]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_turns_made_for_all_layers_are_those_that_a_layer_makes():
+    x = sequence(29)
+    for bounds in (None, cu((11, 18))):
+        packing = None if bounds is None else Packing(bounds, 29, 29 // CFG.compress_stride, CFG)
+        for layer in (make(), DenseAttention(12, 4, 2, 4).double()):
+            turns = turns_of(layer.rotary, x, packing, CFG)
+            torch.testing.assert_close(layer(x, packing, turns=turns), layer(x, packing), rtol=0, atol=0)
+
+
+def test_dense_attention_says_what_it_ran_on_and_why():
+    layer = DenseAttention(12, 4, 2, 4)
+    x = torch.randn(1, 20, 12)
+    layer(x)
+    assert layer.routes == {"dense": "sdpa"}
+    packing = Packing(cu((5, 15)), 20, 0, CFG)
+    layer(x, packing)
+    assert layer.routes == {"dense": "sdpa"}
+    packing.bounds = None  # as on a device, where reading them would synchronise
+    layer(x, packing)
+    assert layer.routes == {"dense": "reference"}
+    assert "bf16 or fp16 with Dk = Dv: here float32, Dk=4 and Dv=4" in layer.routes["dense"].reason
+
+
+def test_a_stretch_of_queries_is_said_to_run_on_the_reference():
+    q = torch.randn(1, 4, 4, 4)
+    assert dense_route(q, q, None, Span(4, 0))[0] == "reference"

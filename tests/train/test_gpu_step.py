@@ -15,6 +15,7 @@ from tercet.parallel.strategy import Single
 from tercet.train.guard import NonFiniteGuard
 from tercet.train.loop import train
 from tercet.train.optim import build_optimizer
+from tercet.train.state import compile_blocks
 from tercet.train.step import MicroBatch, StepResult, train_step
 
 pytestmark = pytest.mark.gpu
@@ -138,3 +139,31 @@ def test_a_compiled_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
         told[name] = losses(folder)
     torch.use_deterministic_algorithms(False)
     assert told["resumed"] == told["straight"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_compiled_step_has_the_gradients_of_an_uncompiled_one(attention: str, packed: bool):
+    """Every block fits into the selection, so that no near-tie can choose others."""
+    config = small(**{**SIZES, "model__nsa__select_count": 16, "model__attention": attention})
+    device = torch.device("cuda")
+    tokens = torch.randint(1, 256, (4, 1025), device=device, generator=torch.Generator(device).manual_seed(0))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    bounds = torch.tensor([0, 700, 1024, 2048, 3072, 3500, 4096], dtype=torch.int32, device=device)
+    batch = MicroBatch(inputs.view(1, -1), targets.view(1, -1), bounds) if packed else MicroBatch(inputs, targets, None)
+    found = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = Transformer(config.model).to(device)
+        for layer in model.attention_layers():  # far from its beginning, where gates and φ are at rest
+            for p in layer.parameters():
+                torch.nn.init.normal_(p, std=0.05)
+        if compiled:
+            compile_blocks(model, "none")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(batch.tokens, batch.cu_seqlens, batch.targets).total
+        (loss / targets.numel()).backward()
+        found.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}})
+    for name, wanted in found[1].items():
+        error = (found[0][name].double() - wanted.double()).norm() / wanted.double().norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"
