@@ -25,9 +25,14 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
         assert t["stats"] < 1e-12, t
     fetched = {(t["layer"], t["bounds"], t["by_blocks"]): t["bytes"] for t in told}
     for layer in ("nsa", "shared", "ablated", "wide"):
-        whole, blocks = (fetched[layer, "one document", by_blocks] for by_blocks in (False, True))
+        whole, blocks = (dict(fetched[layer, "one document", by_blocks]) for by_blocks in (False, True))
         assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
         assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer
+    # as planned, forth and back, in fp64: rows of two KV heads of 8 and 4
+    layout, row = Layout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
+    for kind, plan in {"selected": layout.reach_back(None), "compressed": layout.compressed_plan()}.items():
+        rows = plan.fetched(0) + sum(plan.received(rank, 0) for rank in (1, 2))
+        assert fetched["nsa", "one document", False][kind] == rows * row, kind
 
 
 def test_one_long_document_is_dealt_in_zig_zag_and_no_rank_has_more_than_a_percent_above_the_mean():
