@@ -177,3 +177,28 @@ def test_sizes_beyond_the_kernels_go_to_the_reference_and_say_so():
         layer(torch.randn(1, 1, 16), cache=cache)
     assert layer.routes["window"] == "reference"
     assert "compress_block=6 is not a power of two" in str(layer.routes["window"].reason)
+
+
+def test_a_prompt_in_chunks_runs_on_the_kernels_and_equals_the_whole():
+    layer = make(compression="mean", head_dim=16, value_dim=16)
+    x = torch.randn(2, 45, 16)
+    cache = layer.make_cache(2, 50)
+    parts = []
+    with torch.no_grad():
+        for part in x.split([5, 10, 30], 1):
+            parts.append(layer(part, cache=cache))
+            assert set(layer.routes.values()) == {"triton"}
+        layer.backend = "reference"
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_do_not_begin_at_one_place_go_to_the_reference_and_say_so():
+    layer = make(compression="mean")
+    cache = filled(layer, [30, 31], 40)
+    with torch.no_grad():
+        layer(torch.randn(2, 2, 16), cache=cache)
+    assert "the rows hold unequal numbers of tokens" in str(layer.routes["window"].reason)
+    cache = filled(layer, [30, 30], 40)
+    with torch.no_grad():
+        layer(torch.randn(2, 2, 16), cache=cache, lengths=torch.tensor([2, 1]))
+    assert "some rows have fewer new tokens" in str(layer.routes["window"].reason)

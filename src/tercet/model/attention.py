@@ -16,7 +16,7 @@ from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_gro
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_nsa_attention
 from tercet.model.compression import Compression
-from tercet.model.decode import dense_token, nsa_token, why_not
+from tercet.model.decode import dense_token, nsa_chunk, nsa_token, why_not, why_not_chunk
 from tercet.model.dense import dense_attention, dense_route
 from tercet.model.gate import Gate
 from tercet.model.rope import Rotary, Turn, Turns, rotate
@@ -223,11 +223,13 @@ class NativeSparseAttention(nn.Module):
 
     @torch.no_grad()  # a cache is for inference: kept tokens must not keep their graphs
     def _with_cache(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
-        reason = "asked for" if self.backend == "reference" else why_not(self, x, cache)
-        if reason is None:
+        reason: str | None = "asked for"
+        if self.backend != "reference":
+            reason = why_not(self, x, cache) if x.shape[1] == 1 else why_not_chunk(self, x, cache, lengths)
+        if reason is None and x.shape[1] == 1:
             self._ran = ("triton", None)
             return nsa_token(self, x, cache, lengths)
-        if self.backend == "triton" and any(cache.host.tokens):
+        if reason is not None and self.backend == "triton" and any(cache.host.tokens):
             raise RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" takes the reference')
         step = cache.begin(self.cache_key(), x, lengths)
         x = step.without_padding(x)
@@ -248,8 +250,11 @@ class NativeSparseAttention(nn.Module):
                 index, raw_k, raw_v = blocks
                 k_compressed = rotate(self.compress_k.phi(raw_k), self.rotary.turn(self._compressed_position(index)))
                 cache.append_compressed(step, k_compressed, self.compress_v.phi(raw_v))
-            self._ran = ("reference", reason)
-            out = cached_nsa_attention(q, gates, cache, step, self.config, self.branches)
+            if reason is None:
+                out, self._ran = nsa_chunk(self, q, gates, keys, values, cache, step)
+            else:
+                self._ran = ("reference", reason)
+                out = cached_nsa_attention(q, gates, cache, step, self.config, self.branches)
         return self.o_proj(out.flatten(2))
 
 
@@ -347,7 +352,7 @@ class DenseAttention(nn.Module):
 
     @torch.no_grad()
     def _with_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
-        if why_not(self, x, cache) is None:
+        if x.shape[1] == 1 and why_not(self, x, cache) is None:
             return dense_token(self, x, cache, lengths)
         step = cache.begin(self.cache_key(), x, lengths)
         q, k, v = self.project(step.without_padding(x), step.positions)

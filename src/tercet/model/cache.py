@@ -111,17 +111,17 @@ class _Cache:
 
     def take_rows(self, rows: Tensor) -> None:
         """Become the cache of these rows, in this order; a row may come again: beams, and batches that shrink."""
-        known = self._exact()
+        known = self.known_lengths()
         self._stores = {name: store[rows] for name, store in self._stores.items()}
         self.host = HostLengths(tuple(known[row] for row in rows.tolist()))
         self.lengths, self.batch, self.reads = self.lengths[rows], len(self.host.tokens), None
 
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Step:
         """Check that x can follow what is held, and say where its tokens stand."""
-        self._check(key, x)
+        self.check(key, x)
         batch, width = x.shape[:2]
         counts = self._counts(lengths, width)
-        before = self._exact()
+        before = self.known_lengths()
         after = [a + b for a, b in zip(before, counts, strict=True)]
         self._check_room(max(after))
         # a copy: the tensor itself stays where it is, for CUDA graphs that count in it
@@ -150,7 +150,7 @@ class _Cache:
 
         `lengths` on a device are not read back: the host then knows bounds only. Whoever runs the token counts it in
         `lengths` on the device."""
-        self._check(key, x)
+        self.check(key, x)
         exact = self.host.exact
         counts, device_counts = [1] * self.batch, None
         if lengths is not None and lengths.device.type != "cpu":
@@ -164,7 +164,7 @@ class _Cache:
         if self.max_len is not None and max(after) > self.max_len and not exact:
             # a bound that has reached the end says nothing yet
             counts = counts if lengths is None else self._counts(lengths, 1)
-            after, exact = [a + b for a, b in zip(self._exact(), counts, strict=True)], True
+            after, exact = [a + b for a, b in zip(self.known_lengths(), counts, strict=True)], True
         self._check_room(max(after))
         self._make_room(max(after))
         self.host = HostLengths(tuple(after), exact)
@@ -173,12 +173,13 @@ class _Cache:
     def replayed(self) -> None:
         """A step that was captured as a CUDA graph is about to run again; which rows it counts, the device knows."""
         if self.max_len is not None and max(self.host.tokens) >= self.max_len:
-            self._exact()
+            self.known_lengths()
         bounds = tuple(tokens + 1 for tokens in self.host.tokens)
         self._check_room(max(bounds))
         self.host = HostLengths(bounds, exact=False)
 
-    def _check(self, key: dict[str, Any], x: Tensor) -> None:
+    def check(self, key: dict[str, Any], x: Tensor) -> None:
+        """Refuse tokens that cannot follow what is held, whatever their number."""
         if key != self.key:
             theirs = ", ".join(f"{name}={self.key.get(name)!r}" for name in key if key[name] != self.key.get(name))
             ours = ", ".join(f"{name}={key[name]!r}" for name in key if key[name] != self.key.get(name))
@@ -204,7 +205,7 @@ class _Cache:
                 "make a longer one, or one that grows (max_len=None)"
             )
 
-    def _exact(self) -> list[int]:
+    def known_lengths(self) -> list[int]:
         """The rows' lengths; read back from the device if the host knows bounds only."""
         if not self.host.exact:
             self.host = HostLengths(tuple(self.lengths.tolist()))

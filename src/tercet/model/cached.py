@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from tercet.attention.reference import block_importance, combine, select
 from tercet.attention.spec import NSAConfig
@@ -121,6 +123,15 @@ def _cached_dense(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
     batch, width, heads, size = q.shape
     k, v = cache.all(step)
     groups = k.shape[2]
+    plain = k.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16) and size == v.shape[3]
+    if q.is_cuda and plain and step.level and not step.padded:
+        # rows that begin at one place: PyTorch's own kernel, its triangle in the lower right corner
+        cache.reads = (step.positions + 1)[..., None].expand(-1, -1, groups)
+        bias = causal_lower_right(width, k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True
+        )
+        return out.transpose(1, 2)
     s_index = torch.arange(k.shape[1], device=q.device)
     chunk = max(1, _CHUNK_NUMBERS // (batch * heads * k.shape[1]))
     outs, reads = [], []

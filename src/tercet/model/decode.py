@@ -1,4 +1,7 @@
-"""One new token for each row through a layer, on the GPU's decode kernels. x: [B, 1, dim] -> [B, 1, dim]"""
+"""New tokens after a cache, on the GPU: one for each row on the decode kernels, a chunk on those of whole sequences.
+
+x: [B, C, dim]; one token: [B, 1, dim] -> [B, 1, dim]
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.dispatch import TRITON_INSTALLED
-from tercet.model.cache import DenseCache, NSACache
+from tercet.attention.functional import run_nsa
+from tercet.attention.layout import Span
+from tercet.model.cache import DenseCache, NSACache, Step
 from tercet.model.compression import Compression
 
 if TYPE_CHECKING:
@@ -17,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def why_not(layer: NativeSparseAttention | DenseAttention, x: Tensor, cache: NSACache | DenseCache) -> str | None:
-    """Why the decode kernels cannot run x; None if they can."""
-    if x.shape[1] != 1:
-        return f"the kernels take one new token per row with a cache, and x has {x.shape[1]}"
+    """Why the decode kernels cannot run one token of each row; None if they can."""
     if not TRITON_INSTALLED:
         return "Triton is not installed (pip install 'tercet[kernels]')"
     from tercet.attention.kernels import decode
@@ -29,6 +32,60 @@ def why_not(layer: NativeSparseAttention | DenseAttention, x: Tensor, cache: NSA
     if reason is None and config is not None:
         reason = decode.too_long(max(cache.room, max(cache.host.tokens) + 1), config)
     return reason
+
+
+def why_not_chunk(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
+    """Why the kernels of whole sequences cannot run several tokens of each row after those of a cache."""
+    cache.check(layer.cache_key(), x)
+    if not TRITON_INSTALLED:
+        return "Triton is not installed (pip install 'tercet[kernels]')"
+    if not cache.compresses:
+        return "the window alone is kept, and the kernels want the compressed tokens too"
+    from tercet.attention import kernels
+
+    batch, width = x.shape[:2]
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else layer.q_proj.weight.dtype
+
+    def like(tokens: int, heads: int, size: int, dtype: torch.dtype = cache.dtype) -> Tensor:
+        return torch.empty((), dtype=dtype, device=x.device).expand(batch, tokens, heads, size)
+
+    keys, values = (like(1, layer.kv_heads, size) for size in (layer.head_dim, layer.value_dim))
+    q = like(width, layer.heads, layer.head_dim, dtype)
+    reason = kernels.unsupported(q, keys, values, keys, values, keys, values, layer.config)
+    if reason is not None:
+        return reason
+    if len(set(cache.known_lengths())) > 1:
+        return "the rows hold unequal numbers of tokens, and the kernels want the queries of all rows in one place"
+    if lengths is not None and any(n != width for n in lengths.tolist()):
+        return "some rows have fewer new tokens than others, and the kernels want the queries of all rows in one place"
+    return None
+
+
+def nsa_chunk(
+    layer: NativeSparseAttention, q: Tensor, gates: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor],
+    cache: NSACache, step: Step,
+) -> tuple[Tensor, tuple[str, str | None]]:  # fmt: skip
+    """A chunk whose rows all begin at the same place: a stretch of the sequences that the cache now holds."""
+    start, w = step.longest - q.shape[1], layer.config.window
+    first = max(0, start - w + 1)
+    pairs = {name: (keys[name], values[name]) for name in ("selected", "window")}
+    if cache.keeps_all:
+        k, v = cache.selected()
+        pairs["selected"] = k[:, : step.longest], v[:, : step.longest]
+    if step.window_k is not None and step.window_v is not None:
+        # of the w-1 places before the chunk those that hold a token
+        empty = w - 1 - (start - first)
+        pairs["window"] = step.window_k[:, empty:], step.window_v[:, empty:]
+    compressed = cache.compressed(step)
+    if compressed is None:
+        compressed = keys["selected"][:, :0], values["selected"][:, :0]
+    out, _, ran = run_nsa(
+        q, *compressed, *pairs["selected"], *pairs["window"], gates, config=layer.config, backend="triton",
+        branches=layer.branches, span=Span(start, 0 if cache.keeps_all else start, first),
+    )  # fmt: skip
+    cache.reads = None
+    return out, ran
 
 
 def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
