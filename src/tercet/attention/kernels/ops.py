@@ -64,7 +64,8 @@ def _documents(
 
 
 def _rows_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    B, T, H = q.shape[:3]
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(H, B, T, dtype=torch.float32)
 
 
 def _none(q: Tensor) -> Tensor:
@@ -138,14 +139,17 @@ def nsa_attend(
     ccu: Tensor | None,
     config: list[int],
     span: list[int],
+    mix: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, o of selected, its lse, o of window, its lse, and the index tensors that selected attention can
-    use again). Without gates and with one branch, out is that o."""
-    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, _config(tuple(config)), span)
+    use again). Without gates and with one branch, out is that o. Without `mix`, out is only there to be differentiated:
+    it holds anything."""
+    sizes = _config(tuple(config))
+    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, mix)
     return tuple(_none(q) if x is None else x for x in found)
 
 
-def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span):
+def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, mix):
     q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
     o_s = lse_s = o_w = lse_w = None
     saved: tuple[Tensor, ...] = ()
@@ -157,19 +161,21 @@ def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu
     outputs = [o_c, o_s, o_w]
     if gates is None and sum(o is not None for o in outputs) == 1 and o_c is None:
         out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
-    else:
+    elif mix:
         out = combine(outputs, gates)
+    else:
+        out = torch.empty_like(next(o for o in outputs if o is not None))
     return out, o_s, lse_s, o_w, lse_w, *saved, *(None,) * (SAVED - len(saved))
 
 
 @nsa_attend.register_fake
-def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span):
+def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span, mix=True):
     out, lse = _rows_like(q, next(v for v in (vc, vs, vw) if v is not None))
     alone = gates is None and o_c is None and (ks is None) != (kw is None)
-    o_s, lse_s = (_none(q), _none(q)) if ks is None else (_none(q) if alone else torch.empty_like(out), lse)
-    o_w, lse_w = (
-        (_none(q), _none(q)) if kw is None else (_none(q) if alone else torch.empty_like(out), torch.empty_like(lse))
-    )
+    o_s = _none(q) if ks is None or alone else torch.empty_like(out)
+    o_w = _none(q) if kw is None or alone else torch.empty_like(out)
+    lse_s = _none(q) if ks is None else q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse_w = _none(q) if kw is None else lse
     saved = ()
     if ks is not None:
         documents = _documents(q, kc, cu, ccu, span, 1, ks)
@@ -218,7 +224,7 @@ def _gradients(
 ):  # fmt: skip
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
     sums, planes, dgates = row_sums([o_c, o_s, o_w], dout, gates)
-    g_c, g_s, g_w = (None, None, None) if planes is None else planes.unbind(0)
+    g_c, g_s, g_w = planes
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
     by_compressed = None if kc is None else (kc, vc, lse_c, sums[0], g_c)
     by_window = None if kw is None else (kw, vw, lse_w, sums[2], g_w)
@@ -251,7 +257,7 @@ def _(
 
 
 def _keep(ctx, inputs, output) -> None:
-    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config, ctx.span = inputs
+    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config, ctx.span, _ = inputs
     out, o_s, lse_s, o_w, lse_w, *saved = output
     # a branch alone and without gates: its output is the result
     if ks is not None and (o_s is None or o_s.numel() == 0):
@@ -270,10 +276,10 @@ _KEPT = 17  # tensors before `saved`
 
 def _attend_gradient(ctx, dout, *_unused):
     if dout is None:
-        return (None,) * 15
+        return (None,) * 16
     kept = ctx.saved_tensors
     grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)
-    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 7
+    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 8
 
 
 nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
@@ -293,8 +299,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         kept = ctx.saved_tensors
         if dout is None:
-            return (None,) * 15
-        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span), *(None,) * 7
+            return (None,) * 16
+        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span), *(None,) * 8
 
 
 def _watched() -> bool:
@@ -362,8 +368,11 @@ def nsa(
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    found = ops.nsa_attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span)
-    if not keep_sum and torch.compiler.is_compiling():
+    mix = keep_sum or not torch.compiler.is_compiling()
+    found = ops.nsa_attend(
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span, mix
+    )
+    if not mix:
         selected, window = (found[1] if ks is not None else None), (found[3] if kw is not None else None)
         return made_again(found[0], [o_c, selected, window], gates), block_indices
     return found[0] if watched else found, block_indices
