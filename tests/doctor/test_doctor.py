@@ -75,15 +75,33 @@ def test_a_vocabulary_that_does_not_fit_fails():
     assert "--model.vocab-size" in found.mend
 
 
-def test_kernels_are_held_against_the_reference():
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_are_held_against_the_reference(packed):
     # Any backend can be examined so; the reference agrees with itself, up to the rounding of its inputs.
-    model, here = small().model, {"device": "cpu", "length": 64, "backend": "reference"}
+    model, here = small().model, {"device": "cpu", "length": 64, "backend": "reference", "packed": packed}
     forward, backward, slots = kernels.compare(model, torch.float32, **here)
     assert forward == backward == 0
     assert slots == 1
     forward, backward, _ = kernels.compare(model, torch.bfloat16, **here)
     assert 0 < forward < kernels.TOLERANCE["bfloat16"]
     assert 0 < backward < kernels.TOLERANCE["bfloat16"]
+
+
+def test_what_training_runs_is_what_is_examined_first(monkeypatch):
+    asked = []
+
+    def compare(model, dtype, *, device, packed):
+        asked.append((dtype, packed))
+        return 0.0, 0.0, 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "compare", compare)
+    for across in (False, True):
+        check = dict(checks(small(data__cross_document_attention=across, run__device="auto"), short=True))
+        assert "of slots equal" in check["kernel parity"]().finding
+    assert asked == [(torch.bfloat16, True), (torch.bfloat16, False)]
+    kernels.parity(small().model)
+    assert set(asked[2:]) == {(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)}
 
 
 def test_kernels_that_disagree_fail(monkeypatch):

@@ -68,7 +68,8 @@ def test_optimizer_state_and_types(made):
 
 def test_memory_by_part(made):
     record = json.loads((made.folder / "mem_step1.json").read_text())
-    assert record["parameters_mib"] == pytest.approx(record["gradients_mib"])
+    # Gradients of projections that are multiplied together may be parts of one storage, which stays whole.
+    assert 1 <= record["gradients_mib"] / record["parameters_mib"] < 1.25
     assert record["optimizer_mib"] == pytest.approx(2 * record["parameters_mib"], rel=0.05)
     assert record["host_total_gib"] > record["host_gib"] > 0
 

@@ -33,7 +33,8 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
     if uses_kernels and not (short and on_cpu):
         if not short:
             found.append(("triton", kernels.triton_works))
-        found.append(("kernel parity", lambda: kernels.parity(model, short=short)))
+        packed = config is None or not config.data.cross_document_attention
+        found.append(("kernel parity", lambda: kernels.parity(model, short=short, packed=packed)))
     found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
     if not short:
         found += [

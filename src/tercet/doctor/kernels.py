@@ -59,8 +59,11 @@ def triton_works() -> Finding:
     return Finding("triton", OK, f"Triton {triton.__version__} compiles and runs")
 
 
-def parity(model: ModelConfig | None = None, *, short: bool = False) -> Finding:
-    """Outputs and gradients of the kernels against the reference, at the run's own sizes."""
+def parity(model: ModelConfig | None = None, *, short: bool = False, packed: bool = True) -> Finding:
+    """Outputs and gradients of the kernels against the reference, at the run's own sizes.
+
+    In short only what training will run: packed documents in bf16. Those kernels would have to be compiled anyway.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -69,22 +72,32 @@ def parity(model: ModelConfig | None = None, *, short: bool = False) -> Finding:
         return Finding("kernel parity", NOT_TESTED, "Triton is not installed", "pip install 'tercet[kernels]'")
     model = model or ModelConfig()
     told, worst = [], OK
-    for dtype in (torch.bfloat16,) if short else (torch.bfloat16, torch.float32):
+    cases = [(torch.bfloat16, packed)]
+    if not short:
+        cases += [(torch.bfloat16, not packed), (torch.float32, packed)]
+    for dtype, documents in cases:
         name = str(dtype).removeprefix("torch.")
         try:
-            forward, backward, slots = compare(model, dtype, device="cuda")
+            forward, backward, slots = compare(model, dtype, device="cuda", packed=documents)
         except Unsupported as reason:
             mend = "pick sizes that they run, or say model.backend=reference"
             return Finding("kernel parity", WARNING, f"the kernels do not run this model: {reason}", mend)
         good = max(forward, backward) <= TOLERANCE[name] and slots >= SLOTS
-        told.append(f"{name}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
+        what = f"{name}, {'packed documents' if documents else 'one document'}"
+        told.append(f"{what}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
         worst = worst if good else FAILED
     mend = "" if worst == OK else "do not train on these kernels: use model.backend=reference, and report it"
     return Finding("kernel parity", worst, "; ".join(told), mend)
 
 
 def compare(
-    model: ModelConfig, dtype: Any, *, device: str, length: int | None = None, backend: str = "triton"
+    model: ModelConfig,
+    dtype: Any,
+    *,
+    device: str,
+    length: int | None = None,
+    backend: str = "triton",
+    packed: bool = True,
 ) -> tuple[float, float, float]:
     """(relative error of the output, the worst of any gradient, share of selected slots that are equal)."""
     import torch
@@ -94,7 +107,7 @@ def compare(
 
     cfg: NSAConfig = model.nsa
     # Long enough that selection really has to choose.
-    T = length or max(1024, 2 * cfg.select_count * cfg.select_block)
+    T = length or max(1024, (3 if packed else 2) * cfg.select_count * cfg.select_block)
     heads, groups, dk = model.heads, model.kv_heads, model.head_dim
     dv = model.value_dim or dk
     drawn = torch.Generator(device="cpu").manual_seed(1337)
@@ -110,6 +123,10 @@ def compare(
     gates = torch.rand(1, T, heads, 3, generator=drawn).to(device).requires_grad_(True)  # fp32, as the layer's are
     weight = torch.randn(1, T, heads, dv, generator=drawn).to(device, torch.float32)
     exact = [x.detach().float().requires_grad_(True) for x in (*inputs, gates)]
+    bounds = None
+    if packed:  # one too short for a single compressed token, and two of which one has to choose
+        first = min(cfg.compress_block - 1, T // 4)
+        bounds = torch.tensor([0, first, first + T // 4, T], dtype=torch.int32, device=device)
 
     if backend == "triton":
         reason = why_not_triton(dict(zip(names, inputs, strict=True)), cfg)
@@ -119,7 +136,13 @@ def compare(
     def run(tensors: list[Any], backend: str, blocks: Any = None) -> tuple[Any, list[Any], Any]:
         named = dict(zip(names, tensors[:-1], strict=True))
         out, aux = nsa_attention(
-            **named, gates=tensors[-1], config=cfg, backend=backend, return_aux=True, block_indices=blocks
+            **named,
+            gates=tensors[-1],
+            config=cfg,
+            cu_seqlens=bounds,
+            backend=backend,
+            return_aux=True,
+            block_indices=blocks,
         )
         return out, list(torch.autograd.grad((out.float() * weight).sum(), tensors)), aux.block_indices
 
