@@ -45,19 +45,19 @@ SMALL: dict[str, Any] = {
 }
 
 
-# Sizes that the kernels take, for runs on a GPU: heads of 64, blocks of 64.
+# The smallest sizes that the kernels take, for runs on a GPU: in fp32 most of such a test is compilation.
 GPU_SIZES: dict[str, Any] = {
-    "model__dim": 128,
-    "model__heads": 2,
-    "model__kv_heads": 1,
-    "model__head_dim": 64,
-    "model__ffn_dim": 256,
-    "model__nsa__compress_block": 32,
-    "model__nsa__compress_stride": 16,
-    "model__nsa__select_block": 64,
+    "model__dim": 64,
+    "model__heads": 4,
+    "model__kv_heads": 2,
+    "model__head_dim": 16,
+    "model__ffn_dim": 128,
+    "model__nsa__compress_block": 8,
+    "model__nsa__compress_stride": 4,
+    "model__nsa__select_block": 16,
     "model__nsa__select_count": 4,
-    "model__nsa__window": 128,
-    "data__seq_len": 1024,
+    "model__nsa__window": 32,
+    "data__seq_len": 512,
     "run__device": "cuda",
 }
 

@@ -60,7 +60,7 @@ for _strategy in ("ddp", "fsdp", "cp"):
 # Ranks may share a GPU, since gloo carries what they exchange. There the model has sizes that the kernels take.
 DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu")
 NCCL = "--nccl" in sys.argv
-LENGTH = 1024 if DEVICE.type == "cuda" else 64
+LENGTH = 512 if DEVICE.type == "cuda" else 64
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ SETTINGS = (
         "data.source": "python-source",
         "train.schedule": "constant",
         "train.lr": 0.003,
-        "train.tokens_per_step": 4096,
+        "train.tokens_per_step": 2048,
         "train.precision": "fp32",
         "train.compile": "off",
         "train.steps": 24,

@@ -28,7 +28,6 @@ def settings(run: Path) -> dict[str, str]:
     path.mkdir(parents=True, exist_ok=True)
     return {
         "TORCH_FR_BUFFER_SIZE": str(KEPT),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(KEPT),  # its name before torch 2.9
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(path / "rank_"),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path / "rank_"),
