@@ -27,9 +27,6 @@ def small(limit=None, **changes):
         "backward_rows": 16,
         "fused_rows": 16,
         "segment_rows": 64,
-        "union_keys": True,
-        "step_rows": 8,
-        "step_segment": 4,
         "union_stages": 1,
         "attend_stages": 1,
         **changes,
@@ -130,13 +127,6 @@ def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
     check(case([0, 20], 18, 1, 16, 16, CONFIG, seed=4), small(limit))
 
 
-def test_gathered_queries_give_the_union_designs_key_gradients_too():
-    settings = small(UNION, union_keys=False, range_bytes=1 << 14)
-    check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=14), settings)
-    settings = small(1.5, union_keys=False, range_bytes=1 << 14)
-    check(case([0, 130], 2, 1, 16, 16, CONFIG, seed=6), settings)
-
-
 @DESIGNS
 def test_queries_may_be_a_stretch_of_a_packed_batch(limit):
     check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, stretch=(60, 95)), small(limit))
@@ -208,7 +198,7 @@ def test_empty_memory_is_never_read(monkeypatch):
 
     def poisoned(*args, **kwargs):
         x = real(*args, **kwargs)
-        return x.fill_(float("nan") if x.is_floating_point() else 1 << 20)
+        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
 
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype))
@@ -227,7 +217,7 @@ def test_saved_shapes_follow_a_symbolic_number_of_documents():
     with mode:
         fake = sel.selected_saved_like(q, k, v, indices, CONFIG, replace(c.documents, cu=cu), small(KV_MAJOR))
     true = sel.selected_saved_like(*real, CONFIG, c.documents, small(KV_MAJOR))
-    assert isinstance(fake[5].shape[1], torch.SymInt)
+    assert isinstance(fake[4].shape[1], torch.SymInt)
     assert not mode.shape_env.guards
     assert [tuple(map(int, x.shape)) for x in fake] == [tuple(x.shape) for x in true]
 

@@ -24,7 +24,7 @@ from tercet.attention.kernels.union import document_start, token_of
 def make_keys(
     IDX,  # int32 [N, G, n]
     CU,
-    KEYS,  # int32 [N, G, n]
+    KEYS,  # int32 or, where they fit, int16 [N, G, n]
     SPAN,  # int32 [N, G]: first free slot | past the last free slot << 10 | past the last slot << 20
     N,
     T,
@@ -63,7 +63,7 @@ def make_keys(
     forced = real & ((block < INITIAL) | (block > last_free[:, None]))
     number = tl.where(real, base[:, None] + block, L - 1)
     key = (((query // range_tokens * G + g) * L)[:, None] + number) * 2 + forced.to(tl.int32)
-    tl.store(KEYS + at, key, mask=ok)
+    tl.store(KEYS + at, key.to(KEYS.dtype.element_ty), mask=ok)
     lo = tl.sum((real & (block < INITIAL)).to(tl.int32), 1)
     hi = tl.sum((real & (block <= last_free[:, None])).to(tl.int32), 1)
     past = tl.sum(real.to(tl.int32), 1)
@@ -75,7 +75,7 @@ def first_at_least(KEYS, key, begin, end, steps):
     """Bisection: the first of the sorted positions begin..end (or end) whose key is at least `key`."""
     for _ in range(steps):
         middle = (begin + end) // 2
-        less = (begin < end) & (tl.load(KEYS + middle, mask=begin < end, other=0) < key)
+        less = (begin < end) & (tl.load(KEYS + middle, mask=begin < end, other=0).to(tl.int32) < key)
         end = tl.where(less, end, middle)
         begin = tl.where(less, middle + 1, begin)
     return begin
@@ -88,7 +88,7 @@ def cut_lists(
     KEYS,  # sorted
     ORDER,  # int64: flat positions in IDX, in the order of KEYS
     LISTS,  # int32 [4, ranges * G * L]: position of first entry, past the last, first token of the block, first forced
-    PIECE,  # int32 [ranges, slots]: 1 + position of the piece's first entry, 0 where there is no piece
+    PIECE,  # int32 [2, ranges, slots]: 1 + position of the piece's first entry, 0 where there is no piece; its list
     lists,
     slots,
     N,
@@ -130,6 +130,7 @@ def cut_lists(
     for i in range(tl.max(tl.where(ok, owned, 0))):
         at = lo + i * SEGMENT
         tl.store(PIECE + slot + i, tl.where(at < hi, at + 1, 0), mask=ok & (i < owned))
+        tl.store(PIECE + (lists // (G * L)).to(tl.int64) * slots + slot + i, lst, mask=ok & (i < owned))
 
 
 @triton.jit

@@ -14,10 +14,11 @@ from tercet.attention.kernels.union import in_columns, load_block
 
 
 @triton.jit
-def this_piece(PIECE, KEYS, LISTS, lists, slots, r, wanted, SEGMENT: tl.constexpr):
+def this_piece(PIECE, LISTS, lists, slots, L, r, wanted, G: tl.constexpr, SEGMENT: tl.constexpr):
     """First and past the last entry of this program's piece, and its list. No entries: none there, or not wanted."""
-    start = tl.load(PIECE + r.to(tl.int64) * slots + tl.program_id(0)) * wanted - 1
-    lst = tl.load(KEYS + tl.maximum(start, 0)) >> 1
+    at = r.to(tl.int64) * slots + tl.program_id(0)
+    start = tl.load(PIECE + at) * wanted - 1
+    lst = tl.load(PIECE + (lists // (G * L)).to(tl.int64) * slots + at)
     past = tl.load(LISTS + lists + lst)
     return start, tl.where(start < 0, start, tl.minimum(start + SEGMENT, past)), lst
 
@@ -38,7 +39,6 @@ def attend(
     V,
     KD,
     VD,
-    KEYS,
     ORDER,
     PIECE,
     LISTS,
@@ -83,7 +83,7 @@ def attend(
     fits = (qi < BQ) & (hh < h)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
-    start, end, lst = this_piece(PIECE, KEYS, LISTS, lists, slots, r, tl.load(DECISION + r), SEGMENT)
+    start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, tl.load(DECISION + r), G, SEGMENT)
     end = tl.minimum(end, tl.load(LISTS + 3 * lists + lst))  # free entries stand before forced ones
     if (start < end) & (lst % L < L - 1):
         g = lst // L % G
@@ -126,7 +126,6 @@ def backward(
     LSE,
     ROW_SUM,
     GATE,
-    KEYS,
     ORDER,
     PIECE,
     LISTS,
@@ -190,7 +189,7 @@ def backward(
         wanted = tl.load(DECISION + r)
         if not WITH_DQ:
             wanted = 1 - wanted
-    start, end, lst = this_piece(PIECE, KEYS, LISTS, lists, slots, r, wanted, SEGMENT)
+    start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, wanted, G, SEGMENT)
     if (start < end) & (lst % L < L - 1):
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)

@@ -122,7 +122,6 @@ def sum_dkv(
     SUMS,
     LISTS,
     CU,
-    DECISION,
     DKEY,
     DVALUE,
     r,
@@ -147,11 +146,8 @@ def sum_dkv(
     DEPTH: tl.constexpr,
     PACKED: tl.constexpr,
     LAST: tl.constexpr,
-    DECIDE: tl.constexpr,
-    DIRECT: tl.constexpr,
 ):
     # Program (block number, KV head, part of the block): adds what was cut; after the last range writes dk and dv.
-    # DECIDE: only where the range's decision is KV-major has it any entries. DIRECT: what is uncut was written already.
     number = tl.program_id(0)
     g = tl.program_id(1)
     x = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -174,12 +170,10 @@ def sum_dkv(
     lst = (r * G + g) * L + number
     p0 = tl.load(LISTS + lst)
     entries = tl.load(LISTS + lists + lst) - p0
-    if DECIDE:
-        entries *= tl.load(DECISION + r)
     cut = entries > SEGMENT
     # A list that is new in this range and empty has no sum yet.
     new = (entries == 0) & (first >= begin)
-    if (first < past) & (first < end) & (cut | new | (LAST and not DIRECT)):
+    if (first < past) & (first < end) & (cut | new | LAST):
         total = tl.zeros([CHUNK], tl.float32)
         for tile in tl.static_range(HEAD_TILES):
             sums = SUMS + ((slots + g * L + number).to(tl.int64) * HEAD_TILES + tile) * SIZE + x

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.kernels import index, kv_major, kv_sums, union, union_keys
+from tercet.attention.kernels import index, kv_major, kv_sums, union
 from tercet.attention.kernels import settings as launch_settings
 from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.launching import launch
 from tercet.attention.kernels.selected_plan import Plan, SelectedSettings, default_settings, make_plan
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2
 
-SAVED = 8  # at most so many tensors pass from forward to backward
+SAVED = 7  # at most so many tensors pass from forward to backward
 
 
 class Call:
@@ -115,7 +115,7 @@ def selected_saved_like(
         return lists
     order = new(p.entries, dtype=torch.int64)
     table = new(4, p.lists + p.ranges * p.G * more)
-    return (*lists, new(2, p.ranges), new(p.entries), order, table, new(p.ranges, p.slots + p.G * more), new(p.N, p.G))
+    return (*lists, new(2, p.ranges), order, table, new(2, p.ranges, p.slots + p.G * more), new(p.N, p.G))
 
 
 def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
@@ -142,47 +142,25 @@ def _decide(c: Call, counts: Tensor) -> Tensor:
 
 def _build_index(c: Call) -> tuple[Tensor, ...]:
     p = c.plan
-    keys, lists, pieces, span = c.empty(p.entries), c.empty(4, p.lists), c.empty(p.ranges, p.slots), c.empty(p.N, p.G)
+    # Two bytes, where they hold every key, take half the passes of the sort.
+    short = 2 * p.lists < 1 << 15
+    keys = c.empty(p.entries, dtype=torch.int16 if short else torch.int32)
+    lists, pieces, span = c.empty(4, p.lists), c.empty(2, p.ranges, p.slots), c.empty(p.N, p.G)
     slots = power_of_2(p.n)
     rows = max(1, 1024 // slots)
     args = (
         c.indices, c.cu, keys, span, p.N, *c.tokens, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
         p.G, p.n, slots, rows, p.select_block, p.initial, p.local, p.packed, c.stretch,
     )  # fmt: skip
-    c.launch(index.make_keys, (-(-p.N * p.G // rows), 1, 1), args)
+    c.launch(index.make_keys, (-(-p.N * p.G // rows), 1, 1), args, short)
     keys, order = torch.sort(keys, stable=True)
     steps = (p.range_tokens * p.G * p.n).bit_length()
     args = (
         c.indices, c.cu, keys, order, lists, pieces, p.lists, p.slots, p.N, *c.tokens, p.range_tokens, p.documents,
         p.steps, steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed, c.stretch,
     )  # fmt: skip
-    c.launch(index.cut_lists, (-(-p.lists // 128), 1, 1), args)
-    return keys, order, lists, pieces, span
-
-
-def _invert_lists(c: Call, lists: Tensor, counts: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
-    p, s = c.plan, c.settings
-    zeros = torch.zeros(p.G * (p.L + p.words * p.tiles), dtype=torch.int32, device=c.device)
-    # In this order their alignment does not hang on the number of documents, which launches are not told apart by.
-    bitmap, lengths = zeros[: p.G * p.words * p.tiles], zeros[p.G * p.words * p.tiles :]
-    rows = 64
-    args = (
-        c.cu, lists, counts, chosen, lengths, bitmap, p.T, p.documents, p.steps, p.blocks_per_sequence, p.L, p.tiles,
-        p.words, p.range_tokens // p.tile_tokens, p.n, p.tile_tokens, p.step_tokens, p.forced, p.select_block, rows,
-        p.packed, not p.union_only,
-    )  # fmt: skip
-    c.launch(union_keys.count_steps, (-(-p.tiles // rows), p.G, 1), args, num_warps=2)
-    ends = torch.cumsum(lengths, 0, dtype=torch.int32)
-    table, pieces = c.empty(4, p.G, p.L), c.empty(2, p.slots)
-    step, bits = c.empty(p.steps_at_most), c.empty(p.steps_at_most)
-    search = (p.tile_tokens * p.n).bit_length()
-    args = (
-        c.cu, lists, counts, bitmap, ends, table, step, bits, pieces, *c.tokens, p.documents, p.steps,
-        p.blocks_per_sequence, p.L, p.tiles, p.words, p.slots, search, p.n, p.tile_tokens, p.step_tokens, p.forced,
-        p.select_block, s.step_segment, 512, p.packed, c.stretch,
-    )  # fmt: skip
-    c.launch(union_keys.invert, (p.L, p.G, 1), args, num_warps=4)
-    return table, step, bits, pieces
+    c.launch(index.cut_lists, (-(-p.lists // 128), 1, 1), args, short)
+    return order, lists, pieces, span
 
 
 def selected_forward(
@@ -214,7 +192,7 @@ def selected_forward(
     c.launch(union.tile_forward, grid, args, **_options(s.warps, s.union_stages, s.union_registers))
     if p.union_only:
         return o, lse, saved
-    keys, order, list_table, pieces, span = saved[3:]
+    order, list_table, pieces, span = saved[3:]
     rows = min(p.range_tokens, p.N) * p.G * p.n * p.h
     partial = c.empty(rows, p.dv, dtype=q.dtype)
     partial_lse = c.empty(rows, dtype=torch.float32)
@@ -222,7 +200,7 @@ def selected_forward(
     heads, pairs = _sum_tile(p.h)
     for r, begin, end in p.each_range():
         args = (
-            q, k, v, c.k_tiles, c.v_tiles, keys, order, pieces, list_table, decision, partial, partial_lse, r, begin,
+            q, k, v, c.k_tiles, c.v_tiles, order, pieces, list_table, decision, partial, partial_lse, r, begin,
             p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, s.attend_rows // p.kv_head_tile,
             s.attend_rows, *sizes, p.segment, wide, c.tma,
         )  # fmt: skip
@@ -253,13 +231,11 @@ def selected_backward(
     p, s = c.plan, c.settings
     lists, counts = saved[:2] if saved else _build_lists(c)
     if p.union_only:
-        decision = counts
-        if not p.step_tokens:
-            keys, order, list_table, piece_table, span = _build_index(c)
+        decision, (order, list_table, piece_table, span) = counts, _build_index(c)
     elif saved:
-        decision, keys, order, list_table, piece_table, span = saved[2:SAVED]
+        decision, order, list_table, piece_table, span = saved[2:SAVED]
     else:
-        decision, (keys, order, list_table, piece_table, span) = _decide(c, counts), _build_index(c)
+        decision, (order, list_table, piece_table, span) = _decide(c, counts), _build_index(c)
     chosen = decision if p.union_only else decision[1]
     dq = c.empty(*q.shape, dtype=q.dtype) if dq is None else dq
     dk, dv = c.empty(*k.shape, dtype=k.dtype), c.empty(*v.shape, dtype=v.dtype)
@@ -272,47 +248,18 @@ def selected_backward(
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
     c.launch(union.tile_dq, grid, args, gated, add, **_options(s.warps, s.union_dq_stages, s.union_dq_registers))
-    direct = p.union_only and p.step_tokens > 0 and p.head_tiles == 1
-    sums = c.empty(
-        p.slots + (0 if direct else p.G * p.L), p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32
-    )
+    sums = c.empty(p.slots + p.G * p.L, p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
     partial = dq if p.union_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
     heads, pairs = _sum_tile(p.h)
     wide = _wide(c, q, dout, gates)
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
-    all_keys = k.shape[0] * p.T
-
-    def sum_dkv(r: int, bounds: tuple[int, int], begin: int, tables: Tensor, lists: int, segment: int, last: bool,
-                by_steps: bool) -> None:  # fmt: skip
-        decided = p.step_tokens > 0 and not by_steps
-        args = (
-            sums, tables, c.cu, chosen, dk, dv, r, *bounds, begin * p.G * p.n, lists, p.slots, p.L, p.T, p.documents,
-            p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, segment,
-            chunk, 4, p.packed, last, decided, direct,
-        )  # fmt: skip
-        grid = (p.L - 1, p.G, -(-size // chunk))
-        c.launch(kv_sums.sum_dkv, grid, args, last, decided, direct, segment, num_warps=8)
-
-    if p.step_tokens:
-        table, step, bits, pieces = _invert_lists(c, lists, counts, chosen)
-        args = (
-            *inputs, table, step, bits, pieces, sums, dk, dv, p.N, *c.tokens, p.slots, p.L, scale, softmax_scale,
-            *c.strides, p.G, p.h, p.head_tile, p.step_tokens, p.step_rows, *sizes, s.step_segment, c.tma, gated,
-            direct, c.stretch, p.whole_steps,
-        )  # fmt: skip
-        grid = (p.steps_at_most // s.step_segment + p.G * p.L, p.head_tiles, 1)
-        c.launch(union_keys.step_dkv, grid, args, gated, **_options(s.warps, s.step_stages, s.step_registers))
-        sum_dkv(0, (0, all_keys), 0, table, p.G * p.L, s.step_segment, p.union_only, True)
-        if p.union_only:
-            return dq, dk, dv
     for r, begin, end in p.each_range():
-        # After the steps every block has a sum.
-        known, past = (all_keys, all_keys) if p.step_tokens else p.new_keys(r, all_keys, c.first_query)
-        for with_dq in (False,) if p.union_only else (True,) if p.step_tokens else (False, True):
+        known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
+        for with_dq in (False,) if p.union_only else (False, True):
             rows, stages = (s.fused_rows, s.fused_stages) if with_dq else (s.backward_rows, s.backward_stages)
             args = (
-                *inputs, keys, order, piece_table, list_table, chosen, partial, sums, r, begin, known, p.lists,
+                *inputs, order, piece_table, list_table, chosen, partial, sums, r, begin, known, p.lists,
                 p.slots, p.L, *c.tokens, scale, *c.strides, p.G, p.h, p.kv_head_tile, rows // p.kv_head_tile, rows,
                 p.n, *sizes, p.segment, wide, c.tma, not p.union_only, with_dq, gated, c.stretch,
             )  # fmt: skip
@@ -326,7 +273,13 @@ def selected_backward(
             )  # fmt: skip
             grid = _sum_grid(total, pairs, p.h, heads)
             c.launch(kv_sums.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
-        sum_dkv(r, (known, past), begin, list_table, p.lists, p.segment, r == p.ranges - 1, False)
+        last = r == p.ranges - 1
+        args = (
+            sums, list_table, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
+            p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, p.segment,
+            chunk, 4, p.packed, last,
+        )  # fmt: skip
+        c.launch(kv_sums.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
     return dq, dk, dv
 
 

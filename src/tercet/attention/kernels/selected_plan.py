@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from tercet.attention.kernels.settings import padded, power_of_2
+from tercet.attention.kernels.settings import power_of_2
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,11 @@ class SelectedSettings:
     backward_rows: int = 64  # of the backward without dq,
     fused_rows: int = 64  # and with it
     segment_rows: int = 2048  # rows that one KV-major program works through at most
-    union_keys: bool = False  # dk and dv of the union design by steps of neighbouring queries, not by gathered ones:
-    step_rows: int = 64  # rows of a step (a union tile, or an even part of one),
-    step_segment: int = 128  # and steps that one program works through at most
     warps: int = 4
     union_stages: int = 3
     union_dq_stages: int = 2
-    step_stages: int = 2
     union_registers: int = 0  # at most so many per thread, for more blocks on a multiprocessor; 0: as it comes
     union_dq_registers: int = 0
-    step_registers: int = 0
     attend_stages: int = 1
     backward_stages: int = 2
     fused_stages: int = 1
@@ -57,7 +51,7 @@ def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) ->
         return SelectedSettings(warps=8, union_stages=2, union_dq_stages=1, backward_stages=1)
     if max(dk, dv) <= 64:
         return SelectedSettings(
-            backward_rows=128, union_stages=2, union_dq_stages=3, attend_stages=3, fused_stages=2, union_keys=True,
+            backward_rows=128, union_stages=2, union_dq_registers=128, attend_stages=3, fused_stages=2,
             forward_limit=2.6, backward_limit=1.6,
         )  # fmt: skip
     return SelectedSettings()
@@ -106,11 +100,6 @@ class Plan:
     lists: int
     entries: int
     slots: int
-    step_tokens: int  # queries per step of union_keys; 0 where dk and dv come from gathered queries
-    step_rows: int
-    steps_at_most: int
-    whole_steps: bool  # a step's loads need no mask: no padding in any direction
-    words: int  # of 32 blocks each, in a document
 
     @property
     def tile_lists(self) -> tuple[int, int, int]:
@@ -180,14 +169,6 @@ def make_plan(
     union_only = min(largest_mean, tile_tokens * n) <= min(limits)
     if union_only:
         ranges, range_tokens = cut(piece_bytes)
-    parts = max(1, settings.rows // settings.step_rows)
-    if tile_tokens % parts:
-        parts = 1
-    step_tokens = tile_tokens // parts if settings.union_keys and head_tile == kv_head_tile else 0
-    tiles = -(-N // tile_tokens)
-    # Blocks in a tile's union, at most; on average over a range where the decision is for union tiles.
-    union = blocks_per_sequence + tile_tokens if union_only else max(0, math.ceil(1.001 * limits[1]))
-    steps_at_most = min(tiles * G * parts * union + ranges, N * G * n)
     L = (B * blocks_per_sequence if documents is None else T // select_block + documents) + 1
     return Plan(
         identity=_identities.setdefault((shape, itemsize, documents is None, blocks, settings), len(_identities)),
@@ -206,7 +187,7 @@ def make_plan(
         head_tiles=head_tiles,
         tile_tokens=tile_tokens,
         tile_rows=max(16, power_of_2(tile_tokens * head_tile)),
-        tiles=tiles,
+        tiles=-(-N // tile_tokens),
         kv_head_tile=kv_head_tile,
         kv_head_tiles=kv_head_tiles,
         segment=segment,
@@ -222,14 +203,5 @@ def make_plan(
         forced=0 if union_only else min(initial + local, n),
         lists=ranges * G * L,
         entries=N * G * n,
-        slots=max(
-            0 if union_only and step_tokens else min(range_tokens, N) * G * n // segment,
-            steps_at_most // settings.step_segment if step_tokens else 0,
-        )
-        + G * L,
-        step_tokens=step_tokens,
-        step_rows=max(16, power_of_2(step_tokens * head_tile)),
-        steps_at_most=steps_at_most,
-        whole_steps=h % head_tile == 0 and N * head_tile >= 2 * settings.rows and padded(dk) == dk and padded(dv) == dv,
-        words=-(-(blocks_per_sequence + 1) // 32),
+        slots=min(range_tokens, N) * G * n // segment + G * L,
     )
