@@ -26,8 +26,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-GONE = 0.05  # nats per token of the answers, mean over the last steps
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -36,6 +34,7 @@ class Stage:
     steps: int  # at most
     pairs: int
     queries: int
+    gone: float = 0.05  # nats per token of the answers, mean over `say_every` steps, at which the next stage begins
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,10 @@ class Scale:
     value_tokens: int
 
 
+LONG = {
+    "model.dim": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 64,
+    "model.ffn_dim": 256, "model.rope_theta": 1e6, "model.nsa.window": 128,
+}  # fmt: skip
 SCALES = {
     "small": Scale(
         {
@@ -55,25 +58,19 @@ SCALES = {
             "model.ffn_dim": 128, "model.nsa.compress_block": 8, "model.nsa.compress_stride": 4,
             "model.nsa.select_block": 8, "model.nsa.select_count": 8, "model.nsa.window": 16,
         },
-        (Stage(64, 16, 600, 1, 1), Stage(64, 16, 3000, 2, 2), Stage(128, 8, 2000, 4, 3), Stage(256, 4, 2000, 8, 6)),
+        (Stage(64, 16, 1000, 1, 1, 0.2), Stage(64, 16, 2000, 2, 2, 0.25), Stage(128, 8, 3000, 5, 4, 0.1),
+         Stage(256, 4, 3000, 10, 8)),
         lr=3e-3, documents=48, device="cpu", value_tokens=4,
     ),
     "long": Scale(
-        {
-            "model.dim": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 64,
-            "model.ffn_dim": 256, "model.rope_theta": 1e6, "model.nsa.window": 128,
-        },
-        (Stage(256, 128, 600, 1, 1), Stage(256, 128, 2000, 2, 2), Stage(512, 64, 1500, 8, 6),
-         Stage(1024, 32, 800, 24, 16), Stage(4096, 8, 500, 64, 48), Stage(16384, 2, 500, 100, 64)),
-        lr=1e-3, documents=16, device="cuda", value_tokens=4,
+        LONG,
+        (Stage(256, 64, 600, 1, 1, 0.2), Stage(256, 64, 600, 2, 2, 0.25), Stage(512, 32, 2000, 8, 6, 0.1),
+         Stage(1024, 16, 1000, 24, 16, 0.1), Stage(4096, 8, 600, 64, 48, 0.1), Stage(16384, 2, 600, 100, 64)),
+        lr=2e-3, documents=16, device="cuda", value_tokens=4,
     ),
     "long-one": Scale(
-        {
-            "model.dim": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 1, "model.head_dim": 64,
-            "model.ffn_dim": 256, "model.rope_theta": 1e6, "model.nsa.window": 128,
-        },
-        (Stage(256, 128, 1000, 1, 1), Stage(1024, 32, 500, 1, 1), Stage(4096, 8, 500, 1, 1),
-         Stage(16384, 4, 500, 1, 1)),
+        LONG,
+        (Stage(256, 64, 600, 1, 1), Stage(1024, 16, 400, 1, 1), Stage(4096, 8, 400, 1, 1), Stage(16384, 4, 400, 1, 1)),
         lr=2e-3, documents=128, device="cuda", value_tokens=2,
     ),
 }  # fmt: skip
@@ -157,7 +154,7 @@ def trained(
                     print(f"{name}: {stage.length} tokens, step {taken}, loss {loss:.4f}, {seconds:.0f} s", flush=True)
                     if not math.isfinite(loss):
                         raise SystemExit(f"{name}: loss {loss} at step {done}")
-                    if loss < GONE or seconds > limit:
+                    if loss < stage.gone or seconds > limit:
                         break
     happened = {"steps": done, "seconds": time.perf_counter() - begin, "history": history,
                 "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
