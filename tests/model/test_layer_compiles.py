@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tercet
-from tercet.attention import dispatch
+from tercet.attention import dispatch, layout
 from tercet.attention.layout import Packing
+from tercet.model.transformer import ModelConfig, Transformer
 
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
@@ -34,3 +35,25 @@ def test_the_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, s
     torch.testing.assert_close(compiled(x, documents), layer(x, documents))
     assert layer.routes == dict.fromkeys(layer.branches, "triton")
     assert bool(layer.stats.read()) == statistics
+
+
+def test_another_number_of_documents_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("tercet.attention.kernels")
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+    monkeypatch.setattr(kernels, "nsa", stands_in_for_the_kernels)
+    monkeypatch.setattr(layout, "_read_bounds", lambda *bounds: None)  # as on a device
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 16}
+    model = Transformer(ModelConfig(**sizes, nsa=CONFIG))
+    model.compiled = True
+    compiled = []
+
+    def count(module, inputs):  # type: ignore[no-untyped-def]
+        compiled.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=count, fullgraph=True)
+    for bounds in ([0, 30, 70], [0, 10, 20, 50, 70], [0, 70], [0, 1, 2, 3, 4, 5, 6, 70]):
+        model.hidden(torch.zeros(1, 70, dtype=torch.int64), torch.tensor(bounds, dtype=torch.int32))
+    assert len(compiled) == 1  # for both layers, too

@@ -66,7 +66,7 @@ class Transformer(nn.Module):
         # Tied means that there is no head, not that one parameter has two names: checkpoints, shards and decay
         # groups then need not know of it.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.compiled_loss = False
+        self.compiled = False  # whether blocks are: the loss is then, too
         self.init_weights()
 
     @torch.no_grad()
@@ -122,7 +122,12 @@ class Transformer(nn.Module):
         batch, length = tokens.shape
         on_cpu = cu_seqlens.device.type == "cpu"
         check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu)
-        return Packing(cu_seqlens, length, length // self.config.nsa.compress_stride, self.config.nsa)
+        packing = Packing(cu_seqlens, length, length // self.config.nsa.compress_stride, self.config.nsa)
+        if self.compiled:
+            # the number of documents is another in every batch: the compiler is told, before it compiles for one
+            for bounds in (packing.cu_seqlens, packing.compressed_cu_seqlens):
+                torch._dynamo.maybe_mark_dynamic(bounds, 0)
+        return packing
 
     def _turns(self, tokens: Tensor, packing: Any) -> Turns | None:
         """Rotary turns, worked out once for all layers; a rank's share of a sequence has positions of its own."""
@@ -149,7 +154,7 @@ class Transformer(nn.Module):
         hidden = self.hidden(tokens, cu_seqlens, cache)
         if targets is None:
             return self.logits(hidden)
-        return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled_loss)
+        return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled)
 
 
 def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:

@@ -89,7 +89,7 @@ def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
     for layer in model.modules():
         if isinstance(layer, NativeSparseAttention):
             layer.keep_sum = activation_checkpointing != "none"
-    model.compiled_loss = True  # type: ignore[assignment]
+    model.compiled = True  # type: ignore[assignment]
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     for block in blocks:
         block.compile()
