@@ -148,7 +148,9 @@ def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing():
     cache = filled(layer, [300], 310)
     for splits, per in ((1, 1), (3, 4), (2, 3)):
         mine = twin(layer, cache)
-        held = decode.Held(mine.lengths, mine.turns(), mine.room, **mine.stores())
+        held = decode.Held(
+            mine.lengths, mine.turns(), mine.room, **mine.stores(), arrived=mine.arrived(decode.arrivals(1, 1))
+        )
         out, read, blocks = decode.nsa_step(
             q, kv, gates, held, None, CFG, heads, branches=layer.branches, shared=False, softmax_gate=False,
             norms=None, phi=(decode.CompressionWeights(),) * 2, splits=splits, per=per,

@@ -32,11 +32,8 @@ HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
 _TURNS_BYTES = 256 << 20  # read by one round of all caches: several times the L2
 _MOST_COPIES, _MOST_MEMORY = 16, 24 << 30
 _REPLAYS, _REPEATS = 32, 5  # a multiple of d: every compressed token that falls due is in the mean
-_DENSE = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+# PyTorch's kernels that take grouped heads
+_DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def main(
@@ -169,7 +166,8 @@ def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
     from tercet.model.decode import phi_weights
 
     layer, cache = made.layer, made.caches[i]
-    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores())
+    arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
+    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
     heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
     phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))
 

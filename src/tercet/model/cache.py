@@ -79,6 +79,7 @@ class _Cache:
         self._reads: Tensor | None = None
         self._read_parts: Tensor | None = None
         self._turns: Tensor | None = None
+        self._arrived: Tensor | None = None
         if max_len is not None:
             self._make_room(max_len)
 
@@ -104,9 +105,15 @@ class _Cache:
             self._turns = self.key["theta"] ** -exponent / (self.key["scaling"] * 2 * math.pi)
         return self._turns
 
+    def arrived(self, size: int) -> Tensor:
+        """int32 [size]: where programs of a decode kernel count themselves; 0 between steps."""
+        if self._arrived is None:
+            self._arrived = torch.zeros(size, dtype=torch.int32, device=self.device)
+        return self._arrived
+
     def nbytes(self) -> int:
         """Bytes of everything that is kept, counted from the stores themselves."""
-        kept = [*self._stores.values(), *([] if self._turns is None else [self._turns])]
+        kept = [*self._stores.values(), *(x for x in (self._turns, self._arrived) if x is not None)]
         return sum(store.numel() * store.element_size() for store in kept)
 
     def take_rows(self, rows: Tensor) -> None:
@@ -115,6 +122,7 @@ class _Cache:
         self._stores = {name: store[rows] for name, store in self._stores.items()}
         self.host = HostLengths(tuple(known[row] for row in rows.tolist()))
         self.lengths, self.batch, self.reads = self.lengths[rows], len(self.host.tokens), None
+        self._arrived = None
 
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Step:
         """Check that x can follow what is held, and say where its tokens stand."""

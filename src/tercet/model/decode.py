@@ -92,7 +92,8 @@ def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths:
     from tercet.attention.kernels import decode
 
     counts = cache.begin_token(layer.cache_key(), x, lengths)
-    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores())
+    arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
+    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
     q, kv, gates = layer.q_proj(x), layer.kv_proj(x), layer.gate.proj(x)
     out, read, cache.block_indices = decode.nsa_step(
         q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,

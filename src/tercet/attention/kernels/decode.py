@@ -2,8 +2,8 @@
 
     append   turn q and k to their positions, keep k and v, run φ on blocks that are complete now
     attend   the compressed tokens, split over programs; scores are kept
-    score    importance of blocks
-    read     each program chooses its blocks and reads them, others read the window
+    score    importance of blocks, and the choice of the best
+    read     the selected blocks and the window
     merge    parts into branches, gates, and the token is counted
 
 Five launches (three for dense attention), nothing read back by the host, nothing whose size depends on lengths: fit
@@ -19,14 +19,14 @@ import torch
 import triton
 from torch import Tensor
 
-from tercet.attention.kernels.decode_append import Held, Norms, append
+from tercet.attention.kernels.decode_append import Held, Norms, append, arrivals
 from tercet.attention.kernels.decode_attend import attend, empty_parts, read, tile, window_tile
 from tercet.attention.kernels.decode_compress import CompressionWeights
 from tercet.attention.kernels.decode_merge import merge
 from tercet.attention.kernels.decode_select import score
 from tercet.attention.spec import NSAConfig
 
-__all__ = ["CompressionWeights", "Heads", "Held", "Norms", "dense_step", "nsa_step", "unsupported"]
+__all__ = ["CompressionWeights", "Heads", "Held", "Norms", "arrivals", "dense_step", "nsa_step", "unsupported"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SPLITS = 128
@@ -94,7 +94,7 @@ def nsa_step(
     selected_parts = -(-config.select_count // per) if "selected" in branches else 0
     window_parts = -(-config.window // (per * window_tile(config))) if "window" in branches else 0
     parts = empty_parts(turned, heads.groups, heads.value_size, a + selected_parts + window_parts)
-    scores = indices = None
+    indices = None
     if held.compressed is not None:
         logits = None
         if "selected" in branches:
@@ -104,17 +104,17 @@ def nsa_step(
         keys, values = held.compressed
         attend(turned, keys, values, held.lengths, counts, parts, a, config, logits, out="compressed" in branches)
         if logits is not None:
-            blocks = config.num_blocks(held.tokens)
-            scores = torch.empty(batch, heads.groups, blocks, dtype=torch.float32, device=device)
+            assert held.arrived is not None
             indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
-            if config.select_count > config.select_initial + config.select_local and blocks > config.select_count:
-                score(logits, parts.lse, scores, held.lengths, counts, a, config)
+            arrived = held.arrived[-pairs:]
+            blocks = config.num_blocks(held.tokens)
+            score(logits, parts.lse, indices, held.lengths, counts, arrived, a, blocks, config)
     if selected_parts + window_parts:
         ring = held.window is not None
         window = None if not window_parts else held.window if ring else held.selected
         selected = held.selected if selected_parts else None
         read(
-            turned, selected, window, ring, scores, indices, held.lengths, counts, parts, a, selected_parts,
+            turned, selected, window, ring, indices, held.lengths, counts, parts, a, selected_parts,
             window_parts, per, config,
         )  # fmt: skip
     ends = (a, a + selected_parts, parts.count)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.decode_compress import ROWS, CompressionWeights, compress
+from tercet.attention.kernels.decode_compress import ROWS, CompressionWeights, compress, slices
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import padded, power_of_2
 from tercet.attention.spec import NSAConfig
@@ -77,12 +77,13 @@ def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "phi"])
 def _append(
     Q, KV, QOUT, TURNS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC,
-    PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV,
+    PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
     batch, selected_slots, compressed_slots, phi,
     eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr,
     SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, CHUNK: tl.constexpr,
+    SLICES: tl.constexpr,
 ):  # fmt: skip
     PER_SET: tl.constexpr = G * (DK + DV)
     HALF: tl.constexpr = DK // 2
@@ -90,15 +91,19 @@ def _append(
     if COMPRESSED:
         if program < phi:
             # the long ones first
-            which = program // 2
+            rows = program // (2 * SLICES)
+            slice = program // 2 % SLICES
+            PER: tl.constexpr = SLICES * 16 * (DKP if DKP > DVP else DVP)
+            sums = SCRATCH + (program % 2 + 2 * rows) * (2 * PER)
+            arrived = ARRIVED + program % 2 + 2 * rows
             if program % 2 == 0:
-                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, TURNS, LENGTHS, COUNTS, which, batch,
-                         compressed_slots, 0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK, NORM, MASKED, MLP,
-                         True)  # fmt: skip
+                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, TURNS, LENGTHS, COUNTS, sums, sums + PER, arrived,
+                         rows, slice, batch, compressed_slots, 0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK,
+                         SLICES, NORM, MASKED, MLP, True)  # fmt: skip
             else:
-                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, which, batch,
-                         compressed_slots, G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK, False, MASKED, MLP,
-                         False)  # fmt: skip
+                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, sums, sums + PER, arrived,
+                         rows, slice, batch, compressed_slots, G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK,
+                         SLICES, False, MASKED, MLP, False)  # fmt: skip
     if program >= phi:
         b = (program - phi) // G
         g = (program - phi) % G
@@ -150,6 +155,12 @@ class Held:
     window: tuple[Tensor, Tensor] | None = None  # a ring
     compressed: tuple[Tensor, Tensor] | None = None
     raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens
+    arrived: Tensor | None = None  # int32 [arrivals(…)]: programs that have come to a meeting point, 0 between steps
+
+
+def arrivals(batch: int, groups: int) -> int:
+    """Meeting points of a step: of φ's slices, two for every 16 pairs, and of the scores of each pair."""
+    return 2 * -(-batch * groups // ROWS) + batch * groups
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,11 @@ def append(
     sets = 1 if shared else 3
     dtype = next(x for x in (held.selected, held.window, held.compressed) if x is not None)[0].dtype
     out = torch.empty(batch, heads, key_size, dtype=dtype, device=q.device)
-    programs = 0 if held.raw is None else 2 * -(-batch * groups // ROWS)
+    meetings = 0 if held.raw is None else 2 * -(-batch * groups // ROWS)
+    count = slices(config.compress_block)
+    largest = max(padded(key_size), padded(value_size))
+    scratch = torch.empty(meetings, 2, count, ROWS, largest, dtype=torch.float32, device=q.device)
+    programs = meetings * count
     keys = (None,) * 3 if norms is None else norms.keys * 3 if shared else norms.keys
     parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed)]
     weights = (CompressionWeights(),) * 2 if phi is None else phi
@@ -182,13 +197,14 @@ def append(
     call(
         _append, (programs + batch * groups,),
         (q, kv, out, held.turns, held.lengths, counts, None if norms is None else norms.q, *keys,
-         *parts[0], *parts[1], *parts[2], *parts[3], *weights[0].all(), *weights[1].all()),
+         *parts[0], *parts[1], *parts[2], *parts[3], *weights[0].all(), *weights[1].all(),
+         scratch, held.arrived),
         (batch, slots, compressed_slots, programs),
         (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets,
          groups, heads // groups, power_of_2(heads // groups), key_size, value_size, power_of_2(key_size // 2),
          padded(key_size), padded(value_size), norms is not None, counts is not None, mlp,
          held.selected is not None, held.window is not None, held.raw is not None,
-         64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16),
-        num_warps=4, num_stages=2,
+         64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count),
+        num_warps=8 if programs else 4, num_stages=2,
     )  # fmt: skip
     return out

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.decode_select import block_at, chosen_places
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, padded
 from tercet.attention.spec import NSAConfig
@@ -134,17 +133,16 @@ def _attend(
         tl.store(READ + (b.to(tl.int64) * G + g) * parts + split, 0)
 
 
-@triton.jit(do_not_specialize=["slots", "window_slots", "blocks", "after", "selected_parts", "parts"])
+@triton.jit(do_not_specialize=["slots", "window_slots", "after", "selected_parts", "parts"])
 def _read(
-    Q, KS, VS, KW, VW, SCORES, INDICES, LENGTHS, COUNTS, O, LSE, READ,
-    slots, window_slots, blocks, after, selected_parts, parts, scale,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, WINDOW: tl.constexpr,
+    Q, KS, VS, KW, VW, INDICES, LENGTHS, COUNTS, O, LSE, READ,
+    slots, window_slots, after, selected_parts, parts, scale,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, WINDOW: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, NP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr,
+    DVP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr,
     SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The selected blocks, PER of them to a program, which chooses them itself, and the window, PER·N keys to a
-    program."""
+    """The selected blocks, PER of them to a program, and the window, PER·N keys to a program."""
     part = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
@@ -163,21 +161,16 @@ def _read(
                 i = tl.arange(0, BLOCK)
                 pair = b.to(tl.int64) * G + g
                 at = b.to(tl.int64) * slots * G + g
-                free = (part * PER + PER > INITIAL) & (part * PER < COUNT - LOCAL)
-                place = chosen_places(SCORES + pair * blocks, free, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
-                for n in tl.static_range(PER):
-                    slot = part * PER + n
-                    block = block_at(place, slot, t // BLOCK, COUNT, INITIAL, LOCAL, NP)
-                    if slot < COUNT:
-                        tl.store(INDICES + pair * COUNT + slot, block)
-                        if block >= 0:
-                            some = block * BLOCK + i <= t
-                            row = block.to(tl.int64) * (BLOCK * G)
-                            k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
-                            v = _vectors(VS + (at + row) * DV, i, some, G * DV, DV, DVP)
-                            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                            m, l, acc = _step(s, v, some, m, l, acc)
-                            read += tl.sum(some.to(tl.int32), 0)
+                end = tl.minimum(tl.minimum(part * PER + PER, COUNT), t // BLOCK + 1)
+                for slot in tl.range(part * PER, end):
+                    block = tl.load(INDICES + pair * COUNT + slot)
+                    some = block * BLOCK + i <= t
+                    row = block.to(tl.int64) * (BLOCK * G)
+                    k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
+                    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    v = _vectors(VS + (at + row) * DV, i, some, G * DV, DV, DVP)
+                    m, l, acc = _step(s, v, some, m, l, acc)
+                    read += tl.sum(some.to(tl.int32), 0)
         if WINDOWED:
             if part >= selected_parts:
                 i = tl.arange(0, N)
@@ -226,28 +219,25 @@ def attend(
 
 def read(
     q: Tensor, selected: tuple[Tensor, Tensor] | None, window: tuple[Tensor, Tensor] | None, ring: bool,
-    scores: Tensor | None, indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
+    indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
     after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig,
 ) -> None:  # fmt: skip
-    """Selected blocks and window: the parts from `after` on. scores: fp32 [B, G, blocks]; indices: int32 [B, G, n]"""
+    """Selected blocks and window: the parts from `after` on. indices: int32 [B, G, n]"""
     batch, heads, size = q.shape
     keys, values = selected or window  # type: ignore[misc]
     ks, vs = selected or (None, None)
     kw, vw = window or (None, None)
     groups, value_size = keys.shape[2], values.shape[3]
-    # sizes a factor of four apart: a handful of variants for all lengths
-    listed = 0 if scores is None else next(n for n in (256, 1024, 4096, 16384) if n >= scores.shape[2])
     wide = q.element_size() * max(padded(size), padded(value_size)) > 512
     call(
         _read, (selected_parts + window_parts, groups, batch),
-        (q, ks, vs, kw, vw, scores, indices, lengths, counts, parts.o, parts.lse, parts.read),
-        (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1],
-         0 if scores is None else scores.shape[2], after, selected_parts, parts.count),
-        (size**-0.5 * LOG2E, config.select_block, config.select_count, config.select_initial, config.select_local,
-         config.window, groups, heads // groups, padded(heads // groups), size, padded(size), value_size,
-         padded(value_size), listed, window_tile(config), per, ks is not None, kw is not None, ring,
+        (q, ks, vs, kw, vw, indices, lengths, counts, parts.o, parts.lse, parts.read),
+        (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1], after, selected_parts, parts.count),
+        (size**-0.5 * LOG2E, config.select_block, config.select_count, config.window, groups, heads // groups,
+         padded(heads // groups), size, padded(size), value_size,
+         padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
          counts is not None),
-        num_warps=8 if wide or listed > 4096 else 4, num_stages=2,
+        num_warps=8 if wide else 4, num_stages=2 if wide else 3,
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """φ of the blocks that a decode step completes, in the launch that keeps the step's tokens.
 
-A program takes 16 (row, KV head) pairs, the rows of its matrix products, and leaves at once if none of them has
-completed a block: at the default sizes that is 15 steps of 16.
+A program takes 16 (row, KV head) pairs, the rows of its matrix products, and a slice of a block's tokens; it leaves at
+once if none of the pairs has completed a block: at the default sizes that is 15 steps of 16.
+
+sums, hidden: fp32 [slices, 16, D] for each 16 pairs   arrived: int32, 0 between steps
 """
 
 from __future__ import annotations
@@ -13,6 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
+
+
+def slices(block: int) -> int:
+    """Programs that share the tokens of a block."""
+    return min(8, block)
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,14 @@ def _raw(RAW, NEW, NORM_WEIGHT, scale, i, d, mask, first, at, new_at, L: tl.cons
 
 
 @triton.jit
-def _outputs(hidden, RAW, NEW, NORM_WEIGHT, DOWN, DOWN_BIAS, scale, o, done, first, at, new_at, L: tl.constexpr,
-             G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, MLP: tl.constexpr):  # fmt: skip
+def _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o, done, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+             SLICES: tl.constexpr, MLP: tl.constexpr):  # fmt: skip
     """Numbers o of φ's output: the mean over the block, and the correction."""
     inside = done[:, None] & (o < D)[None, :]
-    total = tl.zeros([done.shape[0], o.shape[0]], tl.float32)
-    for i in range(L):
-        total += _raw(RAW, NEW, NORM_WEIGHT, scale, i, o[None, :], inside, first[:, None], at[:, None],
-                      new_at[:, None], L, G, D, NORM)  # fmt: skip
+    row = tl.arange(0, 16)
+    total = tl.zeros([16, o.shape[0]], tl.float32)
+    for n in tl.static_range(SLICES):
+        total += tl.load(SUMS + (n * 16 + row)[:, None] * DP + o[None, :], mask=inside, other=0.0)
     result = total / L
     if MLP:
         d = tl.arange(0, DP)
@@ -62,12 +69,49 @@ def _outputs(hidden, RAW, NEW, NORM_WEIGHT, DOWN, DOWN_BIAS, scale, o, done, fir
 
 
 @triton.jit
-def compress(
-    KV, NORM_WEIGHT, RAW, OUT, POSITION, UP, UP_BIAS, DOWN, DOWN_BIAS, TURNS, LENGTHS, COUNTS, which, batch, slots,
-    offset, kv_row, eps, L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    CHUNK: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr, TURN: tl.constexpr,
+def _sum_slice(
+    KV, NORM_WEIGHT, RAW, POSITION, UP, SUMS, HIDDEN, done, first, at, new_at, slice, eps,
+    L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr,
+    NORM: tl.constexpr, MLP: tl.constexpr,
 ):  # fmt: skip
-    r = which * 16 + tl.arange(0, 16)
+    """A slice of the block's tokens: their sum, and what they give to the hidden layer."""
+    TOKENS: tl.constexpr = L // SLICES
+    row = tl.arange(0, 16)
+    n = tl.arange(0, DP)
+    inside = done[:, None] & (n < D)[None, :]
+    scale = tl.zeros([16, 1], tl.float32)
+    if NORM:
+        new = tl.load(KV + new_at[:, None] + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(new * new, 1) / D + eps)[:, None]
+    total = tl.zeros([16, DP], tl.float32)
+    for token in tl.static_range(TOKENS):
+        total += _raw(RAW, KV, NORM_WEIGHT, scale, slice * TOKENS + token, n[None, :], inside, first[:, None],
+                      at[:, None], new_at[:, None], L, G, D, NORM)  # fmt: skip
+    tl.store(SUMS + (slice * 16 + row)[:, None] * DP + n[None, :], total)
+    if MLP:
+        hidden = tl.zeros([16, DP], tl.float32)
+        end = (slice + 1) * (TOKENS * D)
+        for f0 in tl.range(slice * (TOKENS * D), end, CHUNK):
+            f = f0 + tl.arange(0, CHUNK)
+            mask = done[:, None] & (f < end)[None, :]
+            x = _raw(RAW, KV, NORM_WEIGHT, scale, (f // D)[None, :], (f % D)[None, :], mask, first[:, None],
+                     at[:, None], new_at[:, None], L, G, D, NORM)  # fmt: skip
+            x += tl.load(POSITION + f, mask=f < end, other=0.0).to(tl.float32)[None, :]
+            weight = tl.load(UP + n[:, None] * (L * D) + f[None, :], mask=(n < D)[:, None] & (f < end)[None, :],
+                             other=0.0)  # fmt: skip
+            hidden = tl.dot(x.to(weight.dtype), tl.trans(weight), hidden, input_precision="ieee")
+        tl.store(HIDDEN + (slice * 16 + row)[:, None] * DP + n[None, :], hidden)
+
+
+@triton.jit
+def compress(
+    KV, NORM_WEIGHT, RAW, OUT, POSITION, UP, UP_BIAS, DOWN, DOWN_BIAS, TURNS, LENGTHS, COUNTS, SUMS, HIDDEN, ARRIVED,
+    rows, slice, batch, slots, offset, kv_row, eps,
+    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    SLICES: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Each program sums its slice; the one that comes last, whichever it is, adds the slices up in their order."""
+    r = rows * 16 + tl.arange(0, 16)
     b = r // G
     g = r % G
     inside = b < batch
@@ -79,53 +123,42 @@ def compress(
         first = after - L
         at = (b.to(tl.int64) * (L + 1) * G + g) * D
         new_at = b.to(tl.int64) * kv_row + offset + g * D
-        scale = tl.zeros([16, 1], tl.float32)
-        if NORM:
-            d = tl.arange(0, DP)
-            new = tl.load(KV + new_at[:, None] + d[None, :], mask=done[:, None] & (d < D)[None, :], other=0.0)
-            new = new.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(new * new, 1) / D + eps)[:, None]
-        hidden = tl.zeros([16, DP], tl.float32)
-        if MLP:
-            n = tl.arange(0, DP)
-            for f0 in range(0, L * D, CHUNK):
-                f = f0 + tl.arange(0, CHUNK)
-                i = f // D
-                mask = done[:, None] & (f < L * D)[None, :]
-                x = _raw(RAW, KV, NORM_WEIGHT, scale, i[None, :], (f % D)[None, :], mask, first[:, None], at[:, None],
-                         new_at[:, None], L, G, D, NORM)  # fmt: skip
-                x += tl.load(POSITION + f, mask=f < L * D, other=0.0).to(tl.float32)[None, :]
-                weight = tl.load(UP + n[:, None] * (L * D) + f[None, :],
-                                 mask=(n < D)[:, None] & (f < L * D)[None, :], other=0.0)  # fmt: skip
-                hidden = tl.dot(x.to(weight.dtype), tl.trans(weight), hidden, input_precision="ieee")
-            hidden += tl.load(UP_BIAS + n, mask=n < D, other=0.0).to(tl.float32)[None, :]
-            hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
-        out = OUT + ((b.to(tl.int64) * slots + first // S) * G + g) * D
-        if TURN:
-            HALF: tl.constexpr = D // 2
-            PART: tl.constexpr = 16 if DP < 64 else 32 if DP == 64 else 64
-            for o0 in range(0, HALF, PART):
-                o = o0 + tl.arange(0, PART)
-                # a half that is no multiple of PART must not run into the other one
-                o = tl.where(o < HALF, o, D)
-                one = _outputs(hidden, RAW, KV, NORM_WEIGHT, DOWN, DOWN_BIAS, scale, o, done, first, at, new_at,
-                               L, G, D, DP, NORM, MLP)  # fmt: skip
-                two = _outputs(hidden, RAW, KV, NORM_WEIGHT, DOWN, DOWN_BIAS, scale, o + HALF, done, first, at, new_at,
-                               L, G, D, DP, NORM, MLP)  # fmt: skip
-                # at the position of the block's last token
-                turns = tl.load(TURNS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
-                angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
-                cos = tl.cos(angle)
-                sin = tl.sin(angle)
-                mask = done[:, None] & (o < HALF)[None, :]
-                kept = OUT.dtype.element_ty
-                tl.store(out[:, None] + o[None, :], (one * cos - two * sin).to(kept), mask=mask)
-                tl.store(out[:, None] + HALF + o[None, :], (two * cos + one * sin).to(kept), mask=mask)
-        else:
-            WHOLE_PART: tl.constexpr = DP if DP < 64 else 64
-            for o0 in range(0, D, WHOLE_PART):
-                o = o0 + tl.arange(0, WHOLE_PART)
-                one = _outputs(hidden, RAW, KV, NORM_WEIGHT, DOWN, DOWN_BIAS, scale, o, done, first, at, new_at,
-                               L, G, D, DP, NORM, MLP)  # fmt: skip
-                tl.store(out[:, None] + o[None, :], one.to(OUT.dtype.element_ty),
-                         mask=done[:, None] & (o < D)[None, :])  # fmt: skip
+        _sum_slice(KV, NORM_WEIGHT, RAW, POSITION, UP, SUMS, HIDDEN, done, first, at, new_at, slice, eps,
+                   L, G, D, DP, CHUNK, SLICES, NORM, MLP)  # fmt: skip
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(ARRIVED, 1, sem="acq_rel") == SLICES - 1:
+            tl.store(ARRIVED, 0)
+            hidden = tl.zeros([16, DP], tl.float32)
+            if MLP:
+                row = tl.arange(0, 16)
+                n = tl.arange(0, DP)
+                for part in tl.range(SLICES):
+                    hidden += tl.load(HIDDEN + (part * 16 + row)[:, None] * DP + n[None, :])
+                hidden += tl.load(UP_BIAS + n, mask=n < D, other=0.0).to(tl.float32)[None, :]
+                hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
+            out = OUT + ((b.to(tl.int64) * slots + first // S) * G + g) * D
+            if TURN:
+                HALF: tl.constexpr = D // 2
+                PART: tl.constexpr = 16 if DP < 64 else 32 if DP == 64 else 64
+                for o0 in range(0, HALF, PART):
+                    o = o0 + tl.arange(0, PART)
+                    # a half that is no multiple of PART must not run into the other one
+                    o = tl.where(o < HALF, o, D)
+                    one = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o, done, L, D, DP, SLICES, MLP)
+                    two = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o + HALF, done, L, D, DP, SLICES, MLP)
+                    # at the position of the block's last token
+                    turns = tl.load(TURNS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
+                    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+                    cos = tl.cos(angle)
+                    sin = tl.sin(angle)
+                    mask = done[:, None] & (o < HALF)[None, :]
+                    kept = OUT.dtype.element_ty
+                    tl.store(out[:, None] + o[None, :], (one * cos - two * sin).to(kept), mask=mask)
+                    tl.store(out[:, None] + HALF + o[None, :], (two * cos + one * sin).to(kept), mask=mask)
+            else:
+                WHOLE_PART: tl.constexpr = DP if DP < 64 else 64
+                for o0 in range(0, D, WHOLE_PART):
+                    o = o0 + tl.arange(0, WHOLE_PART)
+                    one = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o, done, L, D, DP, SLICES, MLP)
+                    tl.store(out[:, None] + o[None, :], one.to(OUT.dtype.element_ty),
+                             mask=done[:, None] & (o < D)[None, :])  # fmt: skip

@@ -14,24 +14,21 @@ from tercet.attention.kernels.decode_attend import Parts
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import power_of_2
 
-_CHUNK = 32
-
 
 @triton.jit
-def _total(LSE, first, end, PP: tl.constexpr):
-    """Log-sum-exp over parts first … end-1, in two numbers: the highest, and the sum above it."""
-    p = first + tl.arange(0, PP)
-    lse = tl.load(LSE + p, mask=p < end, other=float("-inf"))
+def _share(lse, own, gate):
+    """What each part of a branch weighs in the output; 0 for the parts of others."""
+    lse = tl.where(own, lse, float("-inf"))
     top = tl.max(lse, 0)
-    top = tl.where(top > float("-inf"), top, 0.0)
-    total = tl.sum(tl.exp2(lse - top), 0)
-    return top, tl.where(total > 0, total, 1.0)
+    p = tl.exp2(lse - tl.where(top > float("-inf"), top, 0.0))
+    total = tl.sum(p, 0)
+    return p * (gate / tl.where(total > 0, total, 1.0))
 
 
 @triton.jit(do_not_specialize=["a", "b", "c"])
 def _merge(
     O, LSE, GATES, OUT, LENGTHS, COUNTS, a, b, c, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    PP: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr,
+    PP: tl.constexpr, GATED: tl.constexpr,
     SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Parts 0 … a-1 are the compressed branch's, a … b-1 the selected one's, b … c-1 the window's."""
@@ -54,10 +51,10 @@ def _merge(
             gate_s = tl.load(GATES + row * 3 + 1).to(tl.float32)
             gate_w = tl.load(GATES + row * 3 + 2).to(tl.float32)
             if SOFTMAX:
-                top = tl.maximum(tl.maximum(gate_c, gate_s), gate_w)
-                gate_c = tl.exp(gate_c - top)
-                gate_s = tl.exp(gate_s - top)
-                gate_w = tl.exp(gate_w - top)
+                highest = tl.maximum(tl.maximum(gate_c, gate_s), gate_w)
+                gate_c = tl.exp(gate_c - highest)
+                gate_s = tl.exp(gate_s - highest)
+                gate_w = tl.exp(gate_w - highest)
                 total = gate_c + gate_s + gate_w
                 gate_c /= total
                 gate_s /= total
@@ -66,17 +63,14 @@ def _merge(
                 gate_c = 1.0 / (1.0 + tl.exp(-gate_c))
                 gate_s = 1.0 / (1.0 + tl.exp(-gate_s))
                 gate_w = 1.0 / (1.0 + tl.exp(-gate_w))
-        top_c, total_c = _total(LSE, 0, a, PP)
-        top_s, total_s = _total(LSE, a, b, PP)
-        top_w, total_w = _total(LSE, b, c, PP)
-        for first in tl.range(0, c, CHUNK):
-            p = first + tl.arange(0, CHUNK)
-            lse = tl.load(LSE + p, mask=p < c, other=float("-inf"))
-            top = tl.where(p < a, top_c, tl.where(p < b, top_s, top_w))
-            gate = tl.where(p < a, gate_c / total_c, tl.where(p < b, gate_s / total_s, gate_w / total_w))
-            weight = tl.exp2(lse - top) * gate
-            some = (lse > float("-inf"))[:, None] & (d < DV)[None, :]
-            acc += tl.sum(weight[:, None] * tl.load(O + p[:, None] * DV + d[None, :], mask=some, other=0.0), 0)
+        p = tl.arange(0, PP)
+        lse = tl.load(LSE + p, mask=p < c, other=float("-inf"))
+        share_c = _share(lse, p < a, gate_c)
+        share_s = _share(lse, (p >= a) & (p < b), gate_s)
+        share_w = _share(lse, p >= b, gate_w)
+        weight = share_c + share_s + share_w
+        some = (lse > float("-inf"))[:, None] & (d < DV)[None, :]
+        acc += tl.sum(weight[:, None] * tl.load(O + p[:, None] * DV + d[None, :], mask=some, other=0.0), 0)
         if h == 0:
             tl.store(LENGTHS + batch, tl.load(LENGTHS + batch) + 1)
     tl.store(OUT + row * DV + d, acc.to(OUT.dtype.element_ty), mask=d < DV)
@@ -92,8 +86,8 @@ def merge(
     out = torch.empty(batch, heads * size, dtype=dtype, device=parts.o.device)
     call(
         _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), ends,
-        (heads, size, power_of_2(size), max(_CHUNK, power_of_2(count)), _CHUNK, gates is not None,
+        (heads, size, power_of_2(size), max(16, power_of_2(count)), gates is not None,
          softmax, counts is not None),
-        num_warps=4,
+        num_warps=8 if count > 64 else 4,
     )  # fmt: skip
     return out

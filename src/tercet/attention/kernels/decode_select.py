@@ -1,20 +1,21 @@
 """Importance of blocks for one query per row, from the scores that compressed attention left (Eq. 9, 10), and the
-choice of the best by whoever reads them (Eq. 11).
+choice of the best (Eq. 11).
 
 Scores are normalised with the log-sum-exp over all parts here, not part by part there: equal keys then give equal
 numbers to the last bit wherever they stand, and ties are decided by index.
 
-logits: fp32 [B, H, room], in powers of two   scores: fp32 [B, G, blocks]
+logits: fp32 [B, H, room], in powers of two   scores: fp32 [B, G, blocks]   arrived: int32 [B·G], 0 between steps
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.score import _best, _load_keys
+from tercet.attention.kernels.score import _choose_range
 from tercet.attention.kernels.settings import power_of_2
 from tercet.attention.spec import NSAConfig
 
@@ -30,8 +31,9 @@ def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.const
 
 @triton.jit(do_not_specialize=["room", "blocks", "splits", "parts"])
 def _score(
-    LOGITS, LSE, SCORES, LENGTHS, COUNTS, room, blocks, splits, parts,
-    L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr, G: tl.constexpr,
+    LOGITS, LSE, SCORES, INDICES, LENGTHS, COUNTS, ARRIVED, room, blocks, splits, parts,
+    L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * NB
@@ -43,8 +45,17 @@ def _score(
     if real:
         after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
         current = (after - 1) // BLOCK
+        WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+        pair_of = b.to(tl.int64) * G + g
+        if first == 0:
+            # the list but for those that are chosen by score: all blocks, or the forced ones at both ends
+            slot = tl.arange(0, CP)
+            forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
+            known = tl.where(current >= COUNT, forced, tl.where(slot <= current, slot, -1))
+            free = (current >= COUNT) & (slot >= INITIAL) & (slot < COUNT - LOCAL)
+            tl.store(INDICES + pair_of * COUNT + slot, known, mask=(slot < COUNT) & (free == 0))
         # a query with no more than COUNT blocks selects them all, and the last LOCAL are forced
-        if (current >= COUNT) & (first <= current - LOCAL):
+        if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
             seen = tl.where(after < L, 0, (after - L) // S + 1)
             pair = (b.to(tl.int64) * G + g) * HEADS
             r = tl.arange(0, RP)
@@ -71,42 +82,33 @@ def _score(
                 other = _probabilities(LOGITS + pair * room, i - U, mask, lse, room, HEADS, RP)
                 score += tl.sum((other * (over.to(tl.float32) / A)).reshape(NB, U), 1)
             j = first + tl.arange(0, NB)
-            tl.store(SCORES + (b.to(tl.int64) * G + g) * blocks + j, score, mask=j < blocks)
-
-
-@triton.jit
-def chosen_places(SCORES, wanted, current, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-                  NP: tl.constexpr):  # fmt: skip
-    """For every block its place among those that are chosen by score, -1 for the others; all -1 unless `wanted`."""
-    WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
-    place = tl.full([NP], -1, tl.int32)
-    if WANTED > 0:
-        if wanted & (current >= COUNT):
-            taken = _best(_load_keys(SCORES, tl.arange(0, NP), current - LOCAL + 1, INITIAL), WANTED)
-            place = tl.where(taken, tl.cumsum(taken.to(tl.int32), 0) - 1, -1)
-    return place
-
-
-@triton.jit
-def block_at(place, slot, current, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, NP: tl.constexpr):
-    """The block in this slot of the ascending list; -1 where there are fewer blocks than slots."""
-    free = tl.sum(tl.where(place == slot - INITIAL, tl.arange(0, NP), 0), 0)
-    forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
-    chosen = tl.where((slot >= INITIAL) & (slot < COUNT - LOCAL), free, forced)
-    return tl.where(current >= COUNT, chosen, tl.where(slot <= current, slot, -1))
+            tl.store(SCORES + pair_of * blocks + j, score, mask=j < blocks)
+            tl.debug_barrier()  # all threads have written before one of them says so
+            if tl.atomic_add(ARRIVED + pair_of, 1, sem="acq_rel") == (current - LOCAL) // NB:
+                tl.store(ARRIVED + pair_of, 0)
+                if WANTED > 0:
+                    _choose_range(SCORES + pair_of * blocks, INDICES + pair_of * COUNT + INITIAL, current - LOCAL + 1,
+                                  INITIAL, WANTED, NP)  # fmt: skip
 
 
 def score(
-    logits: Tensor, lse: Tensor, scores: Tensor, lengths: Tensor, counts: Tensor | None, splits: int, config: NSAConfig
-) -> None:
-    batch, groups, blocks = scores.shape
+    logits: Tensor, lse: Tensor, indices: Tensor, lengths: Tensor, counts: Tensor | None, arrived: Tensor, splits: int,
+    blocks: int, config: NSAConfig,
+) -> None:  # fmt: skip
+    """Fills indices, int32 [B, G, n]: ascending, -1 at the end. The last program of a pair to have its scores
+    chooses."""
+    batch, groups, count = indices.shape
+    scores = torch.empty(batch, groups, blocks, dtype=torch.float32, device=logits.device)
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block
     per = max(1, 256 * d // block)
+    # sizes a factor of four apart: a handful of variants for all lengths
+    listed = next(n for n in (256, 1024, 4096, 16384) if n >= blocks)
     call(
-        _score, (-(-blocks // per), groups, batch), (logits, lse, scores, lengths, counts),
+        _score, (-(-blocks // per), groups, batch), (logits, lse, scores, indices, lengths, counts, arrived),
         (logits.shape[2], blocks, splits, lse.shape[2]),
-        (l, d, block, config.select_count, config.select_local, groups, heads, power_of_2(heads),
+        (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
+         power_of_2(heads),
          max(16, power_of_2(splits)), per, counts is not None),
-        num_warps=4,
+        num_warps=8 if listed > 4096 else 4,
     )  # fmt: skip
