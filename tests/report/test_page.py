@@ -11,11 +11,11 @@ from html.parser import HTMLParser
 import pytest
 
 from tercet.errors import TercetError
-from tercet.report import render
+from tercet.report import render, side_by_side
 from tercet.report.commands import report
 from tercet.report.facts import gather
 from tercet.report.figure import _VARIABLES
-from tercet.report.plots import _above_the_descent, loss
+from tercet.report.plots import above_the_descent, loss
 from tercet.report.read import read_run
 from watched import copy, verdict
 
@@ -142,9 +142,9 @@ def test_a_dense_twin_stands_beside_its_run(healthy, tmp_path):
 def test_only_the_first_descent_is_cut_from_the_frame():
     falling = [(i, 5.0 - 0.4 * i, 5.0 - 0.4 * i, 5.0 - 0.4 * i) for i in range(9)]
     rows = falling + [(i, 1.5, 1.4, 1.6) for i in range(9, 400)]
-    assert _above_the_descent(rows) == pytest.approx(1.4 + 1.08 * 0.2)
+    assert above_the_descent(rows) == pytest.approx(1.4 + 1.08 * 0.2)
     rows[300] = (300, 4.0, 4.0, 4.9)
-    assert _above_the_descent(rows) is None  # a spike is seen
+    assert above_the_descent(rows) is None  # a spike is seen
 
 
 def test_a_crashed_run_gets_a_page(healthy, tmp_path, undrawn):
@@ -202,6 +202,31 @@ def test_two_runs_stand_side_by_side_with_their_differences(healthy, tmp_path, u
     for _, attrs in Tags(page).tags:
         if attrs.get("href", "").endswith("report.html"):
             assert (tmp_path / "both" / attrs["href"]).resolve().exists()
+
+
+def test_no_run_of_a_comparison_is_cut_off(healthy, tmp_path, monkeypatch):
+    def faster(lines):
+        for line in lines:
+            if line["kind"] == "step":
+                line["tokens_per_s"] *= 10
+
+    limits, true = {}, side_by_side.draw
+
+    def spied(paint, **size):
+        def both(figure):
+            paint(figure)
+            limits[figure.axes[0].get_ylabel()] = figure.axes[0].get_ylim()
+
+        return true(both, **size)
+
+    monkeypatch.setattr(side_by_side, "draw", spied)
+    fast = copy(healthy, tmp_path / "fast", faster)
+    read = [healthy, fast]
+    pages = [tmp_path / "a", tmp_path / "b"]
+    side_by_side.page(side_by_side.columns(read, [verdict(r) for r in read], pages, tmp_path), "now")
+    low, high = limits["tokens per second"]
+    assert low == 0
+    assert high > max(e.tokens_per_s for e in fast.steps)
 
 
 def test_reading_a_run_needs_no_torch():

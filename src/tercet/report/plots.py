@@ -53,7 +53,7 @@ def loss(run: Run, findings: Sequence[HealthFired], twin: Run | None = None) -> 
     rows = series(run, "losses")
     if not rows:
         return None
-    top = _above_the_descent(rows)
+    top = above_the_descent(rows)
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
@@ -83,7 +83,7 @@ def loss(run: Run, findings: Sequence[HealthFired], twin: Run | None = None) -> 
     return Plot("loss", "Loss", caption, draw(paint))
 
 
-def _above_the_descent(rows: list[tuple[float, float, float, float]]) -> float | None:
+def above_the_descent(rows: list[tuple[float, float, float, float]]) -> float | None:
     """Where to cut the frame so that the first steps, which fall steeply, do not flatten all the others; None: nowhere.
 
     Nothing but the beginning is ever cut: a spike later on stays in the frame.

@@ -11,7 +11,7 @@ from typing import Any
 from tercet.config.keys import flatten_table
 from tercet.report.facts import Facts, figures, gather
 from tercet.report.figure import SERIES, Plot, draw, thinned
-from tercet.report.plots import label_steps, series, short_numbers
+from tercet.report.plots import above_the_descent, label_steps, series, short_numbers
 from tercet.report.read import Run
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
@@ -91,11 +91,13 @@ def _gates(runs: list[Column]) -> list[dict[str, Any]]:
 
 
 def _plots(runs: list[Column]) -> list[Plot]:
-    def over(anchor: str, title: str, what: str, paint_run: Any, caption: str = "") -> Plot:
+    def over(anchor: str, title: str, what: str, paint_run: Any, caption: str = "", frame: Any = None) -> Plot:
         def paint(figure: Any) -> None:
             axes = figure.subplots()
             for column, colour in zip(runs, SERIES * len(runs), strict=False):
                 paint_run(axes, column, colour)
+            if frame is not None:  # only now: a limit set earlier would cut off the runs that follow
+                frame(axes)
             label_steps(axes, what)
             axes.legend(loc="best")
 
@@ -117,14 +119,24 @@ def _plots(runs: list[Column]) -> list[Plot]:
             steps = column.run.steps
             rows = thinned([getattr(e, name) for e in steps])
             axes.plot([steps[i].step for i, *_ in rows], [m for _, m, *_ in rows], color=colour, label=column.label)
-            axes.set_ylim(bottom=0)
-            short_numbers(axes)
 
         return paint_run
 
+    def from_zero(axes: Any) -> None:
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        short_numbers(axes)
+
+    def below_the_descent(axes: Any) -> None:
+        rows = [series(c.run, "losses") for c in runs]
+        tops = [above_the_descent(r) for r in rows if r]
+        if tops and None not in tops:
+            least = min(low for r in rows for _, _, low, _ in r)
+            top = max(t for t in tops if t is not None)
+            axes.set_ylim(least - 0.05 * (top - least), top)
+
     return [
-        over("loss", "Loss", "nats per token", losses, "Training as lines, validation as points."),
-        over("throughput", "Throughput", "tokens per second", of_steps("tokens_per_s")),
+        over("loss", "Loss", "nats per token", losses, "Training as lines, validation as points.", below_the_descent),
+        over("throughput", "Throughput", "tokens per second", of_steps("tokens_per_s"), frame=from_zero),
         over("grad_norm", "Gradient norm", "global 2-norm", norms),
-        over("memory", "Peak memory", "GiB", of_steps("memory_gib")),
+        over("memory", "Peak memory", "GiB", of_steps("memory_gib"), frame=from_zero),
     ]
