@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,37 +30,42 @@ from tercet.attention.kernels.window import key_gradients as window_key_gradient
 from tercet.attention.spec import NSAConfig
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
 
-# rows, keys, warps, stages: what was worth trying on the H200
+# rows, keys, warps, stages, copy engine, parts, registers: what was worth trying on the H200
+_FORWARD = [
+    Launch(rows, keys, warps, stages, tma, 16, registers)
+    for rows, keys, warps, stages, tma, registers in (
+        (64, 64, 4, 2, True, 0), (64, 64, 4, 3, True, 0), (64, 64, 4, 3, False, 0), (64, 128, 4, 2, True, 0),
+        (128, 64, 4, 2, True, 0), (128, 64, 8, 2, True, 128), (128, 64, 8, 3, True, 128), (128, 64, 8, 3, False, 128),
+        (128, 128, 8, 2, True, 0),
+    )
+]  # fmt: skip
+_KEY_GRADIENTS = [
+    Launch(rows, keys, warps, stages, tma, 16, registers)
+    for rows, keys, warps, stages, tma, registers in (
+        (64, 64, 4, 2, True, 0), (64, 64, 4, 3, True, 0), (64, 64, 4, 2, False, 0), (32, 64, 4, 3, True, 0),
+        (32, 64, 4, 3, True, 128), (64, 128, 8, 2, True, 0), (64, 128, 8, 3, True, 0), (32, 128, 8, 3, True, 0),
+        (32, 128, 8, 3, True, 128),
+    )
+]  # fmt: skip
 CANDIDATES: dict[str, list[Launch]] = {
-    "compressed_forward": [
-        Launch(rows, keys, warps, stages, tma)
-        for rows, keys, warps in ((64, 64, 4), (128, 64, 4), (128, 64, 8), (64, 128, 4), (128, 128, 8))
-        for stages in (2, 3)
-        for tma in (True, False)
+    "window_forward": _FORWARD,
+    "query_gradient": [
+        Launch(rows, keys, warps, stages, True, 16, registers)
+        for rows, keys, warps, stages, registers in (
+            (64, 64, 4, 2, 0), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (64, 128, 4, 2, 0), (64, 32, 4, 3, 128),
+            (128, 64, 8, 2, 0), (128, 64, 8, 2, 128), (128, 64, 8, 3, 128),
+        )
     ],
+    "window_key_gradients": _KEY_GRADIENTS,
+    "compressed_key_gradients": [replace(x, parts=parts) for x in _KEY_GRADIENTS for parts in (16, 48)],
+    "compressed_forward": _FORWARD,
     "score": [
         Launch(rows, 64, warps, stages, tma)
-        for rows, warps in ((64, 4), (128, 4), (128, 8))
-        for stages in (2, 3)
-        for tma in (True, False)
+        for rows, warps, stages, tma in (
+            (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True), (128, 4, 2, True), (128, 8, 3, False),
+        )
     ],
-    "query_gradient": [
-        Launch(rows, keys, warps, stages, tma, 16, registers)
-        for rows, keys, warps in ((64, 64, 4), (64, 128, 4), (64, 32, 4), (128, 64, 8))
-        for stages in (2, 3)
-        for tma in (True, False)
-        for registers in ((0, 168, 128) if rows * keys <= 4096 else (0,))
-    ],
-    "compressed_key_gradients": [
-        Launch(rows, keys, 4, stages, tma, parts, registers)
-        for rows, keys, stages in ((64, 64, 2), (64, 64, 3), (32, 64, 3), (32, 64, 4), (32, 128, 3))
-        for tma in (True, False)
-        for parts in (16, 48)
-        for registers in (0, 168, 128)
-    ],
-}
-CANDIDATES["window_forward"] = CANDIDATES["compressed_forward"]
-CANDIDATES["window_key_gradients"] = [s for s in CANDIDATES["compressed_key_gradients"] if s.parts == 16]
+}  # fmt: skip
 
 
 def calls(shape: Shape, config: NSAConfig) -> dict[str, Callable[[Launch | None], tuple[Tensor, ...]]]:
@@ -67,9 +73,10 @@ def calls(shape: Shape, config: NSAConfig) -> dict[str, Callable[[Launch | None]
     x = make_inputs(shape, config, "random", 0.0)
     documents = Documents(shape.B, shape.T, x.kc.shape[1], None, None)
     dout = torch.randn_like(x.q)
-    lse = torch.full(x.q.shape[:3], 12.0, device=x.q.device)
-    row_sum = torch.randn(x.q.shape[:3], device=x.q.device)
-    gate = torch.rand(x.q.shape[:3], device=x.q.device)
+    planes = (shape.H, shape.B, shape.T)
+    lse = torch.full(planes, 12.0, device=x.q.device)
+    row_sum = torch.randn(planes, device=x.q.device)
+    gate = torch.rand(planes, device=x.q.device)
     compressed = (x.kc, x.vc, lse, row_sum, gate)
     window = (x.kw, x.vw, lse, row_sum, gate)
     return {
@@ -109,20 +116,31 @@ def tune(name: str, kernels: Sequence[str], config: NSAConfig, share: tuple[int,
                     row["error"] = max(
                         relative_error(g[w.isfinite()], w[w.isfinite()]) for g, w in zip(got or (), wanted, strict=True)
                     )
-                    row["ms"] = milliseconds(graphed(partial(call, launch)), 0.05)
+                    row["ms"] = milliseconds(graphed(partial(call, launch)), 0.03)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
             got = None
             found.append(row)
+            if share is None:
+                print(_line(row), flush=True)
         torch.cuda.empty_cache()
     return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    outcome = (
+        row.get("failed") or f"{row['ms']:8.3f} ms  error {row['error']:.1e}{'  shipped' if row['shipped'] else ''}"
+    )
+    return f"{row['shape']:>8} {row['kernel']:<26} {row['launch'].removeprefix('Launch'):<80} {outcome}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tercet bench tune", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", default="P64k,C1x16k", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--kernels", default=",".join(CANDIDATES), help=f"of {', '.join(CANDIDATES)}")
-    parser.add_argument("--workers", type=int, default=8, help="processes that fill Triton's cache before timing")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="processes that fill Triton's cache before timing; 0: none"
+    )
     parser.add_argument("--share", help=argparse.SUPPRESS)  # "i/n": this process only compiles its share
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -134,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = NSAConfig()
     if args.share:
         mine, of = map(int, args.share.split("/"))
-        for name in names:
+        # what is compiled follows from heads and sizes, not from the number of tokens
+        alike = {(SHAPES[n].H, SHAPES[n].G, SHAPES[n].D): n for n in reversed(names)}
+        for name in alike.values():
             tune(name, kernels, config, (mine, of))
         return 0
     command = [sys.executable, "-m", "tercet.bench.tune", "--shapes", args.shapes, "--kernels", args.kernels, "--share"]
@@ -142,11 +162,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for worker in workers:
         worker.wait()
     rows = [row for name in names for row in tune(name, kernels, config, None)]
-    for row in rows:
-        outcome = (
-            row.get("failed") or f"{row['ms']:8.3f} ms  error {row['error']:.1e}{'  shipped' if row['shipped'] else ''}"
-        )
-        print(f"{row['shape']:>8} {row['kernel']:<26} {row['launch'].removeprefix('Launch'):<80} {outcome}")
     timed = [row for row in rows if "ms" in row and row["error"] < 1e-2]
     best: list[dict[str, Any]] = []
     for name in names:

@@ -1,7 +1,8 @@
 """The gated sum of the branches (Eq. 5), and in one pass backwards the gates' gradients, which are also the row sums
 dout·o_c that every branch's backward needs.
 
-o_c: [B, T, H, Dv], contiguous   gates: [B, T, H, 3]   row sums: fp32 [3, B, T, H]
+o_c: [B, T, H, Dv], contiguous   gates: [B, T, H, 3]   row sums and gates for the backward kernels: fp32, a plane for
+each branch, [H, B, T] for the compressed and the window branch, [B, T, H] for the selected
 """
 
 from __future__ import annotations
@@ -47,30 +48,38 @@ def _combine(
     tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tokens"])
 def _row_sums(
-    DOUT, O0, O1, O2, GATES, SUMS, PLANES, DGATES, rows, do_t, do_h, gate_t, gate_h, gate_c,
+    DOUT, O0, O1, O2, GATES, SUMS, PLANES, DGATES, tokens, do_t, do_h, gate_t, gate_h, gate_c,
     HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    # R tokens of one head
+    token = (tl.program_id(0) // H).to(tl.int64) * R + tl.arange(0, R)
+    head = tl.program_id(0) % H
     d = tl.arange(0, DP)
-    inside = row < rows
+    inside = token < tokens
+    row = token * H + head
+    plane = tokens.to(tl.int64) * H
+    by_head = head.to(tl.int64) * tokens + token
     at = row[:, None] * D + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
-    do = tl.load(DOUT + (row // H * do_t + row % H * do_h)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(DOUT + (token * do_t + head * do_h)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     none = tl.zeros([R], tl.float32)
     s0 = tl.sum(do * tl.load(O0 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS0 else none
     s1 = tl.sum(do * tl.load(O1 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS1 else none
     s2 = tl.sum(do * tl.load(O2 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS2 else none
-    tl.store(SUMS + row, s0, mask=inside)
-    tl.store(SUMS + rows + row, s1, mask=inside)
-    tl.store(SUMS + 2 * rows + row, s2, mask=inside)
+    tl.store(SUMS + by_head, s0, mask=inside)
+    tl.store(SUMS + plane + row, s1, mask=inside)
+    tl.store(SUMS + 2 * plane + by_head, s2, mask=inside)
     if GATED:
-        gates = GATES + row // H * gate_t + row % H * gate_h
-        for c in tl.static_range(3):
-            gate = tl.load(gates + c * gate_c, mask=inside, other=0.0).to(tl.float32)
-            tl.store(PLANES + c * rows + row, gate, mask=inside)
+        gates = GATES + token * gate_t + head * gate_h
+        gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+        tl.store(PLANES + by_head, gate, mask=inside)
+        gate = tl.load(gates + gate_c, mask=inside, other=0.0).to(tl.float32)
+        tl.store(PLANES + plane + row, gate, mask=inside)
+        gate = tl.load(gates + 2 * gate_c, mask=inside, other=0.0).to(tl.float32)
+        tl.store(PLANES + 2 * plane + by_head, gate, mask=inside)
         tl.store(DGATES + row * 3, s0.to(DGATES.dtype.element_ty), mask=inside)
         tl.store(DGATES + row * 3 + 1, s1.to(DGATES.dtype.element_ty), mask=inside)
         tl.store(DGATES + row * 3 + 2, s2.to(DGATES.dtype.element_ty), mask=inside)
@@ -96,22 +105,25 @@ def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
 
 def row_sums(
     outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dout·o_c: fp32 [3, B, T, H], gates: fp32 [3, B, T, H], dgates); the sums of branches left out are 0.
+) -> tuple[list[Tensor], list[Tensor] | list[None], Tensor | None]:
+    """(dout·o_c of each branch, gates of each, dgates); the sums of branches left out are 0.
 
     Backward kernels read gates along with the row sums, so they get them in the same form."""
     B, T, H, D = dout.shape
-    rows = B * T * H
-    sums = torch.empty(3, B, T, H, dtype=torch.float32, device=dout.device)
+    sums = torch.empty(3, B * T * H, dtype=torch.float32, device=dout.device)
     planes = dgates = None
     strides = (0, 0, 0)
     if gates is not None:
         planes, strides = torch.empty_like(sums), gates.stride()[1:]
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     call(
-        _row_sums, (-(-rows // _ROWS),), (dout, *outputs, gates, sums, planes, dgates), (rows,),
+        _row_sums, (-(-(B * T) // _ROWS) * H,), (dout, *outputs, gates, sums, planes, dgates), (B * T,),
         (dout.stride(1), dout.stride(2), *strides, *(o is not None for o in outputs), gates is not None, H, D,
          power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
-    return sums, planes, dgates
+    shapes = ((H, B, T), (B, T, H), (H, B, T))
+    by_branch = [x.view(shape) for x, shape in zip(sums.unbind(0), shapes, strict=True)]
+    if planes is None:
+        return by_branch, [None] * 3, None
+    return by_branch, [x.view(shape) for x, shape in zip(planes.unbind(0), shapes, strict=True)], dgates

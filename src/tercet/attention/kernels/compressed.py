@@ -1,6 +1,6 @@
 """Compressed attention: query tiles over the compressed tokens that they see (Eq. 7, 8), and its key gradients.
 
-q: [B, T, H, Dk]   kc, vc: [B, Tc, G, Dk | Dv]   o: [B, T, H, Dv]   lse: [B, T, H], log2, +inf where nothing is seen
+q: [B, T, H, Dk]   kc, vc: [B, Tc, G, Dk | Dv]   o: [B, T, H, Dv]   lse: [H, B, T], log2, +inf where nothing is seen
 """
 
 from __future__ import annotations
@@ -10,72 +10,87 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
+from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors, row_descriptors
 from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand, visible
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, query_tile, settings
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
 from tercet.attention.kernels.tiles import (
     attend,
     finish,
     key_gradient,
-    load_keys,
     load_queries,
     load_rows,
-    query_rows,
+    load_tile,
     store_rows,
 )
 from tercet.attention.spec import NSAConfig
 
-_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries"]
+_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "rows"]
 
 
 @triton.jit(do_not_specialize=[*_PER_BATCH, "compressed_length"])
 def _forward(
-    Q, K, V, KD, VD, O, LSE, CU, CCU, docs, length, per_sequence, first_query, queries, compressed_length,
+    Q, K, V, QD, KD, VD, O, LSE, CU, CCU, docs, length, per_sequence, first_query, queries, rows, compressed_length,
     q_t, q_h, k_t, k_h, v_t, v_h, scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMAQ: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    g = tl.program_id(1)
-    doc, _, rows, size, first = locate_queries(
-        CU, docs, tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    # heads of one tile side by side: they read the same keys; the longest tiles first
+    H: tl.constexpr = G * HEADS
+    tile = tl.num_programs(0) // H - 1 - tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    g = head // HEADS
+    doc, _, row0, size, first = locate_queries(
+        CU, docs, tile, length, per_sequence, first_query, queries, M, PACKED, STRETCH
     )
     if first < size:
         if PACKED:
             c0 = tl.load(CCU + doc)
         else:
             c0 = doc * compressed_length
-        position, token, head, inside = query_rows(rows, size, first, g, HEADS, QT, M)
-        q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
+        position = first + tl.arange(0, M)
+        q = load_tile(Q + head.to(tl.int64) * q_h, QD, row0 + first, size - first, head, q_t, DK, DKP, M, TMAQ, False)
         seen = visible(position, L, S)
         whole = visible(first, L, S) // N * N
-        end = visible(tl.minimum(first + QT, size) - 1, L, S)
+        end = visible(tl.minimum(first + M, size) - 1, L, S)
         K += g.to(tl.int64) * k_h
         V += g.to(tl.int64) * v_h
         m = tl.full([M], -1e20, tl.float32)
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
         for i in tl.range(0, whole, N):
-            k = load_keys(K, KD, c0 + i, N, g, k_t, DK, DKP, N, TMA, True)
-            v = load_keys(V, VD, c0 + i, N, g, v_t, DV, DVP, N, TMA, True)
+            k = load_tile(K, KD, c0 + i, N, g, k_t, DK, DKP, N, TMA, True)
+            v = load_tile(V, VD, c0 + i, N, g, v_t, DV, DVP, N, TMA, True)
             m, l, acc = attend(q, k, v, None, m, l, acc, scale, False)
         for i in tl.range(whole, end, N):
-            k = load_keys(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA and not PACKED, False)
-            v = load_keys(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA and not PACKED, False)
-            mask = (i + tl.arange(0, N))[None, :] < seen[:, None]
+            k = load_tile(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA, False, PACKED)
+            v = load_tile(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA, False, PACKED)
+            mask = tl.arange(0, N)[None, :] < (seen - i)[:, None]
             m, l, acc = attend(q, k, v, mask, m, l, acc, scale, True)
-        finish(O, LSE, token, head, inside, m, l, acc, G * HEADS, DV, DVP)
+        finish(O, LSE, row0 + position, position < size, head, m, l, acc, rows, H, DV, DVP)
+
+
+@triton.jit
+def _query_step(
+    Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, last, row0, t, end, head, rows, q_t, q_h, do_t, do_h, scale,
+    DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr,
+    GATED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    q, do, lse, row_sum, gate = load_queries(
+        Q, DO, LSE, SUM, GATE, QD, DOD, row0 + t, end - t, head, rows, q_t, q_h, do_t, do_h,
+        DK, DKP, DV, DVP, M, TMA, GATED, WHOLE)  # fmt: skip
+    seen = tl.arange(0, M)[None, :] >= (last - t)[:, None]
+    return key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, not WHOLE, GATED)
 
 
 @triton.jit(do_not_specialize=[*_PER_BATCH, "token_length", "span"])
 def _key_gradients(
-    Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries,
+    Q, DO, K, V, LSE, SUM, GATE, DKP_, DVP_, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries, rows,
     token_length, span,
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     # program: one tile of compressed tokens, one range of its document's queries, one group; partial sums in fp32
@@ -91,28 +106,39 @@ def _key_gradients(
     else:
         start = doc * token_length
         size = token_length
-    rows, origin, size = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
+    row0, origin, size = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
     last = (first + tl.arange(0, N)) * S + L - 1  # the first query that sees each compressed token
     # ranges and tiles of queries count from the first one at hand
-    begin = origin + tl.maximum(part * span, tl.maximum(first * S + L - 1 - origin, 0) // QT * QT)
-    end = tl.minimum(origin + part * span + span, size)
+    begin = tl.maximum(part * span, tl.maximum(first * S + L - 1 - origin, 0) // M * M)
+    end = tl.minimum(part * span + span, size - origin)
     if (first < count) & (begin < end):
-        k = load_keys(K + g.to(tl.int64) * k_h, None, c0 + first, count - first, g, k_t, DK, DKP, N, False, False)
-        v = load_keys(V + g.to(tl.int64) * v_h, None, c0 + first, count - first, g, v_t, DV, DVP, N, False, False)
-        # from this query on the whole tile is visible
-        all_seen = origin + (tl.maximum((first + N - 1) * S + L - 1 - origin, 0) + QT - 1) // QT * QT
+        k = load_tile(K + g.to(tl.int64) * k_h, None, c0 + first, count - first, g, k_t, DK, DKP, N, False, False)
+        v = load_tile(V + g.to(tl.int64) * v_h, None, c0 + first, count - first, g, v_t, DV, DVP, N, False, False)
+        # tiles from `middle` to `full` see every key of this one
+        all_seen = (tl.maximum((first + N - 1) * S + L - 1 - origin, 0) + M - 1) // M * M
         middle = tl.minimum(tl.maximum(all_seen, begin), end)
-        for t in tl.range(begin, middle, QT):
-            position, q, do, lse, row_sum, gate = load_queries(
-                Q, DO, LSE, SUM, GATE, QD, DOD, rows, size, t, g, q_t, q_h, do_t, do_h,
-                HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
-            seen = last[:, None] <= position[None, :]
-            dk, dv = key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, True, GATED)
-        for t in tl.range(middle, end, QT):
-            position, q, do, lse, row_sum, gate = load_queries(
-                Q, DO, LSE, SUM, GATE, QD, DOD, rows, size, t, g, q_t, q_h, do_t, do_h,
-                HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
-            dk, dv = key_gradient(q, do, k, v, None, lse, gate, row_sum, dk, dv, scale, False, GATED)
+        full = tl.maximum(end // M * M, middle)
+        before = (middle - begin + M - 1) // M
+        partly = before + (end - full + M - 1) // M
+        j = 0
+        head = g * HEADS
+        for _ in tl.range(0, partly * HEADS):
+            t = origin + tl.where(j < before, begin + j * M, full)
+            dk, dv = _query_step(
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, last, row0, t, size, head, rows, q_t, q_h, do_t, do_h,
+                scale, DK, DKP, DV, DVP, M, TMA, GATED, False)  # fmt: skip
+            j += 1
+            head += (j == partly).to(tl.int32)
+            j = tl.where(j == partly, 0, j)
+        t = middle
+        head = g * HEADS
+        for _ in tl.range(0, (full - middle) // M * HEADS):
+            dk, dv = _query_step(
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, last, row0, origin + t, size, head, rows, q_t, q_h,
+                do_t, do_h, scale, DK, DKP, DV, DVP, M, TMA, GATED, True)  # fmt: skip
+            t += M
+            head += (t == full).to(tl.int32)
+            t = tl.where(t == full, middle, t)
     place = (part * tl.num_programs(0) + tile).to(tl.int64) * N + tl.arange(0, N)
     always = tl.full([N], True, tl.int1)
     store_rows(DKP_ + g * DK, place, G * DK, always, dk * softmax_scale, DK, DKP)
@@ -145,17 +171,17 @@ def forward(
     B, T, H, DK = q.shape
     G, DV = v.shape[2:]
     o = torch.empty(B, T, H, DV, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
+    lse = torch.empty(H, B, T, dtype=torch.float32, device=q.device)
     launch = launch or settings("compressed_forward", q, v)
-    rows, queries = query_tile(H // G, launch.rows)
+    (qd,) = row_descriptors(launch.tma, launch.rows, q)
     kd, vd = key_descriptors(launch, k, v)
-    cu, *bounds = documents.query_tokens(queries)
+    cu, *bounds = documents.query_tokens(launch.rows)
     call(
-        _forward, (documents.query_tiles(queries), G),
-        (q, k, v, kd, vd, o, lse, cu, documents.ccu), (*bounds, documents.compressed_length),
+        _forward, (documents.query_tiles(launch.rows) * H,),
+        (q, k, v, qd, kd, vd, o, lse, cu, documents.ccu), (*bounds, B * T, documents.compressed_length),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
-        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
-        DV, padded(DV), queries, rows, launch.keys, documents.packed, documents.stretch, kd is not None),
+        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK), DV, padded(DV),
+        launch.rows, launch.keys, documents.packed, documents.stretch, qd is not None, kd is not None),
         **launch.options,
     )  # fmt: skip
     return o, lse
@@ -166,29 +192,28 @@ def key_gradients(
     config: NSAConfig, documents: Documents, launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk, dv of compressed attention under do = gate · dout. Partial sums per query range, then added in order."""
-    H, DK = q.shape[2:]
+    B, T, H, DK = q.shape
     G, DV = v.shape[2:]
     launch = launch or settings("compressed_key_gradients", q, v)
-    rows, queries = query_tile(H // G, launch.rows)
-    N = launch.keys
+    M, N = launch.rows, launch.keys
     tiles = documents.compressed_tiles(N)
     if tiles == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
     # enough programs to fill the device even where the first tiles see all queries and the last ones almost none
-    parts = max(1, min(launch.parts, -(-documents.queries // (16 * queries)), -(-2048 // (tiles * G))))
-    span = -(-documents.queries // (parts * queries)) * queries
+    parts = max(1, min(launch.parts, -(-documents.queries * (H // G) // (16 * M)), -(-2048 // (tiles * G))))
+    span = -(-documents.queries // (parts * M)) * M
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
-    qd, dod = query_descriptors(launch, q, dout, H // G, rows)
+    qd, dod = query_descriptors(launch, q, dout)
     ccu, *bounds = documents.compressed(N)
     call(
         _key_gradients, (tiles, parts, G),
         (q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu),
-        (*bounds, documents.first_query, documents.queries, documents.length, span),
+        (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
-        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK),
-        DV, padded(DV), queries, rows, N, documents.packed, documents.stretch, qd is not None, gate is not None),
+        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK), DV, padded(DV), M, N,
+        documents.packed, documents.stretch, qd is not None, gate is not None),
         **launch.options,
     )  # fmt: skip
     # padding after the last document's compressed tokens belongs to no tile

@@ -9,29 +9,21 @@ from tercet.attention.kernels.settings import Launch
 
 
 def key_descriptors(launch: Launch, k: Tensor, v: Tensor) -> tuple:
-    """Tiles of `launch.keys` rows of one head, out of [flat rows, G·D]."""
-    if not (launch.tma and all(_fits(x) and (x.stride(2) == x.shape[3] or x.shape[2] == 1) for x in (k, v))):
-        return None, None
-    return tuple(
-        TensorDescriptor(
-            x, [x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]], [x.stride(1), 1], [launch.keys, x.shape[3]]
-        )
-        for x in (k, v)
-    )
+    """Tiles of `launch.keys` rows of one head, out of [flat rows, heads·D]."""
+    return row_descriptors(launch.tma, launch.keys, k, v)
 
 
-def query_descriptors(launch: Launch, q: Tensor, dout: Tensor, heads: int, rows: int) -> tuple:
-    """Tiles of rows // heads queries times the heads of a group, out of [flat rows, H, D]."""
-    if not (launch.tma and rows % heads == 0 and heads & (heads - 1) == 0 and all(_fits(x) for x in (q, dout))):
-        return None, None
+def query_descriptors(launch: Launch, q: Tensor, other: Tensor) -> tuple:
+    """Tiles of `launch.rows` queries of one head."""
+    return row_descriptors(launch.tma, launch.rows, q, other)
+
+
+def row_descriptors(wanted: bool, rows: int, *tensors: Tensor) -> tuple:
+    if not (wanted and all(_fits(x) and (x.stride(2) == x.shape[3] or x.shape[2] == 1) for x in tensors)):
+        return (None,) * len(tensors)
     return tuple(
-        TensorDescriptor(
-            x,
-            [x.shape[0] * x.shape[1], x.shape[2], x.shape[3]],
-            [x.stride(1), x.stride(2), 1],
-            [rows // heads, heads, x.shape[3]],
-        )
-        for x in (q, dout)
+        TensorDescriptor(x, [x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]], [x.stride(1), 1], [rows, x.shape[3]])
+        for x in tensors
     )
 
 

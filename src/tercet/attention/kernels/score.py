@@ -1,83 +1,81 @@
 """Importance of selection blocks (Eq. 9, 10) and the exact choice of the best (Eq. 11), without gradients.
 
-A second pass over q and kc, with the log-sum-exp of the first known: p comes out normalised, the h heads of a group can
-be added at once, and only [tokens, G, blocks] is written, in ranges of queries that bound the memory. Pooling
-p over blocks is a product with a constant matrix on the tensor cores. p is split into two fp16 numbers there:
-a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
+A second pass over q and kc, with the log-sum-exp of the first known: p comes out normalised, the h heads of a group are
+added in registers as they come, and only [tokens, G, blocks] is written, in ranges of queries that bound the memory.
+Pooling the sum over blocks is a product with a constant matrix on the tensor cores. It is split into two fp16 numbers
+there: a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
 
 scores: fp32 [rows of the range, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.copy_engine import key_descriptors
+from tercet.attention.kernels.copy_engine import row_descriptors
 from tercet.attention.kernels.documents import Documents, locate_queries, visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
-from tercet.attention.kernels.tiles import load_keys, load_rows
+from tercet.attention.kernels.tiles import load_tile
 from tercet.attention.spec import NSAConfig
 
 SCRATCH_BYTES = 256 << 20
+_SIDE_BY_SIDE = 4  # rows that one program chooses for at once, where they are short
 WIDEST = 1024  # scores that one program chooses from; longer rows are chosen from in two rounds
-_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks", "compressed_length"]
+_PER_BATCH = [
+    "docs",
+    "length",
+    "per_sequence",
+    "first_query",
+    "queries",
+    "tile0",
+    "blocks",
+    "compressed_length",
+    "rows",
+]
 
 
 @triton.jit
-def _pool_step(q, k, seen, lse, carry, weights, spill, scale, QT: tl.constexpr, HP: tl.constexpr, NBP: tl.constexpr,
-               MASK: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    p = tl.exp2(s * scale - lse[:, None])
-    if MASK:
-        p = tl.where(seen, p, 0.0)
+def _pool(p, weights, carry, NBP: tl.constexpr, SPLIT: tl.constexpr):
+    """p over blocks; what the tile before it left for the first block is `carry`."""
     high = p.to(weights.dtype)
     pool = tl.dot(high, weights, input_precision="ieee")
     if SPLIT:
         pool = tl.dot((p - high.to(tl.float32)).to(weights.dtype), weights, pool)
-    pool += tl.where(tl.arange(0, NBP)[None, :] == 0, carry[:, None], 0.0)
-    carry = tl.sum(p * spill[None, :], 1)
-    return tl.sum(pool.reshape(QT, HP, NBP), 1), carry
+    return pool + tl.where(tl.arange(0, NBP)[None, :] == 0, carry[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _score(
-    Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
-    q_t, q_h, k_t, k_h, scale,
+    Q, K, QD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
+    rows, q_t, q_h, k_t, k_h, scale, shift,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
-    G: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
-    QT: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr,
-    SPLIT: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
-    doc, _, rows, size, first = locate_queries(
-        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    doc, _, row0, size, first = locate_queries(
+        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, M, PACKED, STRETCH
     )
-    last = tl.minimum(first + QT, size) - 1
+    last = tl.minimum(first + M, size) - 1
     # a query that has no more than COUNT blocks selects them all: nothing to score
     if (first < size) & (last // BLOCK >= COUNT):
         if PACKED:
             c0 = tl.load(CCU + doc)
         else:
             c0 = doc * compressed_length
-        M: tl.constexpr = QT * HP
-        r = tl.arange(0, M)
-        position = first + r // HP
-        inside = (r % HP < HEADS) & (position < size)
-        token = rows + position
-        head = g * HEADS + r % HP
-        q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
-        # 2^15 p: fp16 then keeps eleven bits of every p down to 2^-29
-        lse = tl.load(LSE + token.to(tl.int64) * (G * HEADS) + head, mask=inside, other=float("inf")) - 15.0
-        seen = visible(position, L, S)
-        whole = visible(first, L, S) // N * N
+        t = tl.arange(0, M)
+        seen = visible(first + t, L, S)
         # blocks that are forced for every query of the tile need no score
         end = tl.minimum(visible(last, L, S), (last // BLOCK - LOCAL + 1) * (BLOCK // S))
-        whole = tl.minimum(whole, end // N * N)
+        inside = t < size - first
+        lses = LSE + (g * HEADS).to(tl.int64) * rows + row0 + first + t
         K += g.to(tl.int64) * k_h
         NB: tl.constexpr = N * S // BLOCK
         NBP: tl.constexpr = NB if NB > 16 else 16
@@ -91,90 +89,106 @@ def _score(
         spill = tl.maximum(i * S + L - N * S, 0).to(tl.float32) / L  # what reaches into the next tile's first block
         carry = tl.zeros([M], tl.float32)
         blocks = tl.multiple_of(blocks, 4)
-        t = tl.arange(0, QT)
-        out = SCORES + ((local_tile * QT + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
+        out = SCORES + ((local_tile * M + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
         store = (first + t < size)[:, None] & (b < NB)[None, :]
-        for j in tl.range(0, whole, N):
-            k = load_keys(K, KD, c0 + j, N, g, k_t, DK, DKP, N, TMA, True)
-            score, carry = _pool_step(q, k, None, lse, carry, weights, spill, scale, QT, HP, NBP, False, SPLIT)
-            tl.store(out + j // N * NB, score, mask=store)
-        for j in tl.range(whole, end, N):
-            k = load_keys(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA and not PACKED, False)
-            mask = (j + i)[None, :] < tl.minimum(seen, end)[:, None]
-            score, carry = _pool_step(q, k, mask, lse, carry, weights, spill, scale, QT, HP, NBP, True, SPLIT)
+        for j in tl.range(0, end, N):
+            k = load_tile(K, None, c0 + j, end - j, g, k_t, DK, DKP, N, False, False)
+            p = tl.zeros([M, N], tl.float32)
+            lse = tl.load(lses, mask=inside, other=float("inf"))
+            for h in tl.range(0, HEADS):
+                head = g * HEADS + h
+                q = load_tile(
+                    Q + head.to(tl.int64) * q_h, QD, row0 + first, size - first, head, q_t, DK, DKP, M, TMA, False
+                )
+                # feeding no product, this load is not fetched ahead by the compiler
+                after = tl.load(
+                    lses + tl.minimum(h + 1, HEADS - 1).to(tl.int64) * rows, mask=inside, other=float("inf")
+                )
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                p += tl.exp2(s * scale - (lse - shift)[:, None])
+                lse = after
+            p = tl.where(i[None, :] < (tl.minimum(seen, end) - j)[:, None], p, 0.0)
+            score = _pool(p, weights, carry, NBP, SPLIT)
+            carry = tl.sum(p * spill[None, :], 1)
             tl.store(out + j // N * NB, score, mask=store & (j // N * NB + b < blocks)[None, :])
 
 
 @triton.jit
 def _best(key, wanted):
-    """Which keys are the `wanted` largest, the lowest place first among equals. key: int32, -1 for none.
+    """Which keys of each row are its `wanted` largest, the lowest place first among equals. key: int32, -1 for none.
 
     Bisection on the value of the last one taken: a dozen counts, whatever the number wanted. Taking the maximum
-    `wanted` times costs the same at 13 and grows with it."""
-    low = 0
-    high = tl.max(key, 0)
-    while low < high:
+    `wanted` times costs the same at 13 and grows with it. Rows go side by side: a count waits for its own result, and
+    the others' run meanwhile."""
+    high = tl.max(key, 1)
+    low = tl.minimum(high, 0)
+    while tl.max(high - low, 0) > 0:
         middle = low + (high - low + 1) // 2
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        if count == wanted:
-            low = middle
-            high = middle
-        elif count > wanted:
-            low = middle
-        else:
-            high = middle - 1
-    above = key > low
-    missing = wanted - tl.sum(above.to(tl.int32), 0)
-    equal = key == low
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        # a row that is done has low = high = middle, and both stay
+        high = tl.where((low < high) & (count < wanted), middle - 1, tl.where(count == wanted, middle, high))
+        low = tl.where(count >= wanted, middle, low)
+    above = key > low[:, None]
+    missing = wanted - tl.sum(above.to(tl.int32), 1)
+    equal = key == low[:, None]
+    return above | (equal & (key >= 0) & (tl.cumsum(equal.to(tl.int32), 1) <= missing[:, None]))
 
 
 @triton.jit
 def _load_keys(SCORES, block, end, INITIAL: tl.constexpr):
     """Scores as whole numbers of the same order; -1 where a block is forced or not there."""
-    score = tl.load(SCORES + block, mask=block < end, other=0.0)
+    score = tl.load(SCORES[:, None] + block, mask=block < end[:, None], other=0.0)
     score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
-    return tl.where((block >= INITIAL) & (block < end), score.to(tl.int32, bitcast=True), -1)
+    return tl.where((block >= INITIAL) & (block < end[:, None]), score.to(tl.int32, bitcast=True), -1)
 
 
 @triton.jit
 def _choose_range(SCORES, OUT, end, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr):
-    block = tl.arange(0, NP)
+    block = tl.arange(0, NP)[None, :]
     taken = _best(_load_keys(SCORES, block, end, INITIAL), WANTED)
-    tl.store(OUT + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
+    to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
+    tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
 def _choose(
     SCORES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
-    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    # R queries of one tile
+    row = tl.program_id(0) * R
     g = tl.program_id(1)
     _, _, rows, size, first = locate_queries(
         CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
     )
-    position = first + row % QT
-    if position < size:
+    first += row % QT
+    if first < size:
+        position = first + tl.arange(0, R)
+        inside = position < size
         current = position // BLOCK
+        few = current < COUNT
         out = INDICES + ((rows + position).to(tl.int64) * G + g) * COUNT
-        slot = tl.arange(0, CP)
+        slot = tl.arange(0, CP)[None, :]
         WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
-        if current < COUNT:
-            tl.store(out + slot, tl.where(slot <= current, slot, -1), mask=slot < COUNT)
-        else:
-            forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
-            tl.store(out + slot, forced, mask=(slot < COUNT) & ((slot < INITIAL) | (slot >= COUNT - LOCAL)))
-            if WANTED > 0:
-                scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4)
-                end = current - LOCAL + 1
-                if (NP >= 128) & (end <= NP // 4):
-                    _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 4 if NP >= 128 else NP)
-                elif (NP >= 128) & (end <= NP // 2):
-                    _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 2 if NP >= 128 else NP)
-                else:
-                    _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP)
+        all_there = tl.where(slot <= current[:, None], slot, -1)
+        forced = tl.where(slot < INITIAL, slot, current[:, None] - COUNT + 1 + slot)
+        known = few[:, None] | (slot < INITIAL) | (slot >= COUNT - LOCAL)
+        tl.store(
+            out[:, None] + slot, tl.where(few[:, None], all_there, forced),
+            mask=inside[:, None] & (slot < COUNT) & known,
+        )  # fmt: skip
+        last = (tl.minimum(first + R, size) - 1) // BLOCK
+        if (WANTED > 0) & (last >= COUNT):
+            scores = SCORES + ((row + tl.arange(0, R)).to(tl.int64) * G + g) * tl.multiple_of(blocks, 4)
+            end = tl.where(inside & (current >= COUNT), current - LOCAL + 1, 0)
+            last -= LOCAL - 1
+            if (NP >= 128) & (last <= NP // 4):
+                _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 4 if NP >= 128 else NP)
+            elif (NP >= 128) & (last <= NP // 2):
+                _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 2 if NP >= 128 else NP)
+            else:
+                _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
@@ -197,11 +211,13 @@ def _shortlist(
     if (position < size) & (position // BLOCK >= COUNT):
         slot = tl.arange(0, WP)
         out = ((row.to(tl.int64) * G + g) * CHUNKS + chunk) * WANTED
-        block = chunk * NP + tl.arange(0, NP)
-        key = _load_keys(SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4), block, end, INITIAL)
+        block = (chunk * NP + tl.arange(0, NP))[None, :]
+        alone = tl.arange(0, 1)
+        scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4) + alone
+        key = _load_keys(scores, block, end + alone, INITIAL)
         taken = _best(key, WANTED)
-        place = tl.cumsum(taken.to(tl.int32), 0) - 1
-        number = tl.sum(taken.to(tl.int32), 0)
+        place = tl.cumsum(taken.to(tl.int32), 1) - 1
+        number = tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
         tl.store(KEYS + out + slot, -1, mask=(slot >= number) & (slot < WANTED))
         tl.store(KEYS + out + place, key, mask=taken)
         tl.store(PLACES + out + place, block, mask=taken)
@@ -230,12 +246,12 @@ def _choose_shortlisted(
         else:
             forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
             tl.store(out + slot, forced, mask=(slot < COUNT) & ((slot < INITIAL) | (slot >= COUNT - LOCAL)))
-            i = tl.arange(0, NP)
+            i = tl.arange(0, NP)[None, :]
             listed = (row.to(tl.int64) * G + g) * LISTED + i
             key = tl.load(KEYS + listed, mask=i < LISTED, other=-1)
             taken = _best(key, WANTED)
             block = tl.load(PLACES + listed, mask=taken, other=0)
-            tl.store(out + INITIAL + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
+            tl.store(out + INITIAL + tl.cumsum(taken.to(tl.int32), 1) - 1, block, mask=taken)
 
 
 def select(
@@ -245,11 +261,11 @@ def select(
     """block_indices of every query, from the compressed keys and the log-sum-exp of compressed attention."""
     B, T, H, DK = q.shape
     G = k.shape[2]
-    heads, spread = H // G, power_of_2(H // G)
+    heads = H // G
     count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
     launch = launch or settings("score", q, k)
     keys = max(launch.keys, block // config.compress_stride)
-    queries = max(launch.rows, spread, 16) // spread
+    queries = launch.rows
     wanted = count - initial - local
     indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
     blocks = config.num_blocks(documents.first_query + documents.queries)
@@ -263,19 +279,21 @@ def select(
     listed = chunks * wanted
     if chunks > 1:
         shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
-    kd, _ = key_descriptors(launch, k, k) if keys == launch.keys else (None, None)
+    (qd,) = row_descriptors(launch.tma, queries, q)
+    # 2^15 p over the heads' number: their sum fits fp16, which then keeps eleven bits of it down to 2^-29 of them
+    shift = 15.0 - math.ceil(math.log2(heads))
     cu, *bounds = documents.query_tokens(queries)
     sizes = (block, count, initial, local)
     for tile0 in range(0, tiles, step):
         here = min(step, tiles - tile0)
         if scored:
             call(
-                _score, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
-                (*bounds, tile0, blocks, documents.compressed_length),
-                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
-                config.compress_block, config.compress_stride, block, count, local,
-                G, heads, spread, DK, padded(DK), queries, keys, documents.packed, documents.stretch, kd is not None,
-                q.dtype != torch.float32), **launch.options,
+                _score, (here, G), (q, k, qd, lse, scores, cu, documents.ccu),
+                (*bounds, tile0, blocks, documents.compressed_length, B * T),
+                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E, shift,
+                config.compress_block, config.compress_stride, block, count, local, G, heads, DK, padded(DK),
+                queries, keys, documents.packed, documents.stretch, qd is not None, q.dtype != torch.float32),
+                **launch.options,
             )  # fmt: skip
         slots = power_of_2(count)
         if chunks > 1:
@@ -291,10 +309,10 @@ def select(
                 num_warps=1,
             )  # fmt: skip
         else:
+            wide = power_of_2(max(32, blocks - local))
+            side = min(_SIDE_BY_SIDE, queries, max(1, 512 // wide))
             call(
-                _choose, (here * queries, G), (scores, indices, cu), (*bounds, tile0, blocks),
-                (*sizes, slots, G, queries, power_of_2(max(32, blocks - local)),
-                 documents.packed, documents.stretch),
-                num_warps=1,
+                _choose, (here * queries // side, G), (scores, indices, cu), (*bounds, tile0, blocks),
+                (*sizes, slots, G, queries, side, wide, documents.packed, documents.stretch), num_warps=1,
             )  # fmt: skip
     return indices

@@ -16,7 +16,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    rows: int = 64  # M: rows (queries × heads of a group) of a query tile
+    rows: int = 64  # M: queries of a tile
     keys: int = 64  # N: keys of a key tile
     warps: int = 4
     stages: int = 2
@@ -32,23 +32,23 @@ class Launch:
 
 # (kernel, padded head size) -> Launch. Head size is the larger of Dk and Dv, next power of two.
 _HOPPER: dict[tuple[str, int], Launch] = {
-    ("compressed_forward", 64): Launch(rows=128, warps=8, stages=3),
+    ("compressed_forward", 64): Launch(stages=2, tma=True),
     ("compressed_forward", 128): Launch(rows=64, stages=3, tma=True),
     ("compressed_forward", 256): Launch(rows=64),
-    ("score", 64): Launch(rows=64, stages=3),
+    ("score", 64): Launch(stages=2, tma=True),
     ("score", 128): Launch(rows=64, stages=2, tma=True),
     ("score", 256): Launch(rows=64, stages=2),
-    ("query_gradient", 64): Launch(rows=64, stages=2, tma=True, registers=128),
+    ("query_gradient", 64): Launch(stages=2, tma=True, registers=128),
     ("query_gradient", 128): Launch(rows=64, stages=2, tma=True),
     ("query_gradient", 256): Launch(rows=64, warps=8, stages=1),
-    ("compressed_key_gradients", 64): Launch(rows=32, stages=3, parts=48, registers=168),
+    ("compressed_key_gradients", 64): Launch(stages=3, tma=True, parts=48),
     ("compressed_key_gradients", 128): Launch(rows=32, stages=3, tma=True),
     ("compressed_key_gradients", 256): Launch(rows=32, warps=8, stages=1),
-    ("window_forward", 64): Launch(rows=64, stages=3, tma=True),
+    ("window_forward", 64): Launch(stages=2, tma=True),
     ("window_forward", 128): Launch(rows=64, stages=3, tma=True),
     ("window_forward", 256): Launch(rows=64),
-    ("window_key_gradients", 64): Launch(rows=32, stages=3),
-    ("window_key_gradients", 128): Launch(rows=32, stages=3),
+    ("window_key_gradients", 64): Launch(rows=32, stages=3, tma=True),
+    ("window_key_gradients", 128): Launch(rows=32, stages=3, tma=True),
     ("window_key_gradients", 256): Launch(rows=32, warps=8, stages=1),
 }
 
@@ -95,9 +95,3 @@ def power_of_2(size: int) -> int:
 def padded(size: int) -> int:
     """A vector of this size in registers: the next power of two, and no less than a matrix product takes."""
     return max(16, power_of_2(size))
-
-
-def query_tile(heads: int, rows: int) -> tuple[int, int]:
-    """(M, QT): rows of a tile and the queries in it, for any number of heads per group."""
-    rows = max(rows, power_of_2(heads), 16)
-    return rows, rows // heads

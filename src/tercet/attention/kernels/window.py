@@ -1,6 +1,6 @@
 """Sliding-window attention over tokens max(0, t-w+1) … t of the document, and its key gradients.
 
-q: [B, T, H, Dk]   k, v: [B, T, G, Dk | Dv]   o: [B, T, H, Dv]   lse: [B, T, H], log2
+q: [B, T, H, Dk]   k, v: [B, T, G, Dk | Dv]   o: [B, T, H, Dv]   lse: [H, B, T], log2
 """
 
 from __future__ import annotations
@@ -10,123 +10,139 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
+from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors, row_descriptors
 from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch, padded, query_tile, settings
-from tercet.attention.kernels.tiles import (
-    attend,
-    finish,
-    key_gradient,
-    load_keys,
-    load_queries,
-    load_rows,
-    query_rows,
-    store_rows,
-)
+from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
+from tercet.attention.kernels.tiles import attend, finish, in_window, key_gradient, load_queries, load_tile, store_rows
 
-_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries"]
+_PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "rows"]
 
 
 @triton.jit
-def window_tiles(first, size, W: tl.constexpr, QT: tl.constexpr, N: tl.constexpr):
+def window_tiles(first, size, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Key tiles of a query tile: [begin, whole) partly seen, [whole, edge) seen by all rows, [edge, end) partly."""
-    end = tl.minimum(first + QT, size)
+    end = tl.minimum(first + M, size)
     begin = tl.maximum(first - W + 1, 0) // N * N
-    whole = tl.minimum((tl.maximum(first + QT - W, 0) + N - 1) // N * N, end)
+    whole = tl.minimum((tl.maximum(first + M - W, 0) + N - 1) // N * N, end)
     edge = tl.maximum((first + 1) // N * N, whole)
     return begin, whole, edge, end
 
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _forward(
-    Q, K, V, KD, VD, O, LSE, CU, docs, length, per_sequence, first_query, queries,
+    Q, K, V, QD, KD, VD, O, LSE, CU, docs, length, per_sequence, first_query, queries, rows,
     q_t, q_h, k_t, k_h, v_t, v_h, scale,
     W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMAQ: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    g = tl.program_id(1)
-    _, start, rows, size, first = locate_queries(
-        CU, docs, tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+    H: tl.constexpr = G * HEADS
+    tile = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    g = head // HEADS
+    _, start, row0, size, first = locate_queries(
+        CU, docs, tile, length, per_sequence, first_query, queries, M, PACKED, STRETCH
     )
     if first < size:
-        position, token, head, inside = query_rows(rows, size, first, g, HEADS, QT, M)
-        q = load_rows(Q + head.to(tl.int64)[:, None] * q_h, token, q_t, inside, DK, DKP)
+        position = first + tl.arange(0, M)
+        q = load_tile(Q + head.to(tl.int64) * q_h, QD, row0 + first, size - first, head, q_t, DK, DKP, M, TMAQ, False)
         K += g.to(tl.int64) * k_h
         V += g.to(tl.int64) * v_h
         m = tl.full([M], -1e20, tl.float32)
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DVP], tl.float32)
-        begin, whole, edge, end = window_tiles(first, size, W, QT, N)
+        begin, whole, edge, end = window_tiles(first, size, W, M, N)
         for i in tl.range(begin, whole, N):
-            k = load_keys(K, KD, start + i, size - i, g, k_t, DK, DKP, N, TMA, False)
-            v = load_keys(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False)
-            back = position[:, None] - (i + tl.arange(0, N))[None, :]
-            m, l, acc = attend(q, k, v, (back >= 0) & (back < W), m, l, acc, scale, True)
+            k = load_tile(K, KD, start + i, size - i, g, k_t, DK, DKP, N, TMA, False)
+            v = load_tile(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False)
+            seen = in_window(position, i, W, M, N, True)
+            m, l, acc = attend(q, k, v, seen, m, l, acc, scale, True)
         for i in tl.range(whole, edge, N):
-            k = load_keys(K, KD, start + i, N, g, k_t, DK, DKP, N, TMA, True)
-            v = load_keys(V, VD, start + i, N, g, v_t, DV, DVP, N, TMA, True)
+            k = load_tile(K, KD, start + i, N, g, k_t, DK, DKP, N, TMA, True)
+            v = load_tile(V, VD, start + i, N, g, v_t, DV, DVP, N, TMA, True)
             m, l, acc = attend(q, k, v, None, m, l, acc, scale, False)
         for i in tl.range(edge, end, N):
-            k = load_keys(K, KD, start + i, size - i, g, k_t, DK, DKP, N, TMA, False)
-            v = load_keys(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False)
-            back = position[:, None] - (i + tl.arange(0, N))[None, :]
-            m, l, acc = attend(q, k, v, (back >= 0) & (back < W), m, l, acc, scale, True)
-        finish(O, LSE, token, head, inside, m, l, acc, G * HEADS, DV, DVP)
+            k = load_tile(K, KD, start + i, size - i, g, k_t, DK, DKP, N, TMA, False)
+            v = load_tile(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False)
+            seen = in_window(position, i, W, M, N, False)
+            m, l, acc = attend(q, k, v, seen, m, l, acc, scale, True)
+        finish(O, LSE, row0 + position, position < size, head, m, l, acc, rows, H, DV, DVP)
 
 
 @triton.jit
 def _query_step(
-    Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, start, size, t, g, q_t, q_h, do_t, do_h, scale,
-    W: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, MASK: tl.constexpr,
+    Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, row0, t, end, head, rows, q_t, q_h, do_t, do_h, scale,
+    W: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    position, q, do, lse, row_sum, gate = load_queries(
-        Q, DO, LSE, SUM, GATE, QD, DOD, start, size, t, g, q_t, q_h, do_t, do_h,
-        HEADS, H, DK, DKP, DV, DVP, QT, M, TMA, GATED)  # fmt: skip
-    back = position[None, :] - key[:, None]
-    return key_gradient(q, do, k, v, (back >= 0) & (back < W), lse, gate, row_sum, dk, dv, scale, MASK, GATED)
+    q, do, lse, row_sum, gate = load_queries(
+        Q, DO, LSE, SUM, GATE, QD, DOD, row0 + t, end - t, head, rows, q_t, q_h, do_t, do_h,
+        DK, DKP, DV, DVP, M, TMA, GATED, WHOLE)  # fmt: skip
+    # as in_window, seen from the keys: the first queries that see them, or the last
+    m = tl.arange(0, M)[None, :]
+    first = (key - t)[:, None]
+    if W < M + N:
+        seen = (m >= first) & (m < first + W)
+    elif BEGIN:
+        seen = m >= first
+    else:
+        seen = m < first + W
+    return key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, not WHOLE, GATED)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _key_gradients(
-    Q, DO, K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, docs, length, per_sequence, first_query, queries,
+    Q, DO, K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, docs, length, per_sequence, first_query, queries, rows,
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, scale, softmax_scale,
     W: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
     doc, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
     if first < size:
-        k = load_keys(K + g.to(tl.int64) * k_h, None, start + first, size - first, g, k_t, DK, DKP, N, False, False)
-        v = load_keys(V + g.to(tl.int64) * v_h, None, start + first, size - first, g, v_t, DV, DVP, N, False, False)
+        k = load_tile(K + g.to(tl.int64) * k_h, None, start + first, size - first, g, k_t, DK, DKP, N, False, False)
+        v = load_tile(V + g.to(tl.int64) * v_h, None, start + first, size - first, g, v_t, DV, DVP, N, False, False)
         dk = tl.zeros([N, DKP], tl.float32)
         dv = tl.zeros([N, DVP], tl.float32)
         key = first + tl.arange(0, N)
-        rows, origin, last = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
+        row0, origin, last = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
         # tiles of queries count from the first one at hand, `ahead` tokens before the first key or behind it
         ahead = first - origin
-        begin = tl.maximum(ahead, 0) // QT * QT
-        end = tl.minimum(ahead + N - 1 + W, last - origin)
-        # from here on every query is past every key
-        whole = tl.minimum((tl.maximum(ahead + N - 1, 0) + QT - 1) // QT * QT, end)
-        edge = tl.maximum(tl.minimum((ahead + W) // QT * QT, end // QT * QT), whole)
-        for t in tl.range(origin + begin, origin + whole, QT):
+        begin = tl.maximum(ahead, 0) // M * M
+        end = tl.maximum(tl.minimum(ahead + N - 1 + W, last - origin), begin)
+        # tiles from `whole` on are past every key; those up to `edge` see every key
+        whole = tl.minimum((tl.maximum(ahead + N - 1, 0) + M - 1) // M * M, end)
+        edge = tl.maximum(tl.minimum((ahead + W) // M * M, (last - origin) // M * M), whole)
+        t = begin
+        head = g * HEADS
+        for _ in tl.range(0, (tl.maximum(whole - begin, 0) + M - 1) // M * HEADS):
             dk, dv = _query_step(
-                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, rows, last, t, g, q_t, q_h, do_t, do_h,
-                scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
-        for t in tl.range(origin + whole, origin + edge, QT):
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, row0, origin + t, last, head, rows, q_t, q_h,
+                do_t, do_h, scale, W, DK, DKP, DV, DVP, M, N, TMA, GATED, False, True)  # fmt: skip
+            t += M
+            head += (t >= whole).to(tl.int32)
+            t = tl.where(t >= whole, begin, t)
+        t = whole
+        head = g * HEADS
+        for _ in tl.range(0, (edge - whole) // M * HEADS):
             dk, dv = _query_step(
-                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, rows, last, t, g, q_t, q_h, do_t, do_h,
-                scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, False)  # fmt: skip
-        for t in tl.range(origin + edge, origin + end, QT):
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, row0, origin + t, last, head, rows, q_t, q_h,
+                do_t, do_h, scale, W, DK, DKP, DV, DVP, M, N, TMA, GATED, True, True)  # fmt: skip
+            t += M
+            head += (t == edge).to(tl.int32)
+            t = tl.where(t == edge, whole, t)
+        t = edge
+        head = g * HEADS
+        for _ in tl.range(0, (tl.maximum(end - edge, 0) + M - 1) // M * HEADS):
             dk, dv = _query_step(
-                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, rows, last, t, g, q_t, q_h, do_t, do_h,
-                scale, W, HEADS, G * HEADS, DK, DKP, DV, DVP, QT, M, TMA, GATED, True)  # fmt: skip
+                Q, DO, LSE, SUM, GATE, QD, DOD, k, v, dk, dv, key, row0, origin + t, last, head, rows, q_t, q_h,
+                do_t, do_h, scale, W, DK, DKP, DV, DVP, M, N, TMA, GATED, False, False)  # fmt: skip
+            t += M
+            head += (t >= end).to(tl.int32)
+            t = tl.where(t >= end, edge, t)
         store_rows(DKEY + g * DK, start + key, G * DK, key < size, dk * softmax_scale, DK, DKP)
         store_rows(DVALUE + g * DV, start + key, G * DV, key < size, dv, DV, DVP)
 
@@ -137,16 +153,16 @@ def forward(
     B, T, H, DK = q.shape
     G, DV = v.shape[2:]
     o = torch.empty(B, T, H, DV, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
+    lse = torch.empty(H, B, T, dtype=torch.float32, device=q.device)
     launch = launch or settings("window_forward", q, v)
-    rows, queries = query_tile(H // G, launch.rows)
+    (qd,) = row_descriptors(launch.tma, launch.rows, q)
     kd, vd = key_descriptors(launch, k, v)
-    cu, *bounds = documents.query_tokens(queries)
+    cu, *bounds = documents.query_tokens(launch.rows)
     call(
-        _forward, (documents.query_tiles(queries), G), (q, k, v, kd, vd, o, lse, cu), tuple(bounds),
+        _forward, (documents.query_tiles(launch.rows) * H,), (q, k, v, qd, kd, vd, o, lse, cu), (*bounds, B * T),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), DK**-0.5 * LOG2E,
-        window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
-        documents.packed, documents.stretch, kd is not None), **launch.options,
+        window, G, H // G, DK, padded(DK), DV, padded(DV), launch.rows, launch.keys,
+        documents.packed, documents.stretch, qd is not None, kd is not None), **launch.options,
     )  # fmt: skip
     return o, lse
 
@@ -156,21 +172,20 @@ def key_gradients(
     window: int, documents: Documents, launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk, dv of window attention under do = gate · dout."""
-    H, DK = q.shape[2:]
+    B, T, H, DK = q.shape
     G, DV = v.shape[2:]
     launch = launch or settings("window_key_gradients", q, v)
-    rows, queries = query_tile(H // G, launch.rows)
-    qd, dod = query_descriptors(launch, q, dout, H // G, rows)
+    qd, dod = query_descriptors(launch, q, dout)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     cu, *bounds = documents.tokens(launch.keys)
     call(
         _key_gradients, (documents.token_tiles(launch.keys), G),
         (q, dout, k, v, lse, row_sum, gate, dk, dv, qd, dod, cu),
-        (*bounds, documents.first_query, documents.queries),
+        (*bounds, documents.first_query, documents.queries, B * T),
         (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
         DK**-0.5 * LOG2E, DK**-0.5,
-        window, G, H // G, DK, padded(DK), DV, padded(DV), queries, rows, launch.keys,
+        window, G, H // G, DK, padded(DK), DV, padded(DV), launch.rows, launch.keys,
         documents.packed, documents.stretch, qd is not None, gate is not None), **launch.options,
     )  # fmt: skip
     return dk, dv
