@@ -46,16 +46,25 @@ class DataParallel(Distributed):
 
 
 def compressed_all_reduce(bucket: dist.GradBucket, wire: torch.dtype) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, sent in half precision. Divided before it is summed: fp16 sums would overflow.
-
-    (PyTorch's own hook for bf16 asks for NCCL; this one is the same on gloo.)
-    """
-    gradient = bucket.buffer()
-    small = (gradient / dist.get_world_size()).to(wire)
+    """The mean over ranks, sent in half precision. (PyTorch's own hook for bf16 asks for NCCL; this one is the same on
+    gloo.) bf16 has fp32's range. fp16 has not: a bucket's gradients span more than its five exponent bits, and small
+    ones would be sent as zeros, so that they are scaled by a power of two that all ranks agree on."""
+    gradient, ranks = bucket.buffer(), dist.get_world_size()
+    mean = gradient / ranks
+    scale = _scale(mean, ranks) if wire == torch.float16 else None
+    small = (mean if scale is None else mean * scale).to(wire)
     future = dist.all_reduce(small, async_op=True).get_future()
 
     def back(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         gradient.copy_(done.value()[0])
-        return gradient
+        return gradient if scale is None else gradient.div_(scale)
 
     return future.then(back)  # type: ignore[no-any-return]
+
+
+def _scale(mean: Tensor, ranks: int) -> Tensor:
+    """The power of two that takes the largest sum near fp16's end, on the device. What is not finite stays so."""
+    largest = mean.abs().amax().float()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    room = torch.finfo(torch.float16).max / 2 / ranks
+    return torch.exp2(torch.floor(torch.log2(room / largest.clamp(min=1e-30))))
