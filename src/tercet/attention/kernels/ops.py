@@ -14,7 +14,6 @@ keys' own bounds may then differ as well: `cu` is [3, docs + 1], a row for each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import lru_cache
 
 import torch
@@ -43,6 +42,14 @@ def flat(x: Tensor) -> Tensor:
 
 def _flat(*tensors: Tensor | None) -> list:
     return [None if x is None else flat(x) for x in tensors]
+
+
+def _sizes(config: NSAConfig) -> list[int]:
+    """What `_config` makes a config of. By name: dataclasses.astuple copies deeply on Python 3.11, which breaks graphs."""
+    return [
+        config.compress_block, config.compress_stride, config.select_block, config.select_count,
+        config.select_initial, config.select_local, config.window,
+    ]  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -352,7 +359,7 @@ def nsa(
     choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
-    sizes = list(astuple(config)) if watched else config
+    sizes = _sizes(config) if watched else config
     span = list(span)
     o_c = lse_c = None
     ccu = _bounds(cu_seqlens, config, ops)
@@ -402,7 +409,7 @@ class _Direct:
 def compressed_select(
     q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    sizes, span = list(astuple(config)), list(span)
+    sizes, span = _sizes(config), list(span)
     ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
     out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes, span)
     with torch.no_grad():
@@ -416,7 +423,7 @@ def selected_attention(
 ) -> Tensor:  # fmt: skip
     none = (None,) * 3
     return torch.ops.tercet.nsa_attend(
-        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, list(astuple(config)), list(span)
+        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, _sizes(config), list(span)
     )[0]
 
 
@@ -425,7 +432,7 @@ def window_attention(
 ) -> Tensor:
     none = (None,) * 4
     return torch.ops.tercet.nsa_attend(
-        q, None, None, None, None, k, v, *none, cu_seqlens, None, list(astuple(config)), list(span)
+        q, None, None, None, None, k, v, *none, cu_seqlens, None, _sizes(config), list(span)
     )[0]
 
 
