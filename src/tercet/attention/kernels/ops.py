@@ -45,7 +45,7 @@ def _flat(*tensors: Tensor | None) -> list:
 
 
 def _sizes(config: NSAConfig) -> list[int]:
-    """What `_config` makes a config of. By name: dataclasses.astuple copies deeply on Python 3.11, which breaks graphs."""
+    """What `_config` makes a config of. By name: on Python 3.11 astuple copies deeply, and breaks graphs."""
     return [
         config.compress_block, config.compress_stride, config.select_block, config.select_count,
         config.select_initial, config.select_local, config.window,
