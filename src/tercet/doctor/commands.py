@@ -13,6 +13,7 @@ def doctor(
     json: bool = False,
     distributed: bool = False,
     folder: str | None = None,
+    share_gpus: bool = False,
 ) -> int:
     """Examine this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
 
@@ -25,11 +26,12 @@ def doctor(
         json: Print one line of JSON instead.
         distributed: Examine the ranks that torchrun started: all-reduce, clocks, versions, one file system.
         folder: With distributed, where runs will be kept; the folder for temporary files if not given.
+        share_gpus: With distributed, let more ranks than GPUs share them, as parallel.share_gpus does.
     """
     if distributed:
         from tercet.parallel.probe import probe
 
-        return probe(folder)
+        return probe(folder, share_gpus=share_gpus)
     from tercet.config.load import load
     from tercet.doctor.examine import doctor as examine
 

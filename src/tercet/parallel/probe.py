@@ -25,7 +25,7 @@ CLOCK_SECONDS = 1.0
 SIZES = {"cpu": (1 << 10, 1 << 20, 1 << 24), "cuda": (1 << 10, 1 << 20, 1 << 24, 1 << 28)}  # bytes
 
 
-def probe(folder: str | None = None, backend: str = "auto") -> int:
+def probe(folder: str | None = None, backend: str = "auto", *, share_gpus: bool = False) -> int:
     """Measure, on every rank that torchrun started; rank 0 tells. `folder`: where runs will be kept."""
     launch = Launch.here()
     if not launch.by_torchrun:
@@ -33,12 +33,14 @@ def probe(folder: str | None = None, backend: str = "auto") -> int:
             "doctor --distributed examines ranks: start it with "
             "torchrun --nproc-per-node=N -m tercet doctor --distributed"
         )
-    parallel = ParallelConfig.model_validate({"strategy": "ddp", "world_size": launch.world_size, "backend": backend})
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", launch.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
+    parallel = ParallelConfig.model_validate(
+        {"strategy": "ddp", "world_size": launch.world_size, "backend": backend, "share_gpus": share_gpus}
+    )
+    gpus = torch.cuda.device_count()
+    check_launch(parallel, launch, "cuda" if gpus else "cpu", gpus)
+    device = torch.device("cuda", launch.local_rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
         torch.cuda.set_device(device)
-    check_launch(parallel, launch, device.type, torch.cuda.device_count())
     root = Path(folder) if folder else Path(tempfile.gettempdir())
     world = join(launch, parallel, device, {}, lambda _: root / "tercet-doctor")
     found: dict[str, Any] = {
