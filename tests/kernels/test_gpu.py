@@ -11,6 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import tercet
 from tercet.attention import kernels
+from tercet.attention.functional import run_nsa
+from tercet.attention.layout import Packing, Span
 from tercet.bench.attention import Shape, check_rows, make_inputs, relative_error
 
 pytestmark = [
@@ -69,6 +71,36 @@ def test_gradients_of_packed_documents() -> None:
     x[1], x[2] = (t.detach()[:, :compressed].contiguous().requires_grad_() for t in x[1:3])
     dout = torch.randn(1, total, 12, 64, device="cuda", dtype=torch.bfloat16)
     against_reference(x, both(x, dout, cu_seqlens=cu), dout, 1e-2, cu_seqlens=cu)
+
+
+def test_a_stretch_of_queries_has_its_rows_of_the_whole_and_its_own_gradients() -> None:
+    lengths = [900, 31, 2100, 64, 1001]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    total, first, end = sum(lengths), 1403, 3057
+    compressed = sum(CONFIG.num_compressed(n) for n in lengths)
+    x = leaves(Shape(1, total, 12, 2, 64))
+    x[1], x[2] = (t.detach()[:, :compressed].contiguous().requires_grad_() for t in x[1:3])
+    whole = Packing(cu, total, compressed, CONFIG)
+    whole.bounds = [(931, 3031, 0, 0)]  # the keys at hand begin with a document: known on the host
+    keys, near = slice(931, 3100), slice(first - CONFIG.window + 1, end)
+    parts = [slice(first, end), slice(None), slice(None), keys, keys, near, near, slice(first, end)]
+    mine = [t.detach()[:, part].requires_grad_() for t, part in zip(x, parts, strict=True)]
+    span = Span(first, keys.start, near.start)
+    out, blocks, route = run_nsa(*mine, config=CONFIG, packing=whole, span=span)
+    assert route == ("triton", None)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, mine, dout)
+    every, aux = tercet.nsa_attention(*x, config=CONFIG, backend="triton", return_aux=True, cu_seqlens=cu)
+    assert torch.equal(blocks, aux.block_indices[:, first:end])
+    exact = [t.detach().float().requires_grad_() for t in x]
+    wanted = tercet.nsa_attention(
+        *exact, config=CONFIG, backend="reference", block_indices=aux.block_indices, cu_seqlens=cu
+    )[:, first:end]
+    wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
+    errors = {"out": relative_error(out, wanted), "rows": relative_error(out, every[:, first:end])}
+    for name, grad, right, part in zip(NAMES, grads, wanted_grads, parts, strict=True):
+        errors[name] = relative_error(grad, right[:, part])
+    assert max(errors.values()) < 1e-2, errors
 
 
 @pytest.mark.parametrize(
