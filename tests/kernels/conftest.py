@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import os
 
-NEED_INTERPRETER = ["test_decode.py", "test_selected.py", "test_selection.py", "test_laws.py", "test_operators.py", "test_stretch.py"]
+NEED_INTERPRETER = [
+    "test_decode.py",
+    "test_selected.py",
+    "test_selection.py",
+    "test_laws.py",
+    "test_operators.py",
+    "test_stretch.py",
+]
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore = ["test_in_interpreter.py", "test_compiles.py"] if INTERPRETING else NEED_INTERPRETER
