@@ -204,19 +204,28 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, share: ContextShare) -
             found.append(result)
         return found
 
-    # what needs no selected keys first: they travel meanwhile
+    # What needs no selected keys comes first: they travel meanwhile. Blocks can be ordered only once they are chosen.
     early = tuple(b for b in layer.branches if b != "selected")
-    results = attend(early or ("compressed",), {"window": ordered["window"]()} if "window" in ordered else {}, [])
-    indices = [chosen for _, chosen, _ in results]
-    outs = [out if early else torch.zeros_like(out) for out, _, _ in results]
-    routes = dict.fromkeys(early, Route(*results[0][2]))
-    if "selected" in layer.branches:
-        if share.by_blocks:
-            exchange = share.fetch_blocks(torch.cat(indices, dim=1))
-            ordered["selected"] = _order(exchange, keys["selected"], values["selected"], flat=True)
-        late = attend(("selected",), {"selected": ordered["selected"]()}, indices)
-        outs = [a + b for a, (b, _, _) in zip(outs, late, strict=True)]
-        routes["selected"] = Route(*late[0][2])
+    stages = [("compressed",), ("window",), ("selected",)] if share.by_blocks else [early, ("selected",)]
+    indices: list[Any] = []
+    outs: list[Tensor] = []
+    routes: dict[str, Route] = {}
+    for stage in stages:
+        wanted = tuple(b for b in stage if b in layer.branches)
+        if not wanted and indices:
+            continue
+        # the compressed branch chooses the blocks, even where its own output is left out
+        fetched = {branch: ordered[branch]() for branch in wanted if branch in ordered}
+        results = attend(wanted or ("compressed",), fetched, indices)
+        if not indices:
+            indices = [chosen for _, chosen, _ in results]
+            if share.by_blocks and "selected" in layer.branches:
+                exchange = share.fetch_blocks(torch.cat(indices, dim=1))
+                ordered["selected"] = _order(exchange, keys["selected"], values["selected"], flat=True)
+        if wanted:
+            found = [out for out, _, _ in results]
+            outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
+            routes |= dict.fromkeys(wanted, Route(*results[0][2]))
     layer.routes = {branch: routes[branch] for branch in layer.branches}
     _measure(layer, gates, indices, share)
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
