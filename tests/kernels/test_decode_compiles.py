@@ -1,0 +1,79 @@
+"""Every launch of a decode step compiles for Ampere, Hopper and Blackwell without a GPU; Hopper spills nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import tercet
+from kernels.conftest import INTERPRETING
+from kernels.offline import compiling
+from tercet.attention.kernels import decode
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
+# batch, room, query heads, KV heads, Dk, Dv
+SHAPES = {
+    "P": (16, 65536, 64, 4, 128, 128),
+    "C": (1, 4096, 12, 2, 64, 64),
+    "a million tokens": (1, 1_000_000, 4, 4, 64, 64),
+    "head 96": (2, 300_000, 12, 2, 96, 96),
+    "paper": (2, 4096, 32, 2, 192, 128),
+}
+# sin and cos have a slow way for large angles, never taken here, that keeps a table of 32 bytes in local memory
+TABLE = 32
+
+
+def steps(shape: str, dtype: torch.dtype, *, plain: bool) -> None:
+    batch, room, heads, groups, dk, dv = SHAPES[shape]
+    config = tercet.NSAConfig()
+    sizes = decode.Heads(heads, groups, dk, dv)
+
+    def pair(slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.empty((), dtype=dtype).expand(batch, slots, groups, size) for size in (dk, dv))
+
+    def weights(size: int) -> decode.CompressionWeights:
+        shapes = (32, size), (size, 32 * size), (size,), (size, size), (size,)
+        return decode.CompressionWeights(*(torch.empty(s, dtype=dtype) for s in shapes))
+
+    lengths, turns = torch.zeros(batch, dtype=torch.int64), torch.empty(dk // 2, dtype=torch.float64)
+    arrived = torch.zeros(decode.arrivals(batch, groups), dtype=torch.int32)
+    held = decode.Held(
+        lengths, turns, room, pair(room + 1), pair(513), pair(config.num_compressed(room) + 1), pair(33), arrived
+    )
+    counts = None if plain else torch.ones(batch, dtype=torch.int32)
+    norm = torch.empty(dk, dtype=dtype)
+    q = torch.empty(batch, 1, heads * dk, dtype=dtype)
+    kv = torch.empty(batch, 1, groups * (dk + dv), dtype=dtype)
+    decode.nsa_step(
+        q, kv.repeat(1, 1, 3), torch.empty(batch, 1, 3 * heads, dtype=dtype), held, counts, config, sizes,
+        branches=("compressed", "selected", "window"), shared=False, softmax_gate=not plain,
+        norms=None if plain else decode.Norms(norm, (norm,) * 3, 1e-6), phi=(weights(dk), weights(dv)),
+    )  # fmt: skip
+    dense = decode.Held(lengths, turns, room, selected=held.selected)
+    decode.dense_step(
+        q, kv, dense, counts, sizes, norms=None if plain else decode.Norms(norm, (norm,), 1e-6)
+    )  # fmt: skip
+
+
+def test_hopper_keeps_all_values_in_registers() -> None:
+    with compiling(90) as found:
+        steps("C", torch.bfloat16, plain=True)
+    assert [c.name for c in found] == [
+        "_append", "_attend", "_score", "_read", "_merge", "_append", "_attend", "_merge",
+    ]  # fmt: skip
+    assert [c for c in found if c.stack > TABLE] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "masked, normed, softmax gate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_everything_compiles(capability: int, shape: str, dtype: torch.dtype, plain: bool) -> None:
+    with compiling(capability) as found:
+        steps(shape, dtype, plain=plain)
+    assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found
+    if capability == 90 and dtype == torch.bfloat16 and max(SHAPES[shape][4:]) <= 128:
+        assert [c for c in found if c.stack > 2 * TABLE] == []
