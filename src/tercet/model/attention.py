@@ -178,27 +178,24 @@ class NativeSparseAttention(nn.Module):
 
     def _projected(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """q, keys and values by branch, all flat: [B, T, heads · size]."""
-        sizes = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
+        sizes = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim) * (
+            1 if self.shared_kv else len(BRANCHES)
+        )
+        q = self.q_proj(x)
         if self.shared_kv or not torch.is_grad_enabled():
-            q = self.q_proj(x)
-            parts = self.kv_proj(x).split(sizes * (1 if self.shared_kv else len(BRANCHES)), dim=-1)
+            parts = self.kv_proj(x).split(sizes, dim=-1)
         else:
-            # The selected and the window values are kept for the backward pass as they are; keys and q are kept
-            # rotated, the compressed branch's chunk by chunk. One product for all would keep all, for the values' sake.
-            weights = self.kv_proj.weight.split(sizes * len(BRANCHES))
-            biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes * len(BRANCHES))
-            passing, kept = (0, 1, 2, 4), (3, 5)
-            first = torch.cat([self.q_proj.weight, *(weights[i] for i in passing)])
-            second = torch.cat([weights[i] for i in kept])
-            first_bias = second_bias = None
-            if biases is not None:
-                first_bias = torch.cat([self.q_proj.bias, *(biases[i] for i in passing)])
-                second_bias = torch.cat([biases[i] for i in kept])
-            q, k_c, v_c, k_s, k_w = F.linear(x, first, first_bias).split(
-                (self.heads * self.head_dim, *(sizes[i % 2] for i in passing)), dim=-1
-            )
-            v_s, v_w = F.linear(x, second, second_bias).split((sizes[1], sizes[1]), dim=-1)
-            parts = (k_c, v_c, k_s, v_s, k_w, v_w)
+            # The selected and the window values are kept for the backward pass as they are, their keys rotated, the
+            # compressed branch's chunk by chunk. Of one product for all, the values would keep the rest alive; and its
+            # gradient would be put together by one kernel that knows all these layouts, at a quarter of the bandwidth.
+            weights = self.kv_proj.weight.split(sizes)
+            biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
+            found: dict[int, Tensor] = {}
+            for group in ((0, 1), (2, 4), (3, 5)):
+                weight = torch.cat([weights[i] for i in group])
+                bias = None if biases is None else torch.cat([biases[i] for i in group])
+                found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
+            parts = tuple(found[i] for i in range(len(sizes)))
         keys = dict(zip(BRANCHES, self._per_branch(parts[::2]), strict=True))
         return q, keys, dict(zip(BRANCHES, self._per_branch(parts[1::2]), strict=True))
 
