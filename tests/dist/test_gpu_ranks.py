@@ -80,7 +80,7 @@ def test_a_rank_killed_on_a_gpu_is_replaced_and_one_rank_goes_on_with_what_two_h
     command = ["--preset", "tiny", *flags(SETTINGS | TWO_ON_ONE | {"train.steps": 20, "run.dir": str(folder)})]
     restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")
     with Run(tmp_path / "out", 2, *command, options=restart) as run:
-        run.until("step 3/20")
+        run.until(" 3/20")
         victim = run.pid(1)
         os.kill(victim, signal.SIGKILL)
         assert run.wait() == 0, run.text

@@ -46,11 +46,17 @@ class Exchange:
 
     def send(self, rows: Tensor, sizes: list[int], back_sizes: list[int]) -> tuple[Any, Tensor]:
         """All-to-all of rows already in the order of their receivers; what comes is counted in bytes."""
+        device = rows.device
+        if through_host(self.group, device):
+            rows = rows.cpu()
         got = rows.new_empty(sum(back_sizes), *rows.shape[1:])
-        work = dist.all_to_all_single(got, rows, back_sizes, sizes, group=self.group, async_op=True)
+        work: Any = dist.all_to_all_single(got, rows, back_sizes, sizes, group=self.group, async_op=True)
         self._count(got.numel() * got.element_size())
         # the sender's rows must outlive the transfer
         self._held = (rows, got)
+        if got.device != device:
+            work = _ToDevice(work, got, got.to(device, copy=True))
+            got = work.there
         return work, got
 
     # ------------------------------------------------------------ which rows
@@ -74,6 +80,23 @@ class Exchange:
     def add_back(self, total: Tensor, got: Tensor) -> None:
         """Add what others found for the rows that they had asked for, one rank after another: in a fixed order."""
         raise NotImplementedError
+
+
+def through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether this group carries tensors of a GPU by gloo. Its own way of doing so ended in a segmentation fault for
+    an all-to-all (torch 2.11, two ranks on one GPU), so that they are given to it on the host."""
+    return device.type == "cuda" and group._get_backend(device).name() == "gloo"
+
+
+class _ToDevice:
+    """A transfer on the host, whose result goes to the device when it is waited for."""
+
+    def __init__(self, work: Any, here: Tensor, there: Tensor) -> None:
+        self._work, self._here, self.there = work, here, there
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.there.copy_(self._here)
 
 
 class _Begin(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tercet.parallel.context_layout import Buffer, Layout, Piece, Plan
-from tercet.parallel.exchange import Exchange
+from tercet.parallel.exchange import Exchange, through_host
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,12 @@ class BlockPlan:
         mine = torch.zeros(self.blocks + 1, groups, dtype=torch.uint8, device=chosen.device)
         mine[chosen.flatten(), head.flatten()] = 1
         ranks = dist.get_world_size(group)
+        device = mine.device
+        if through_host(group, device):
+            mine = mine.cpu()
         told = mine.new_empty(ranks, self.blocks, groups)
         dist.all_gather(list(told.unbind(0)), mine[: self.blocks], group=group)
-        return told.bool()
+        return told.to(device).bool()
 
 
 class BlockFetch(Exchange):
