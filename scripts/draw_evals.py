@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> int:
     if kinds == {"perplexity"}:
         perplexity_plot({n: [fields(Stretch, s) for s in r["by_position"]] for n, r in records.items()}, target)
     elif kinds == {"needle"} and len(records) == 1:
-        (record,) = records.values()
-        needle_map([fields(Found, f) for f in record["found"]], target)
+        ((name, record),) = records.items()
+        needle_map([fields(Found, f) for f in record["found"]], target, loss=name == "loss")
     else:
         print(f"{', '.join(sorted(kinds))}: give runs of perplexity, or one of needle", file=sys.stderr)
         return 2

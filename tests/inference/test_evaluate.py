@@ -157,9 +157,10 @@ def test_pictures_are_drawn(tmp_path):
     model = language_model(**RECALL)
     found = list(needle(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=1))
     needle_map(found, tmp_path / "needle.svg")
+    needle_map(found, tmp_path / "losses.svg", loss=True)
     perplexity_plot({"a": by_position(model, held_out(model, sequences=1))}, tmp_path / "p.svg")
     curve_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", mark=14)
-    for name in ("needle", "p", "c"):
+    for name in ("needle", "losses", "p", "c"):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
 
 

@@ -38,18 +38,20 @@ def curve_plot(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, *,
     _save(figure, path)
 
 
-def needle_map(found: Sequence[Found], path: Path) -> None:
-    """Depth × length, green where the needle was found."""
+def needle_map(found: Sequence[Found], path: Path, *, loss: bool = False) -> None:
+    """Depth × length, green where the needle was found; or, with `loss`, nats per token of the answer."""
     lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
-    grid = [[next(f.accuracy for f in found if (f.length, f.depth) == (n, d)) for n in lengths] for d in depths]
+    cells = {(f.length, f.depth): f.nats if loss else f.accuracy for f in found}
+    grid = [[cells[n, d] for n in lengths] for d in depths]
     figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
-    axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    colours = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
+    axis.imshow(grid, aspect="auto", **colours)
     axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
     axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
     axis.set(xlabel="tokens", ylabel="depth of the needle")
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
-            axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=7)
+            axis.text(x, y, f"{value:.2f}" if loss else f"{value:.0%}", ha="center", va="center", fontsize=7)
     _save(figure, path)
 
 
