@@ -149,8 +149,9 @@ def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[st
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder))
-        for watched in (False, True, False, True):
-            bench.interval(watched=watched)
+        for i, watched in enumerate((False, True, False, True)):
+            if i < 2 or time.perf_counter() - begun < seconds / 2:
+                bench.interval(watched=watched)
         without: list[float] = []
         with_: list[float] = []
         for i in range(pairs):
