@@ -71,14 +71,11 @@ def make_keys(
 
 
 @triton.jit
-def first_at_least(KEYS, key, begin, end, steps):
-    """Bisection: the first of the sorted positions begin..end (or end) whose key is at least `key`."""
-    for _ in range(steps):
-        middle = (begin + end) // 2
-        less = (begin < end) & (tl.load(KEYS + middle, mask=begin < end, other=0).to(tl.int32) < key)
-        end = tl.where(less, end, middle)
-        begin = tl.where(less, middle + 1, begin)
-    return begin
+def halve(KEYS, key, begin, end):
+    """A step of the bisection for the first of the sorted positions begin..end (or end) whose key is at least `key`."""
+    middle = (begin + end) // 2
+    less = (begin < end) & (tl.load(KEYS + middle, mask=begin < end, other=0).to(tl.int32) < key)
+    return tl.where(less, middle + 1, begin), tl.where(less, end, middle)
 
 
 @triton.jit(do_not_specialize=["documents", "steps", "lists", "slots", "L", "queries", "first_query"])
@@ -114,11 +111,17 @@ def cut_lists(
     r = tl.minimum(lst, lists - 1) // (G * L)
     base = r * range_tokens * (G * n)
     past = tl.minimum((r + 1) * range_tokens, N) * (G * n)
-    lo = first_at_least(KEYS, lst * 2, base, past, range_steps)
-    hi = first_at_least(KEYS, lst * 2 + 2, lo, past, range_steps)
+    # Three bisections at once: each step waits for memory.
+    lo, lo_end = base, past
+    forced, forced_end = base, past
+    hi, hi_end = base, past
+    for _ in range(range_steps):
+        lo, lo_end = halve(KEYS, lst * 2, lo, lo_end)
+        forced, forced_end = halve(KEYS, lst * 2 + 1, forced, forced_end)
+        hi, hi_end = halve(KEYS, lst * 2 + 2, hi, hi_end)
     tl.store(LISTS + lst, lo, mask=ok)
     tl.store(LISTS + lists + lst, hi, mask=ok)
-    tl.store(LISTS + 3 * lists + lst, first_at_least(KEYS, lst * 2 + 1, lo, hi, range_steps), mask=ok)
+    tl.store(LISTS + 3 * lists + lst, forced, mask=ok)
     some = ok & (lo < hi)
     e = tl.load(ORDER + lo, mask=some, other=0).to(tl.int32)
     block = tl.load(IDX + e, mask=some, other=0)

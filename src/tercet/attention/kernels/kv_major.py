@@ -5,6 +5,9 @@ A program takes one *piece* (index.py): a stretch of one block's list, never lon
 a partial dq) is written at the entry's own place, and what it yields per block (dk, dv) at the piece's. Sums are then
 taken in a fixed order: no atomics, the same bits every time. (One program walking all runs of a segment in a loop kept
 some forty registers of loop-invariant addresses alive and spilled.)
+
+K and V are loaded once per piece, and plainly: the copy engine gains nothing there, and its descriptors cost the host
+more than the launch.
 """
 
 import triton
@@ -37,8 +40,6 @@ def attend(
     Q,
     K,
     V,
-    KD,
-    VD,
     ORDER,
     PIECE,
     LISTS,
@@ -74,7 +75,6 @@ def attend(
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
     WIDE: tl.constexpr,
-    TMA: tl.constexpr,
 ):
     # Program (piece, head tile). Forced entries are left to tile_forward; the others see the whole of their block.
     row = tl.arange(0, M)
@@ -88,8 +88,8 @@ def attend(
     if (start < end) & (lst % L < L - 1):
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
-        k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
-        v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+        k = load_block(K, None, first, T, g, kb, kt, kg, BS, DK, DKP, False)
+        v = load_block(V, None, first, T, g, vb, vt, vg, BS, DV, DVP, False)
         b64 = (first // T).to(tl.int64)
         q_base = Q + (begin.to(tl.int64) * qt + b64 * qb + g.to(tl.int64) * h * qh)
         for i in tl.range(start, end, BQ):
@@ -120,8 +120,6 @@ def backward(
     Q,
     K,
     V,
-    KD,
-    VD,
     DOUT,
     LSE,
     ROW_SUM,
@@ -170,7 +168,6 @@ def backward(
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
     WIDE: tl.constexpr,
-    TMA: tl.constexpr,
     DECIDE: tl.constexpr,
     WITH_DQ: tl.constexpr,
     GATED: tl.constexpr,
@@ -194,8 +191,8 @@ def backward(
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
         forced = tl.load(LISTS + 3 * lists + lst)
-        k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
-        v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+        k = load_block(K, None, first, T, g, kb, kt, kg, BS, DK, DKP, False)
+        v = load_block(V, None, first, T, g, vb, vt, vg, BS, DV, DVP, False)
         dk = tl.zeros([BS, DKP], tl.float32)
         dv = tl.zeros([BS, DVP], tl.float32)
         # Everything is addressed from the range's first token: 64 bits once per piece, 32 per row.

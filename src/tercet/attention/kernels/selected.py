@@ -53,7 +53,8 @@ class Call:
         self.strides = tuple(s for x in tensors for s in _strides(x))
         pointers = (*tensors, *contiguous, self.indices, self.cu)
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers) if q.is_cuda else ()
-        self.key = (self.plan.identity, self.strides, layout, q.device)
+        # A number stands for it: launches look it up time and again.
+        self.key = _layouts.setdefault((self.plan.identity, self.strides, layout, q.device), len(_layouts))
         self.k_tiles, self.v_tiles = self._descriptors()
 
     def _descriptors(self) -> tuple[Any, Any]:
@@ -80,6 +81,7 @@ class Call:
 
 
 _compiled: dict = {}
+_layouts: dict[tuple, int] = {}
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -200,9 +202,9 @@ def selected_forward(
     heads, pairs = _sum_tile(p.h)
     for r, begin, end in p.each_range():
         args = (
-            q, k, v, c.k_tiles, c.v_tiles, order, pieces, list_table, decision, partial, partial_lse, r, begin,
+            q, k, v, order, pieces, list_table, decision, partial, partial_lse, r, begin,
             p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, s.attend_rows // p.kv_head_tile,
-            s.attend_rows, *sizes, p.segment, wide, c.tma,
+            s.attend_rows, *sizes, p.segment, wide,
         )  # fmt: skip
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         c.launch(kv_major.attend, grid, args, num_warps=s.warps, num_stages=s.attend_stages)
@@ -259,9 +261,9 @@ def selected_backward(
         for with_dq in (False,) if p.union_only else (False, True):
             rows, stages = (s.fused_rows, s.fused_stages) if with_dq else (s.backward_rows, s.backward_stages)
             args = (
-                *inputs, order, piece_table, list_table, chosen, partial, sums, r, begin, known, p.lists,
-                p.slots, p.L, *c.tokens, scale, *c.strides, p.G, p.h, p.kv_head_tile, rows // p.kv_head_tile, rows,
-                p.n, *sizes, p.segment, wide, c.tma, not p.union_only, with_dq, gated, c.stretch,
+                q, k, v, dout, lse, row_sum, gates, order, piece_table, list_table, chosen, partial, sums, r, begin,
+                known, p.lists, p.slots, p.L, *c.tokens, scale, *c.strides, p.G, p.h, p.kv_head_tile,
+                rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.union_only, with_dq, gated, c.stretch,
             )  # fmt: skip
             grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
             c.launch(kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)

@@ -35,6 +35,7 @@ class SelectedSettings:
     range_bytes: int = 1 << 30  # what the KV-major design may keep per range
 
 
+@lru_cache(maxsize=64)
 def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
     if dtype == torch.float32:
         # Right, not fast: no tensor cores in full precision, and twice the bytes.
