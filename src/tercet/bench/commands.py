@@ -111,7 +111,9 @@ def train(
     steps: int = 10,
     repeats: int = 3,
     checkpointing: str = "none",
-    packed: bool = False,
+    packed: str = "",
+    statistics: bool = True,
+    compile: str = "auto",
     device: str = "auto",
     seconds: float = 600,
     out: str | None = None,
@@ -130,7 +132,9 @@ def train(
         steps: Steps of a log interval; the first interval compiles, and is not counted.
         repeats: Intervals that are timed; the median counts. 0: the first one, compiling included.
         checkpointing: none, selective or full activation checkpointing.
-        packed: Documents packed into one row with their bounds, instead of a row each.
+        packed: Kinds (nsa, dense or both) whose documents are packed into one row with bounds, instead of a row each.
+        statistics: Look at gates and selection in the last step of each interval, as a run does.
+        compile: auto (on a GPU), on or off.
         device: auto, cuda or cpu.
         seconds: A cell that takes longer is ended, and says so.
         out: Also write the JSON line to this file.
@@ -154,8 +158,9 @@ def train(
 
     return main(
         preset=preset, kinds=kinds.split(","), lengths=_numbers(lengths), tokens=tokens, batches=_numbers(batches),
-        batch_length=batch_length, steps=steps, repeats=repeats, checkpointing=checkpointing, packed=packed,
-        flags={} if device == "auto" else {"run.device": device}, seconds=seconds,
+        batch_length=batch_length, steps=steps, repeats=repeats, checkpointing=checkpointing,
+        packed=[kind for kind in packed.split(",") if kind], statistics=statistics, seconds=seconds,
+        flags={"train.compile": compile} | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
     )  # fmt: skip
 

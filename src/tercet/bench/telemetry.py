@@ -77,9 +77,9 @@ class Bench:
             self.strategy.all_sum,
         )
 
-    def interval(self, *, watched: bool) -> float:
-        """Seconds per step over one log interval, from one quiet device to the next."""
-        steps = self.config.log.every
+    def interval(self, *, watched: bool, steps: int | None = None) -> float:
+        """Seconds per step over one log interval (or so many steps), from one quiet device to the next."""
+        steps = steps or self.config.log.every
         self._wait()
         begun = time.perf_counter()
         with ExitStack() as stack:

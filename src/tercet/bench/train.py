@@ -30,11 +30,12 @@ CLIFF = 0.03
 
 def cells_of(
     preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int], batch_length: int,
-    checkpointing: str, packed: bool,
+    checkpointing: str, packed: Sequence[str],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Both kinds of a setting beside each other in time, so that a drift of the device's clock falls on both."""
-    if unknown := set(kinds) - set(KINDS):
-        raise TercetError(f"kinds={','.join(sorted(unknown))} is unknown: pick of {', '.join(KINDS)}")
+    for name, given in (("kinds", kinds), ("packed", packed)):
+        if unknown := set(given) - set(KINDS):
+            raise TercetError(f"{name}={','.join(sorted(unknown))} is unknown: pick of {', '.join(KINDS)}")
     if wrong := [length for length in lengths if tokens % length]:
         raise TercetError(f"tokens={tokens} is not a multiple of length {wrong[0]}: give --tokens of whole sequences")
     settings = [(tokens // length, length) for length in lengths]
@@ -42,7 +43,7 @@ def cells_of(
     return [
         {
             "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
-            "checkpointing": checkpointing, "packed": packed,
+            "checkpointing": checkpointing, "packed": kind in packed,
         }
         for batch, length in settings
         for kind in kinds
@@ -142,12 +143,12 @@ def compared(cells: Sequence[dict[str, Any]], correct: bool) -> list[dict[str, A
     """One row for each setting, with the ratios that may be told."""
     by_setting: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for cell in cells:
-        setting = tuple(cell[name] for name in ("batch", "length", "checkpointing", "packed"))
+        setting = tuple(cell[name] for name in ("batch", "length", "checkpointing"))
         by_setting.setdefault(setting, {})[cell["kind"]] = cell
     rows = []
-    for (batch, length, checkpointing, packed), kinds in by_setting.items():
+    for (batch, length, checkpointing), kinds in by_setting.items():
         row: dict[str, Any] = {
-            "batch": batch, "length": length, "checkpointing": checkpointing, "packed": packed,
+            "batch": batch, "length": length, "checkpointing": checkpointing,
             "times_dense": None, "times_dense_memory": None,
         }  # fmt: skip
         row |= {kind: kinds[kind] for kind in KINDS if kind in kinds}
@@ -199,13 +200,13 @@ def _figure(cell: dict[str, Any] | None, name: str, form: str) -> str:
 
 def main(
     *, preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int],
-    batch_length: int, steps: int, repeats: int, checkpointing: str, packed: bool, flags: dict[str, Any],
-    seconds: float, out: Path | None, picture: Path | None,
+    batch_length: int, steps: int, repeats: int, checkpointing: str, packed: Sequence[str], statistics: bool,
+    flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
     begun = time.time()
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed)
     for cell in cells:
-        cell["flags"] = flags
+        cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags] if "nsa" in kinds else None
     checked, done = measured(cells, steps, repeats, seconds, check)
     correct = checked is None or bool(checked["correct"])

@@ -42,7 +42,7 @@ def configured(cell: dict[str, Any], steps: int) -> RunConfig:
         "train.micro_batch": cell["batch"],
         "train.tokens_per_step": cell["batch"] * cell["length"],
         "train.activation_checkpointing": cell["checkpointing"],
-        "log.every": steps,
+        "log.every": steps if cell.get("statistics", True) else 1_000_000_000,
         "log.tensorboard": False,
         "checkpoint.every": 0,
         **cell.get("flags", {}),
@@ -58,10 +58,10 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         bench = Bench(config, Path(folder))
         bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
         expected = _uncompiled_loss(bench)
-        first = bench.interval(watched=True)  # compiles
+        first = bench.interval(watched=True, steps=steps)  # compiles
         if bench.device.type == "cuda" and repeats:
             torch.cuda.reset_peak_memory_stats(bench.device)
-        seconds = [bench.interval(watched=True) for _ in range(repeats)] or [first]
+        seconds = [bench.interval(watched=True, steps=steps) for _ in range(repeats)] or [first]
         losses = _logged_losses(Path(folder))
         peak = torch.cuda.max_memory_allocated(bench.device) / 2**30 if bench.device.type == "cuda" else None
         probe = LayerProbe(bench.state.model)
