@@ -229,7 +229,9 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, graph: bool) -> dict[str, float]:
+def measure(
+    forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, graph: bool, budget: float
+) -> dict[str, float]:
     def both() -> Any:
         return torch.autograd.grad(forward(), leaves, dout)
 
@@ -237,13 +239,13 @@ def measure(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, g
         with torch.no_grad():
             return forward()
 
-    found = {"forward_ms": milliseconds(forward_only)}
+    found = {"forward_ms": milliseconds(forward_only, budget)}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    found["both_ms"] = milliseconds(both)
+    found["both_ms"] = milliseconds(both, budget)
     found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if graph:
-        found["graph_both_ms"] = milliseconds(graphed(both))
+        found["graph_both_ms"] = milliseconds(graphed(both), budget)
     return found
 
 
@@ -266,7 +268,7 @@ def profile(call: Callable[[], Any], repeats: int = 3) -> list[tuple[float, int,
     return sorted(found, reverse=True)
 
 
-def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool) -> dict[str, float] | None:
+def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool, budget: float) -> dict[str, float] | None:
     leaves = [t.detach().requires_grad_() for t in (x.q, x.ks, x.vs)]
 
     def forward() -> Tensor:
@@ -275,7 +277,7 @@ def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool) -> dict[str
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     try:
-        return measure(forward, leaves, dout, graph)
+        return measure(forward, leaves, dout, graph, budget)
     except RuntimeError as error:
         print(f"  {backend.name}: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
@@ -305,7 +307,7 @@ def bench(name: str, kind: str, config: NSAConfig, args: argparse.Namespace) -> 
     def forward() -> Tensor:
         return nsa_attention(*leaves, config=config, backend="triton")
 
-    row |= {f"nsa_{key}": value for key, value in measure(forward, leaves, dout, graph).items()}
+    row |= {f"nsa_{key}": value for key, value in measure(forward, leaves, dout, graph, args.budget).items()}
     if args.profile:
 
         def both() -> Any:
@@ -316,7 +318,9 @@ def bench(name: str, kind: str, config: NSAConfig, args: argparse.Namespace) -> 
             print(f"  {ms:9.4f} ms {launches:4d} × {kernel[:90]}")
     for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         if label in args.dense.split(",") and args.dense_limit >= shape.T:
-            row |= {f"{label}_{key}": value for key, value in (dense(x, backend, dout, graph) or {}).items()}
+            row |= {
+                f"{label}_{key}": value for key, value in (dense(x, backend, dout, graph, args.budget) or {}).items()
+            }
     fastest = min((row[f"{n}_both_ms"] for n in ("cudnn", "flash") if f"{n}_both_ms" in row), default=None)
     if fastest is not None:
         row["speedup"] = fastest / row["nsa_both_ms"]
@@ -356,6 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dense", default="cudnn,flash", help="of cudnn, flash; empty for none")
     parser.add_argument("--dense-limit", type=int, default=65536, help="no dense attention beyond this length")
     parser.add_argument("--rows", type=int, default=24, help="rows checked in fp64 at full length")
+    parser.add_argument("--budget", type=float, default=0.6, help="seconds for each median, and at least 3 calls")
     parser.add_argument("--profile", action="store_true", help="print the time of every kernel, forward and backward")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs at head 64")
     args = parser.parse_args(argv)

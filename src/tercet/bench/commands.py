@@ -11,6 +11,7 @@ def attention(
     dense: str = "cudnn,flash",
     dense_limit: int = 65536,
     rows: int = 24,
+    budget: float = 0.6,
     profile: bool = False,
     graph: bool = True,
 ) -> int:
@@ -24,13 +25,15 @@ def attention(
         dense: Dense attention to compare with: cudnn, flash or both.
         dense_limit: No dense attention beyond this length.
         rows: Rows checked in fp64 at full length.
+        budget: Seconds for each median.
         profile: Also print the time of every kernel.
         graph: At head 64 also time CUDA graphs.
     """
     from tercet.bench.attention import main
 
     arguments = ["--shapes", shapes, "--inputs", inputs, "--correlation", str(correlation), "--dense", dense]
-    arguments += ["--dense-limit", str(dense_limit), "--rows", str(rows), "--graph" if graph else "--no-graph"]
+    arguments += ["--dense-limit", str(dense_limit), "--rows", str(rows), "--budget", str(budget)]
+    arguments += ["--graph" if graph else "--no-graph"]
     return main(arguments + (["--profile"] if profile else []))
 
 
