@@ -12,6 +12,8 @@ import torch
 from tercet.inference.decoder import CachedDecoder
 from tercet.model.transformer import Transformer
 
+_LONG = 131072
+
 
 def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int) -> list[dict[str, Any]]:
     from tercet.config.load import load
@@ -42,7 +44,8 @@ def _at(model: Transformer, kind: str, context: int, batches: list[int], steps: 
     prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
     room = context + (steps + 4) * len(batches)
     first = []
-    for _ in range(2):  # the first compiles and warms up
+    # the first compiles and warms up; of the longest only one is run, after shorter ones
+    for _ in range(2 if context < _LONG else 1):
         decoder = CachedDecoder(model, 1, room, chunk=context)
         _wait()
         began = time.perf_counter()

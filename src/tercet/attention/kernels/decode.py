@@ -149,7 +149,7 @@ def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
 def _blocks_per_part(device: torch.device, pairs: int, config: NSAConfig) -> int:
     """One block to a program where that leaves multiprocessors idle; four where programs would queue up."""
     programs = pairs * (config.select_count + -(-config.window // window_tile(config)))
-    return 1 if programs <= 4 * _multiprocessors(device) else 2 if programs <= 8 * _multiprocessors(device) else 4
+    return 1 if programs <= 4 * _multiprocessors(device) else 4
 
 
 @lru_cache(maxsize=64)

@@ -56,16 +56,21 @@ def _keep_halves(OUT, inside, first, second, HALF: tl.constexpr, HP: tl.constexp
 
 
 @triton.jit
-def _turned(X, OUT, W, inside, cos, sin, eps, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr):
-    first, second = _halves(X, W, inside, eps, HALF, HP, NORM)
+def _keep_turned(OUT, inside, first, second, cos, sin, HALF: tl.constexpr, HP: tl.constexpr):
     cos, sin = cos[None, :], sin[None, :]
     _keep_halves(OUT, inside, first * cos - second * sin, second * cos + first * sin, HALF, HP)
 
 
 @triton.jit
-def _copied(X, OUT, D: tl.constexpr, DP: tl.constexpr):
+def _loaded(X, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
-    tl.store(OUT + d, tl.load(X + d, mask=d < D).to(OUT.dtype.element_ty), mask=d < D)
+    return tl.load(X + d, mask=d < D)
+
+
+@triton.jit
+def _keep(OUT, x, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    tl.store(OUT + d, x.to(OUT.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -111,37 +116,39 @@ def _append(
         if MASKED:
             real = tl.load(COUNTS + b) > 0
         if real:
-            t = tl.load(LENGTHS + b)
-            cos, sin = turn(TURNS, t, HALF, HALFP)
+            # all loads first: each would wait for the one before it, were there stores between them
             r = tl.arange(0, RP)
-            q = b * (G * HEADS) + g * HEADS + r
-            _turned(Q + q.to(tl.int64) * DK, QOUT + q.to(tl.int64) * DK, QN, r < HEADS, cos, sin, eps,
-                    HALF, HALFP, NORM)  # fmt: skip
+            q = (b * (G * HEADS) + g * HEADS + r).to(tl.int64) * DK
+            q1, q2 = _halves(Q + q, QN, r < HEADS, eps, HALF, HALFP, NORM)
             one = tl.arange(0, 1)
             alone = one == 0
             at = KV + b.to(tl.int64) * (SETS * PER_SET)
             k = at + g * DK
             v = at + G * DK + g * DV
+            SECOND: tl.constexpr = PER_SET if SETS == 3 else 0
+            if COMPRESSED:
+                c1, c2 = _halves(k + one, KNC, alone, eps, HALF, HALFP, NORM)
+                cv = _loaded(v, DV, DVP)
+            if SELECTED:
+                s1, s2 = _halves(k + SECOND + one, KNS, alone, eps, HALF, HALFP, NORM)
+                sv = _loaded(v + SECOND, DV, DVP)
+            if RING:
+                w1, w2 = _halves(k + 2 * SECOND + one, KNW, alone, eps, HALF, HALFP, NORM)
+                wv = _loaded(v + 2 * SECOND, DV, DVP)
+            t = tl.load(LENGTHS + b)
+            cos, sin = turn(TURNS, t, HALF, HALFP)
+            _keep_turned(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
             if COMPRESSED:
                 slot = t % L
-                first, second = _halves(k + one, KNC, alone, eps, HALF, HALFP, NORM)
-                _keep_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, first, second, HALF, HALFP)
-                _copied(v, _slot(VR, b, L + 1, slot, g, G, DV), DV, DVP)
-            if SETS == 3:
-                k += PER_SET
-                v += PER_SET
+                _keep_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, c1, c2, HALF, HALFP)
+                _keep(_slot(VR, b, L + 1, slot, g, G, DV), cv, DV, DVP)
             if SELECTED:
-                out = _slot(KS, b, selected_slots, t, g, G, DK)
-                _turned(k + one, out + one, KNS, alone, cos, sin, eps, HALF, HALFP, NORM)
-                _copied(v, _slot(VS, b, selected_slots, t, g, G, DV), DV, DVP)
-            if SETS == 3:
-                k += PER_SET
-                v += PER_SET
+                _keep_turned(_slot(KS, b, selected_slots, t, g, G, DK) + one, alone, s1, s2, cos, sin, HALF, HALFP)
+                _keep(_slot(VS, b, selected_slots, t, g, G, DV), sv, DV, DVP)
             if RING:
-                slot = t % WINDOW
-                out = _slot(KW, b, WINDOW + 1, slot, g, G, DK)
-                _turned(k + one, out + one, KNW, alone, cos, sin, eps, HALF, HALFP, NORM)
-                _copied(v, _slot(VW, b, WINDOW + 1, slot, g, G, DV), DV, DVP)
+                slot_w = t % WINDOW
+                _keep_turned(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
+                _keep(_slot(VW, b, WINDOW + 1, slot_w, g, G, DV), wv, DV, DVP)
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,13 @@ def _merge(
                 gate_w = 1.0 / (1.0 + tl.exp(-gate_w))
         p = tl.arange(0, PP)
         lse = tl.load(LSE + p, mask=p < c, other=float("-inf"))
+        # at once, though parts that read nothing hold whatever they hold: a mask by lse would wait for it
+        o = tl.load(O + p[:, None] * DV + d[None, :], mask=(p < c)[:, None] & (d < DV)[None, :], other=0.0)
         share_c = _share(lse, p < a, gate_c)
         share_s = _share(lse, (p >= a) & (p < b), gate_s)
         share_w = _share(lse, p >= b, gate_w)
         weight = share_c + share_s + share_w
-        some = (lse > float("-inf"))[:, None] & (d < DV)[None, :]
-        acc += tl.sum(weight[:, None] * tl.load(O + p[:, None] * DV + d[None, :], mask=some, other=0.0), 0)
+        acc += tl.sum(tl.where((lse > float("-inf"))[:, None], weight[:, None] * o, 0.0), 0)
         if h == 0:
             tl.store(LENGTHS + batch, tl.load(LENGTHS + batch) + 1)
     tl.store(OUT + row * DV + d, acc.to(OUT.dtype.element_ty), mask=d < DV)
