@@ -28,6 +28,7 @@ HEIGHT = {room: len(FLOORS) - i for i, floor in enumerate(FLOORS) for room in fl
 # A dense baseline for a bench, a verdict, … may come to need a neighbour: say so here, with the reason.
 NEIGHBOURS = {
     ("interop", "inference"),  # an export begins by loading a run as generation does
+    ("bench", "inference"),  # a bench of decoding takes the steps that generation takes
 }
 
 
