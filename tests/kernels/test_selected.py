@@ -96,6 +96,19 @@ def check(c, settings, save=True):
     return got, saved
 
 
+@pytest.fixture
+def poison(monkeypatch):
+    """Memory that nothing was written to holds NaN, or numbers beyond every table."""
+    real = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype))
+
+
 CONFIG = NSAConfig(16, 16, 16, select_count=3, select_initial=1, select_local=1, window=16)
 DESIGNS = pytest.mark.parametrize("limit", [UNION, KV_MAJOR], ids=["union", "kv_major"])
 
@@ -137,7 +150,7 @@ def test_queries_may_be_a_stretch_of_each_sequence(limit):
     check(case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, stretch=(19, 50)), small(limit))
 
 
-def test_ranges_of_a_stretch_sum_to_the_whole():
+def test_ranges_of_a_stretch_sum_to_the_whole(poison):
     """Keys before and after the stretch, and between the stretches of two sequences, have gradients too: zeros."""
     c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, stretch=(33, 75))
     settings = small(KV_MAJOR, range_bytes=1 << 13)
@@ -192,16 +205,8 @@ def test_strided_inputs_are_read_in_place():
             assert relative_error(a.reshape(b.shape), b) <= 1e-6
 
 
-def test_empty_memory_is_never_read(monkeypatch):
+def test_empty_memory_is_never_read(poison):
     c = case([0, 33, 70], 3, 1, 16, 16, CONFIG, packed=True, seed=10)
-    real = torch.empty
-
-    def poisoned(*args, **kwargs):
-        x = real(*args, **kwargs)
-        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype))
     for limit in (UNION, KV_MAJOR):
         check(c, small(limit))
 
