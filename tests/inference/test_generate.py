@@ -8,6 +8,7 @@ import torch
 import tercet
 from inference.models import language_model
 from tercet.errors import TercetError
+from tercet.inference.decoder import PlainDecoder
 from tercet.inference.generate import Timing, stream
 from tercet.inference.prompts import PromptError
 
@@ -176,3 +177,27 @@ def test_logits_that_are_not_numbers_are_an_error():
         model.norm.weight[0] = torch.nan
     with pytest.raises(TercetError, match="not finite"):
         tercet.generate(model, "abc", max_new_tokens=4)
+
+
+def test_a_decoder_that_runs_ahead_writes_the_same(monkeypatch):
+    """As on a GPU: steps are begun before the tokens of earlier ones are looked at; rows end late, and say no more."""
+    model = language_model()
+    options = {"max_new_tokens": 16, "temperature": 0.9, "seed": 5, "repetition_penalty": 1.3}
+    free = tercet.generate(model, PROMPTS, eos_id=-1, **options)
+    end, stop = free[2].tokens[5], free[1].text[4:6]
+    wanted = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), **options)
+    begun = []
+
+    class Ahead(PlainDecoder):
+        runs_ahead = True
+
+        def step(self, tokens, active):
+            begun.append(int(active.sum()))
+            return super().step(tokens, active)
+
+    monkeypatch.setattr("tercet.inference.generate.PlainDecoder", Ahead)
+    found = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), cache=False, **options)
+    assert [(g.tokens, g.text, g.finished) for g in found] == [(g.tokens, g.text, g.finished) for g in wanted]
+    assert {"eos", "stop"} <= {g.finished for g in found}
+    assert begun == sorted(begun, reverse=True)
+    assert begun[-1] < len(PROMPTS)

@@ -20,6 +20,9 @@ PREFILL_CHUNK = 8192
 class Decoder(Protocol):
     """Holds a batch of sequences of any lengths."""
 
+    runs_ahead: bool
+    """A step asks nothing of the host: the next may begin before this one's token is known to it."""
+
     def prepare(self) -> None:
         """Do now what need be done but once before steps are taken."""
 
@@ -47,7 +50,9 @@ class CachedDecoder:
         self.model, self.chunk, self.batch = model, chunk, batch
         self.cache = [layer.make_cache(batch, max_len) for layer in model.attention_layers()]
         self._device = model.embedding.weight.device
-        self.graph_reason = self._why_no_graph() if graph else "not asked for"
+        reason = self._why_not_kernels()
+        self.runs_ahead = reason is None
+        self.graph_reason = reason if graph else "not asked for"
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def prepare(self) -> None:
@@ -102,7 +107,7 @@ class CachedDecoder:
     def _logits(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
         return self.model.logits(self.model.hidden(tokens[:, None], cache=self.cache, lengths=lengths)[:, -1])
 
-    def _why_no_graph(self) -> str | None:
+    def _why_not_kernels(self) -> str | None:
         if self._device.type != "cuda":
             return f"the model is on {self._device.type}"
         x = torch.empty(self.batch, 1, self.model.config.dim, device=self._device)
@@ -139,6 +144,8 @@ class CachedDecoder:
 
 class PlainDecoder:
     """Reads everything again for each token: slow, and what the others are compared with."""
+
+    runs_ahead = False
 
     def __init__(self, model: Transformer) -> None:
         self.model = model

@@ -152,8 +152,9 @@ def stream(
 class _Run:
     """The tensors of one generation: logits to tokens to logits.
 
-    On a GPU the next steps are under way while a token is handed out: which rows have ended is told on the device, by
-    the end token at once, by stop strings a step or two late. What such a row still wrote is not looked at.
+    Where steps ask nothing of the host the next ones are under way while a token is handed out: which rows have ended
+    is told on the device, by the end token at once, by stop strings a step or two late. What such a row still wrote is
+    not looked at.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class _Run:
             self._uniform = uniforms(seed, len(rows), steps).to(device)
         self.active = [True] * len(rows)
         self._going = torch.ones(len(rows), dtype=torch.int32, device=device)
-        self._ahead = AHEAD if device.type == "cuda" else 0
+        self._ahead = AHEAD if decoder.runs_ahead else 0
         self._tokens: Tensor | None = None
         self._seen: Tensor | None = None
         self._told: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
