@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.score import _load_keys
+from tercet.attention.kernels.score import _choose_range
 from tercet.attention.kernels.settings import power_of_2
 from tercet.attention.spec import NSAConfig
 
@@ -27,34 +27,6 @@ def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.const
     s = tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
                 other=float("-inf"))  # fmt: skip
     return tl.sum(tl.exp2(s - lse[:, None]), 0)
-
-
-@triton.jit
-def _nth_largest(key, wanted, BITS: tl.constexpr):
-    """The `wanted`-th largest key, digit by digit: all values of a digit are counted at once, so that there are few
-    rounds for the warps to meet in. key: int32, -1 for none; 0 where there are too few."""
-    digit = tl.arange(0, 1 << BITS)
-    low = 0
-    ROUNDS: tl.constexpr = (31 + BITS - 1) // BITS
-    for n in tl.static_range(ROUNDS):
-        value = low + (digit << ((ROUNDS - 1 - n) * BITS))
-        count = tl.sum((key[:, None] >= value[None, :]).to(tl.int32), 0)
-        # the highest digits reach beyond 31 bits, and wrap around
-        low += tl.max(tl.where((count >= wanted) & (value >= 0), digit, 0), 0) << ((ROUNDS - 1 - n) * BITS)
-    return low
-
-
-@triton.jit
-def _choose(SCORES, OUT, end, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr):
-    """The best blocks, ascending; the lowest first among equals."""
-    block = tl.arange(0, NP)
-    key = _load_keys(SCORES, block, end, INITIAL)
-    nth = _nth_largest(key, WANTED, 3 if NP <= 1024 else 2 if NP <= 4096 else 1)
-    above = key > nth
-    equal = key == nth
-    missing = WANTED - tl.sum(above.to(tl.int32), 0)
-    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
-    tl.store(OUT + tl.cumsum(taken.to(tl.int32), 0) - 1, block, mask=taken)
 
 
 @triton.jit(do_not_specialize=["room", "blocks", "splits", "parts"])
@@ -115,8 +87,8 @@ def _score(
             if tl.atomic_add(ARRIVED + pair_of, 1, sem="acq_rel") == (current - LOCAL) // NB:
                 tl.store(ARRIVED + pair_of, 0)
                 if WANTED > 0:
-                    _choose(SCORES + pair_of * blocks, INDICES + pair_of * COUNT + INITIAL, current - LOCAL + 1,
-                            INITIAL, WANTED, NP)  # fmt: skip
+                    _choose_range(SCORES + pair_of * blocks, INDICES + pair_of * COUNT + INITIAL, current - LOCAL + 1,
+                                  INITIAL, WANTED, NP)  # fmt: skip
 
 
 def score(
@@ -138,5 +110,5 @@ def score(
         (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
          power_of_2(heads),
          max(16, power_of_2(splits)), per, counts is not None),
-        num_warps=16 if listed > 4096 else 8 if listed > 1024 else 4,
+        num_warps=8 if listed > 4096 else 4,
     )  # fmt: skip
