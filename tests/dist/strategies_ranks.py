@@ -8,11 +8,13 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from world import tell
 
@@ -178,8 +180,7 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
         if not gradients:
             for name, p in strategy.unwrap(state.model).named_parameters():
                 assert p.grad is not None, name
-                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                gradients[name] = grad.detach().clone()
+                gradients[name] = (whole(p.grad) if isinstance(p.grad, DTensor) else p.grad).detach().clone()
 
     state.optimizer.register_step_pre_hook(keep)
     losses, norms = [], []
@@ -212,6 +213,26 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
                     layer.stats.enabled = False
     routes = sorted({str(route) for layer in layers for route in layer.routes.values()})
     return {"routes": routes, "losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
+
+
+def whole(sharded: DTensor) -> torch.Tensor:
+    """All of it, put together on the host: full_tensor() of a GPU's shards ends in a segmentation fault under gloo
+    (torch 2.11, in wait_tensor)."""
+    mesh = host_mesh(tuple(sharded.device_mesh.shape))
+    here = DTensor.from_local(
+        sharded.to_local().cpu(),
+        mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+    return here.full_tensor().to(DEVICE)
+
+
+@lru_cache
+def host_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class Exchange:
 
 
 def through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether this group carries tensors of a GPU by gloo. Its own way of doing so ended in a segmentation fault for
-    an all-to-all (torch 2.11, two ranks on one GPU), so that they are given to it on the host."""
+    """Whether this group carries tensors of a GPU by gloo, as ranks that share one do. They are given to it on the
+    host: of gloo's own ways with them, that of functional collectives ends in a segmentation fault (torch 2.11)."""
     return device.type == "cuda" and group._get_backend(device).name() == "gloo"
 
 
