@@ -29,9 +29,13 @@ def draw(result: dict[str, Any], picture: Path) -> list[str]:
         found = {(r["length"], r["batch"]): value(r) for r in rows}
         numbers = [[found.get((l, b)) for b in batches] for l in lengths]
         axis.imshow([[float("nan") if n is None else n for n in line] for line in numbers], aspect="auto")
+        known = [n for n in found.values() if n is not None]
+        middle = (min(known) + max(known)) / 2 if known else 0.0
         for y, line in enumerate(numbers):
             for x, number in enumerate(line):
-                axis.text(x, y, "" if number is None else format(number, form), ha="center", va="center", color="white")
+                if number is not None:
+                    color = "black" if number > middle else "white"  # the larger, the lighter the cell
+                    axis.text(x, y, format(number, form), ha="center", va="center", color=color)
         axis.set(title=title, xlabel="batch", ylabel="length")
         axis.set_xticks(range(len(batches)), [str(b) for b in batches])
         axis.set_yticks(range(len(lengths)), [str(l) for l in lengths])
