@@ -451,3 +451,20 @@ def test_rows_of_different_lengths_without_what_is_not_kept(options):
         last = layer(torch.stack([x[0, 20:30], x[1, 7:17]]), cache=cache)
     torch.testing.assert_close(last[:1], layer(x[:1])[:, 20:30], **CLOSE)
     torch.testing.assert_close(last[1:], layer(x[1:])[:, 7:17], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [tercet.NativeSparseAttention, tercet.DenseAttention])
+@pytest.mark.parametrize("max_len", [None, 60])
+def test_rows_that_were_read_alone_go_on_together(kind, max_len):
+    layer = make(kind=kind)
+    x = torch.randn(2, 40, 12, dtype=torch.float64)
+    cache = layer.make_cache(2, max_len)
+    with torch.no_grad():
+        for row, tokens in enumerate((31, 9)):
+            alone = layer.make_cache(1, tokens)
+            layer(x[row : row + 1, :tokens], cache=alone)
+            cache.put_row(row, alone)
+        assert cache.lengths.tolist() == [31, 9]
+        last = layer(torch.stack([x[0, 31:36], x[1, 9:14]]), cache=cache)
+    torch.testing.assert_close(last[:1], layer(x[:1])[:, 31:36], **CLOSE)
+    torch.testing.assert_close(last[1:], layer(x[1:])[:, 9:14], **CLOSE)

@@ -61,6 +61,22 @@ class CachedDecoder:
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]]) -> Tensor:
+        longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+        if longest > self.chunk and shortest < longest:
+            # Later chunks of unequal rows would begin at different places, which only the reference can do.
+            return torch.cat([self._prefill_row(row, prompt) for row, prompt in enumerate(prompts)])
+        return self.model.logits(self._read(prompts, self.cache))
+
+    def _prefill_row(self, row: int, prompt: list[int]) -> Tensor:
+        """One prompt alone, in a cache of its own that is then moved into this row."""
+        alone = [layer.make_cache(1, len(prompt)) for layer in self.model.attention_layers()]
+        last = self._read([prompt], alone)
+        for cache, one in zip(self.cache, alone, strict=True):
+            cache.put_row(row, one)
+        return self.model.logits(last)
+
+    def _read(self, prompts: list[list[int]], caches: list) -> Tensor:
+        """Hidden states of each prompt's last token."""
         longest = max(map(len, prompts))
         out: Tensor | None = None
         for first in range(0, longest, self.chunk):
@@ -69,7 +85,7 @@ class CachedDecoder:
             tokens = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self._device)
             lengths = torch.tensor([len(part) for part in parts])
             hidden = self.model.hidden(
-                tokens, cache=self.cache, lengths=None if bool((lengths == width).all()) else lengths
+                tokens, cache=caches, lengths=None if bool((lengths == width).all()) else lengths
             )
             # of all these positions only the last of each prompt is wanted: logits of the others are never made
             last = hidden[torch.arange(len(prompts)), (lengths - 1).clamp(min=0).to(self._device)]
@@ -79,7 +95,7 @@ class CachedDecoder:
             ends = ends.to(self._device)
             out = last if out is None else torch.where(ends[:, None], last, out)
         assert out is not None
-        return self.model.logits(out)
+        return out
 
     @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:

@@ -124,6 +124,18 @@ class _Cache:
         self.lengths, self.batch, self.reads = self.lengths[rows], len(self.host.tokens), None
         self._arrived = None
 
+    def put_row(self, row: int, other: _Cache) -> None:
+        """Let this row hold what `other`, a cache of one row of the same layer, holds."""
+        self._make_room(max(other.known_lengths()))
+        for name, store in self._stores.items():
+            slots = min(store.shape[1], other._stores[name].shape[1]) - 1
+            store[row, :slots] = other._stores[name][0, :slots]
+        self.lengths[row] = other.lengths[0]
+        tokens = list(self.host.tokens)
+        tokens[row] = other.host.tokens[0]
+        self.host = HostLengths(tuple(tokens), self.host.exact)
+        self.reads = None
+
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Step:
         """Check that x can follow what is held, and say where its tokens stand."""
         self.check(key, x)
