@@ -34,6 +34,8 @@ def place_chunks(
     stride, device = config.compress_stride, cu_seqlens.device
     (token_document, position), (compressed_document, compressed_index) = token, compressed
     length, last = position.shape[0], cu_seqlens.shape[0] - 2
+    # bounds that end before the tokens do are refused by whoever uses them, not here
+    token_document = token_document.clamp(max=last)
     bounds = torch.zeros_like(cu_seqlens)
     bounds[1:] = ((cu_seqlens[1:] - cu_seqlens[:-1]) // stride).cumsum(0)
     slot = torch.arange(length // stride, device=device)
