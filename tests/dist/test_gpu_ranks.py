@@ -34,11 +34,12 @@ def told_of(cases: list[str], steps: int) -> list[dict[str, object]]:
 
 def test_two_ranks_on_one_gpu_train_like_one():
     for t in told_of(CASES, 20):
-        assert t["loss"] < 1e-5, t
-        # sums on a GPU are made in another order for another batch: fp32, not to the last digit
-        assert t["gradient"] < 1e-4, t
-        assert t["stats"] < 1e-3, t
-        assert t["losses"] < 1e-3, t
+        # a part of a sequence is multiplied in other shapes, whose sums a GPU makes in another order
+        apart = 10 if t["case"].startswith("cp") else 1
+        assert t["loss"] < 1e-6 * apart, t
+        assert t["gradient"] < 1e-5 * apart, t
+        assert t["losses"] < 1e-4 * apart, t
+        assert t["stats"] < 1e-9 * (1 if apart == 1 else 1e6), t
 
 
 def test_two_ranks_on_one_gpu_train_like_one_in_bf16():
@@ -91,4 +92,4 @@ def test_a_rank_killed_on_a_gpu_is_replaced_and_one_rank_goes_on_with_what_two_h
     assert train(load("tiny", flags=SETTINGS | {"run.dir": str(folder)}).config, resume="auto") == 0
     got, expected = losses(folder), losses(alone)
     assert got.keys() == expected.keys()
-    assert max(abs(float(got[step]) - float(expected[step])) for step in got) < 1e-3
+    assert max(abs(float(got[step]) - float(expected[step])) for step in got) < 1e-4
