@@ -79,7 +79,7 @@ def decode(
     steps: int = 64,
     profile: bool = False,
 ) -> int:
-    """Decoding beside dense attention: the attention step on a GPU, then a whole model's first token and tokens/s.
+    """Decoding beside dense attention: a whole model's first token and tokens/s; on a GPU also the attention step.
 
     Args:
         batches: Rows that decode together in the attention step, comma-separated.

@@ -2,9 +2,9 @@
 
     tercet bench decode --contexts 2048,65536 --batches 1,16
 
-First the attention step alone (from projections to the branches' sum: positions, cache, φ, attention, gates), on a GPU,
-both as CUDA graphs. Several caches take turns, as the layers of a model do, so that no contestant finds its keys in L2.
-Then a whole model: time to the first token and tokens per second after it. Before anything is timed, the step is
+First a whole model: time to the first token and tokens per second after it. Then, on a GPU, the attention step alone
+(from projections to the branches' sum: positions, cache, φ, attention, gates), both as CUDA graphs. Several caches take
+turns there, as the layers of a model do, so that no contestant finds its keys in L2. Before it is timed, the step is
 compared with the reference; where they differ no ratio is printed and the exit code is 1. The last line is JSON.
 """
 
@@ -45,13 +45,13 @@ def main(
     print(f"{name}, torch {torch.__version__}")
     result: dict[str, Any] = {"bench": "decode", "device": name, "torch": torch.__version__}
     correct = True
+    if model_contexts:
+        result["model"] = model_rows(preset, model_batches, model_contexts, steps)
     if attention and not cuda:
         print("the attention step is measured on a GPU: none is here")
     elif attention:
         result["attention"] = _attention_rows(HEADS[heads], batches, contexts, profile)
         correct = all(row["correct"] for row in result["attention"])
-    if model_contexts:
-        result["model"] = model_rows(preset, model_batches, model_contexts, steps)
     print(json.dumps({**result, "correct": correct}))
     return 0 if correct else 1
 

@@ -26,16 +26,18 @@ def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int)
         f"{'kind':>6} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "
         f"{'keys/token':>11} {'cache B/token':>14}  step"
     )
-    rows = []
+    models = {}
     for kind in ("nsa", "dense"):
         torch.manual_seed(0)
-        model = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
-        for context in contexts:
+        models[kind] = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
+    rows = []
+    # both at one context before the next: a run that is cut short has pairs
+    for context in contexts:
+        for kind, model in models.items():
             rows += _at(model, kind, context, batches, steps)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        del model
     return rows
 
 
