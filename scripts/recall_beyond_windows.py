@@ -5,8 +5,7 @@
     python scripts/recall_beyond_windows.py long-one --out recall-one.json      # the same with a single fact
     python scripts/recall_beyond_windows.py --draw recall-long.json recall-long.svg
 
-The models differ in one setting: `branches` is all three, or the window alone (or, with `--models "without selection"`,
-the compressed view and the window). Lengths grow in stages, each with the
+The models differ in one setting: `branches` is all three, or the window alone. Lengths grow in stages, each with the
 same optimizer; a stage ends early when its loss is gone, which only a model that finds the facts gets to. The
 window-only model therefore has at least as many steps. The number of facts grows, too: with one fact a model learns to
 copy, with two to match the tokens before, with many to match whole keys. Values have four tokens for the same reason:
@@ -36,7 +35,6 @@ class Stage:
     pairs: int
     queries: int
     gone: float = 0.05  # nats per token of the answers, mean over `say_every` steps, at which the next stage begins
-    lr: float = 1.0  # times the scale's
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,8 @@ SCALES = {
     ),
     "long-one": Scale(
         LONG,
-        (Stage(256, 64, 600, 1, 1, 0.02), Stage(1024, 32, 200, 1, 1, 0.02), Stage(2048, 32, 500, 1, 1),
-         Stage(4096, 16, 300, 1, 1), Stage(16384, 8, 300, 1, 1, 0.02, lr=0.25)),
-        lr=2e-3, documents=192, device="cuda", value_tokens=2,
+        (Stage(256, 64, 600, 1, 1), Stage(1024, 16, 400, 1, 1), Stage(4096, 8, 400, 1, 1), Stage(16384, 4, 400, 1, 1)),
+        lr=2e-3, documents=128, device="cuda", value_tokens=2,
     ),
 }  # fmt: skip
 
@@ -140,7 +137,7 @@ def trained(
         run, taken, recent = _Captured(step, tokens, targets) if graph else step, 0, []
         with build_loader(config(scale, stage, branches).data, seed=seed, batch_sequences=stage.batch) as loader:
             for batch in islice(loader, stage.steps):
-                warm = scale.lr * stage.lr * min(1.0, (done + 1) / 50)
+                warm = scale.lr * min(1.0, (done + 1) / 50)
                 for group in optimizer.param_groups:
                     if on_gpu:
                         group["lr"].fill_(warm)
@@ -199,9 +196,7 @@ def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str,
     for stage in {stage.length: stage for stage in scale.stages}.values():
         model.run = config(scale, stage, branches)
         with torch.autocast(scale.device, torch.bfloat16, enabled=scale.device == "cuda"):
-            found = recall_by_distance(
-                model, length=stage.length, documents=scale.documents, batch=min(stage.batch, scale.documents)
-            )
+            found = recall_by_distance(model, length=stage.length, documents=scale.documents, batch=stage.batch)
         for r in found:
             counts[r.first][0] += r.right
             counts[r.first][1] += r.asked
