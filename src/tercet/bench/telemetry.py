@@ -149,9 +149,11 @@ def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[st
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder))
+        _say("built; the first intervals compile", begun)
         for i, watched in enumerate((False, True, False, True)):
             if i < 2 or time.perf_counter() - begun < seconds / 2:
-                bench.interval(watched=watched)
+                took = bench.interval(watched=watched)
+                _say(f"warming up {'with' if watched else 'without'}: {1e3 * took:.1f} ms a step", begun)
         without: list[float] = []
         with_: list[float] = []
         for i in range(pairs):
@@ -159,6 +161,7 @@ def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[st
                 break
             for watched in (False, True) if i % 2 else (True, False):  # neither always goes first
                 (with_ if watched else without).append(bench.interval(watched=watched))
+            _say(f"pair {i + 1}: {1e3 * without[-1]:.2f} ms alone, {1e3 * with_[-1]:.2f} ms watched", begun)
         bench.log.close()
         for sink in bench.behind:
             sink.close()
@@ -179,6 +182,11 @@ def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[st
         "spread_percent": 100 * (statistics.quantiles(without, n=4)[2] - statistics.quantiles(without, n=4)[0]) / plain,
         "under_one_percent": extra / plain < 0.01,
     }
+
+
+def _say(text: str, begun: float) -> None:
+    """As it goes, so that a bench that is cut off has still told what it saw."""
+    print(f"{time.perf_counter() - begun:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
