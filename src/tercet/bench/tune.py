@@ -60,9 +60,9 @@ CANDIDATES: dict[str, list[Launch]] = {
     "compressed_key_gradients": [replace(x, parts=parts) for x in _KEY_GRADIENTS for parts in (16, 48)],
     "compressed_forward": _FORWARD,
     "score": [
-        Launch(rows, 64, warps, stages, tma)
-        for rows, warps, stages, tma in (
-            (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True), (128, 4, 2, True), (128, 8, 3, False),
+        Launch(64, keys, warps, stages, True, 16, registers)
+        for keys, warps, stages, registers in (
+            (64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 2, 128), (64, 4, 3, 128), (32, 4, 3, 0), (64, 8, 2, 0),
         )
     ],
 }  # fmt: skip
