@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ LAYERS = {
     "wide": lambda: NativeSparseAttention(24, 2, 2, 8, config=NSAConfig(12, 4, 16, 3, 1, 1, 200)),
     "dense": lambda: DenseAttention(24, 4, 2, 8),
 }
+ON_KERNELS = partial(NativeSparseAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
 BOUNDS = {
     "one document": [0, 384],
     "documents across ranks": [0, 5, 100, 110, 290, 291, 384],
@@ -36,6 +38,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
+    on_kernels(group) if "--triton" in sys.argv else every_layer(group)
+    dist.destroy_process_group()
+
+
+def on_kernels(group) -> None:  # type: ignore[no-untyped-def]
+    """In Triton's interpreter, where a token costs milliseconds."""
+    for by_blocks in (False, True):
+        result = compare(ON_KERNELS, [0, 5, 60, 128], group, by_blocks, torch.float32)
+        if dist.get_rank() == 0:
+            tell(by_blocks=by_blocks, **result)
+
+
+def every_layer(group) -> None:  # type: ignore[no-untyped-def]
     for layer_name, build in LAYERS.items():
         for bounds_name, bounds in BOUNDS.items():
             both = layer_name != "dense" and bounds_name in ("one document", "longer than a chunk, then short")
@@ -43,16 +58,15 @@ def main() -> None:
                 result = compare(build, bounds, group, by_blocks)
                 if dist.get_rank() == 0:
                     tell(layer=layer_name, bounds=bounds_name, by_blocks=by_blocks, **result)
-    dist.destroy_process_group()
 
 
-def compare(build, bounds, group, by_blocks):  # type: ignore[no-untyped-def]
+def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: ignore[no-untyped-def]
     torch.manual_seed(7)
     # fp64: where a gradient is 0 but for rounding (one compressed token has no say in its keys), fp32 could not tell
-    layer: nn.Module = build().double()
+    layer: nn.Module = build().to(dtype)
     for p in layer.parameters():
         nn.init.normal_(p, std=0.2)
-    x = torch.randn(1, bounds[-1], 24, dtype=torch.float64)
+    x = torch.randn(1, bounds[-1], 24, dtype=dtype)
     weight = torch.randn_like(x)
     whole_x = x.clone().requires_grad_()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
@@ -88,7 +102,14 @@ def compare(build, bounds, group, by_blocks):  # type: ignore[no-untyped-def]
         assert got.keys() == expected_stats.keys()
         stats = max(abs(got[k] - expected_stats[k]) for k in got)
     fetched = dict(share.traffic)
-    return {"forward": worst[0].item(), "gradients": worst[1].item(), "stats": stats, "bytes": fetched}
+    routes = sorted({str(route) for route in layer.routes.values()})
+    return {
+        "routes": routes,
+        "forward": worst[0].item(),
+        "gradients": worst[1].item(),
+        "stats": stats,
+        "bytes": fetched,
+    }
 
 
 def relative(got: torch.Tensor, want: torch.Tensor, least: float = 1e-12) -> float:

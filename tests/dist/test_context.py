@@ -35,6 +35,18 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
         assert fetched["nsa", "one document", False][kind] == rows * row, kind
 
 
+@pytest.mark.slow
+def test_a_split_sequence_equals_the_whole_one_on_the_kernels():
+    pytest.importorskip("triton")
+    told = together(2, "context_ranks.py", "--triton", timeout=900, env={"TRITON_INTERPRET": "1"})
+    assert [t["by_blocks"] for t in told] == [False, True]
+    for t in told:
+        assert t["routes"] == ["triton"], t
+        assert t["forward"] < 1e-6, t
+        assert t["gradients"] < 1e-5, t
+        assert t["stats"] < 1e-9, t
+
+
 def test_one_long_document_is_dealt_in_zig_zag_and_no_rank_has_more_than_a_percent_above_the_mean():
     for ranks in (2, 4, 8, 64):
         layout = Layout((0, 1 << 20), ranks, CONFIG)
