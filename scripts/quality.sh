@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The runs of docs/results/quality.md, one phase at a time.
+#
+#     bash scripts/quality.sh nsa CORPUS RUNS STEPS [flags of tercet train]      # stopped by SIGTERM at 43% and gone on with
+#     bash scripts/quality.sh dense CORPUS RUNS STEPS [flags]                    # the twin, uninterrupted
+#     bash scripts/quality.sh evals CORPUS RUNS                                  # loss by position and needles of both, at once
+#     bash scripts/quality.sh seeds CORPUS RUNS SEED...                          # tiny and its twin, one core each, for the noise
+#
+# CORPUS: shards of scripts/linux_corpus.sh. On an H200 a step of `nsa` takes 0.17 s and one of `dense` 0.19 s; starts, saves
+# and validations take 80 s and 35 s besides, the evaluations up to 60 s: choose STEPS so that all of it fits.
+set -euo pipefail
+usage() { sed -n '2,10p' "$0" >&2; exit 2; }
+[ $# -ge 3 ] || usage
+phase=$1 corpus=$2 runs=$3
+shift 3
+python=${PYTHON:-python3}
+data=(--data.source shards --data.path "$corpus" --data.tokenizer byte)
+
+train() { # kind, preset, steps, flags
+    local kind=$1 preset=$2 steps=$3
+    shift 3
+    "$python" -m tercet train --preset "$preset" --run.name "m7c-8k${kind#nsa}" --run.dir "$runs/quality-$kind" "${data[@]}" \
+        --data.seq_len 8192 --data.shuffle_sequences 1024 --train.steps "$steps" --train.micro_batch 8 --train.lr 1e-3 \
+        --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every $((steps / 8)) --train.val_tokens 1048576 \
+        --checkpoint.every $((steps / 4)) --checkpoint.keep 2 --log.every 10 --health.memory_every 500 --resume auto "$@"
+}
+logged() { tail -n 1 "$runs/quality-$1/training.csv" 2>/dev/null | cut -d, -f1 | grep -E '^[0-9]+$' || echo 0; }
+
+case $phase in
+nsa)
+    [ $# -ge 1 ] || usage
+    steps=$1
+    shift
+    train nsa m7c "$steps" "$@" &
+    while kill -0 $! 2>/dev/null && [ "$(logged nsa)" -lt $((steps * 43 / 100)) ]; do sleep 0.5; done
+    # The trainer is the child of the shell function's own process.
+    pkill -TERM -P $! 2>/dev/null || true
+    wait $! || echo "stopped with exit code $? after step $(logged nsa)"
+    train nsa m7c "$steps" "$@"
+    ;;
+dense)
+    [ $# -ge 1 ] || usage
+    train dense m7c-dense "$@"
+    ;;
+evals)
+    for kind in nsa dense; do
+        run=$runs/quality-$kind
+        "$python" -m tercet eval perplexity "$run" --sequences 256 --batch 8 --dtype bfloat16 > "$runs/perplexity-$kind.txt" &
+        "$python" -m tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --trials 16 --batch 8 --dtype bfloat16 \
+            --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$runs/needle-$kind.txt" &
+    done
+    wait
+    ls -l "$runs"/{perplexity,needle}-{nsa,dense}.txt
+    ;;
+seeds)
+    for seed in "$@"; do for preset in tiny tiny-dense; do echo "$preset $seed"; done; done |
+        xargs -P "$(nproc)" -L 1 sh -c '"$0" -m tercet train --preset "$3" --run.seed "$4" --run.dir "$2/$3-$4" --run.device cpu --run.threads 1 \
+            --data.source shards --data.path "$1" --data.tokenizer byte --train.steps 800 --train.val_every 0 --train.val_tokens 131072' \
+            "$python" "$corpus" "$runs"
+    tail -qn 1 "$runs"/tiny*/val.csv
+    ;;
+*) usage ;;
+esac
