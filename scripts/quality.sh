@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
 # The runs of docs/results/quality.md, one phase at a time.
 #
-#     bash scripts/quality.sh nsa CORPUS RUNS STEPS [flags of tercet train]      # stopped by SIGTERM at 43% and gone on with
-#     bash scripts/quality.sh dense CORPUS RUNS STEPS [flags]                    # the twin, uninterrupted
+#     bash scripts/quality.sh nsa CORPUS RUNS STEPS [flags of tercet train]
+#     bash scripts/quality.sh dense CORPUS RUNS STEPS [flags]                    # the twin
+#     bash scripts/quality.sh interrupted-nsa CORPUS RUNS STEPS [flags]          # stopped by SIGTERM at 43%, and gone on with
+#     bash scripts/quality.sh interrupted-dense CORPUS RUNS STEPS [flags]        # interrupt both or none, if they are compared
 #     bash scripts/quality.sh evals CORPUS RUNS                                  # loss by position and needles of both, at once
 #     bash scripts/quality.sh seeds CORPUS RUNS SEED...                          # tiny and its twin, one core each, for the noise
 #
 # CORPUS: shards of scripts/linux_corpus.sh. On an H200 a step of `nsa` takes 0.17 s and one of `dense` 0.19 s; starts, saves
 # and validations take 80 s and 35 s besides, the evaluations up to 60 s: choose STEPS so that all of it fits.
 set -euo pipefail
-usage() { sed -n '2,10p' "$0" >&2; exit 2; }
+usage() { sed -n '2,12p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 corpus=$2 runs=$3
 shift 3
 python=${PYTHON:-python3}
 data=(--data.source shards --data.path "$corpus" --data.tokenizer byte)
 
-train() { # kind, preset, steps, flags
-    local kind=$1 preset=$2 steps=$3
-    shift 3
-    "$python" -m tercet train --preset "$preset" --run.name "m7c-8k${kind#nsa}" --run.dir "$runs/quality-$kind" "${data[@]}" \
+train() { # kind, steps, flags
+    local kind=$1 steps=$2 suffix=""
+    shift 2
+    [ "$kind" = nsa ] || suffix=-dense
+    "$python" -m tercet train --preset "m7c$suffix" --run.name "m7c-8k$suffix" --run.dir "$runs/quality-$kind" "${data[@]}" \
         --data.seq_len 8192 --data.shuffle_sequences 1024 --train.steps "$steps" --train.micro_batch 8 --train.lr 1e-3 \
         --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every $((steps / 8)) --train.val_tokens 1048576 \
         --checkpoint.every $((steps / 4)) --checkpoint.keep 2 --log.every 10 --health.memory_every 500 --resume auto "$@"
@@ -27,20 +30,19 @@ train() { # kind, preset, steps, flags
 logged() { tail -n 1 "$runs/quality-$1/training.csv" 2>/dev/null | cut -d, -f1 | grep -E '^[0-9]+$' || echo 0; }
 
 case $phase in
-nsa)
+nsa | dense)
     [ $# -ge 1 ] || usage
-    steps=$1
-    shift
-    train nsa m7c "$steps" "$@" &
-    while kill -0 $! 2>/dev/null && [ "$(logged nsa)" -lt $((steps * 43 / 100)) ]; do sleep 0.5; done
+    train "$phase" "$@"
+    ;;
+interrupted-nsa | interrupted-dense)
+    [ $# -ge 1 ] || usage
+    kind=${phase#interrupted-}
+    train "$kind" "$@" &
+    while kill -0 $! 2>/dev/null && [ "$(logged "$kind")" -lt $(($1 * 43 / 100)) ]; do sleep 0.5; done
     # The trainer is the child of the shell function's own process.
     pkill -TERM -P $! 2>/dev/null || true
-    wait $! || echo "stopped with exit code $? after step $(logged nsa)"
-    train nsa m7c "$steps" "$@"
-    ;;
-dense)
-    [ $# -ge 1 ] || usage
-    train dense m7c-dense "$@"
+    wait $! || echo "stopped with exit code $? after step $(logged "$kind")"
+    train "$kind" "$@"
     ;;
 evals)
     for kind in nsa dense; do
