@@ -98,3 +98,19 @@ def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] =
     change(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read_run(target)
+
+
+def dense_twin(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
+    """The run's folder as dense attention would have left it."""
+
+    def dense(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            if line["kind"] == "routes":
+                n = len(line["layer"])
+                line |= {"branch": ["dense"] * n, "route": ["sdpa"] * n, "reason": [""] * n}
+        change(lines)
+
+    copy(run, target, dense)
+    config = target / "config.toml"
+    config.write_text(config.read_text().replace('attention = "nsa"', 'attention = "dense"'))
+    return read_run(target)

@@ -14,7 +14,7 @@ from tercet.report.read import read_run
 from tercet.report.verdict import judge
 from tercet.telemetry.events import CheckpointFailed
 from tercet.train import manifest
-from watched import FEW, copy, even_clock, gate, run, verdict
+from watched import FEW, copy, dense_twin, even_clock, gate, run, verdict
 
 PLAIN = {"train__val_tokens": 0, "checkpoint__every": 0}
 
@@ -132,14 +132,27 @@ def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):
 
 
 def test_a_run_slower_than_its_dense_twin_is_no_go(healthy, tmp_path):
-    twin = copy(healthy, tmp_path / "twin")
-    text = (twin.folder / "config.toml").read_text()
-    (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
-    limits = Thresholds(min_steps=40, dense_ratio=1.5)
-    told = gate(judge(healthy, read_run(twin.folder), limits), "throughput")
+    twin = dense_twin(healthy, tmp_path / "twin")
+    told = gate(judge(healthy, twin, Thresholds(min_steps=40, dense_ratio=1.5)), "throughput")
     assert told.verdict == "NO-GO"
     assert "1.00× the dense twin, below 1.5×" in told.sentence
-    assert gate(judge(healthy, read_run(twin.folder), FEW), "throughput").verdict == "GO"
+    assert gate(judge(healthy, twin, FEW), "throughput").verdict == "GO"
+
+
+def test_a_dense_twin_that_ran_on_something_slow_shows_nothing(healthy, tmp_path):
+    def one_slow_layer(lines):
+        for line in lines:
+            if line["kind"] == "routes":
+                line["route"][-1], line["reason"][-1] = "reference", "asked for"
+
+    def uncounted(lines):
+        lines[:] = [line for line in lines if line["kind"] != "routes"]
+
+    told = gate(judge(healthy, dense_twin(healthy, tmp_path / "slow", one_slow_layer), FEW), "throughput")
+    assert told.verdict == "NOT TESTED"
+    assert "the dense twin ran on reference (asked for)" in told.sentence
+    told = gate(judge(healthy, dense_twin(healthy, tmp_path / "uncounted", uncounted), FEW), "throughput")
+    assert told.verdict == "NOT TESTED"
 
 
 def test_kernels_never_compared_on_a_gpu_are_not_tested_and_bad_ones_no_go(healthy, tmp_path):

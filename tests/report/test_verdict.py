@@ -8,10 +8,11 @@ import shutil
 import pytest
 
 from tercet.errors import TercetError
-from tercet.report.gates import Thresholds, not_a_twin
+from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
+from tercet.report.twin import not_a_twin
 from tercet.report.verdict import judge
-from watched import FEW, copy, gate, rules, verdict
+from watched import FEW, copy, dense_twin, gate, rules, verdict
 
 
 def verdicts(judged):
@@ -219,11 +220,8 @@ def test_a_run_that_was_never_resumed_has_not_tested_resume(healthy, tmp_path):
 
 
 def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
-    twin = copy(healthy, tmp_path / "twin")
-    assert "model.attention" in not_a_twin(healthy, twin)
-    text = (twin.folder / "config.toml").read_text()
-    (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
-    dense = read_run(twin.folder)
+    assert "model.attention" in not_a_twin(healthy, healthy)
+    twin = dense = dense_twin(healthy, tmp_path / "twin")
     assert not_a_twin(healthy, dense) == ""
     config = twin.folder / "config.toml"
     told = config.read_text()

@@ -7,11 +7,9 @@ from collections import Counter
 
 from tercet.report.gates import Case, Gate, Thresholds, skipped_steps
 from tercet.report.read import Run
+from tercet.report.routes import fastest, route_counts
 from tercet.telemetry.events import DoctorReported, HealthFired
 
-# What a layer runs where nothing holds it back.
-FASTEST = {"dense": ("cudnn", "sdpa", "varlen")}
-KERNELS = "triton"
 PARITY = "kernel parity"
 
 
@@ -21,16 +19,6 @@ def kinds(run: Run) -> list[str]:
     if isinstance(asked, list):
         return [str(k) for k in asked]
     return [str(asked)] * layers if isinstance(layers, int) else []
-
-
-def route_counts(run: Run) -> Counter[tuple[int, str, str, str, bool]]:
-    """Passes by (layer, branch, route, reason, fallback) over all processes and ranks that were read."""
-    counts: Counter[tuple[int, str, str, str, bool]] = Counter()
-    for event in run.routes:
-        rows = zip(event.layer, event.branch, event.route, event.reason, event.fallback, event.calls, strict=True)
-        for layer, branch, route, reason, fallback, calls in rows:
-            counts[layer, branch, route, reason, fallback] += calls
-    return counts
 
 
 def routing(run: Run, limits: Thresholds) -> Gate:
@@ -53,7 +41,7 @@ def routing(run: Run, limits: Thresholds) -> Gate:
     slow = [
         (layer, branch, route, reason)
         for (layer, branch, route, reason, _), calls in sorted(counts.items())
-        if calls and route not in FASTEST.get(branch, (KERNELS,))
+        if calls and not fastest(branch, route)
     ]
     for layer, branch, route, reason in slow[:3]:
         case.against(f"layer {layer} ran its {branch} branch on {route} ({reason or 'no reason given'})", _mend(reason))

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tercet.config.keys import flatten_table
-from tercet.report.attention_gates import route_counts
-from tercet.report.gates import not_a_twin, speed
+from tercet.report.gates import speed
 from tercet.report.read import Run
+from tercet.report.routes import route_counts
+from tercet.report.twin import not_a_twin
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.units import duration, quantity

@@ -10,10 +10,9 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tercet.config.keys import flatten
-from tercet.config.schema import RunConfig
 from tercet.report.checkpoints import incomplete
 from tercet.report.read import Run
+from tercet.report.twin import not_a_twin, slow_routes, twin_command
 from tercet.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -249,6 +248,10 @@ def throughput(run: Run, twin: Run | None, findings: list[HealthFired], limits: 
             case.lacks("the dense twin has too few log intervals", "train it for longer")
         else:
             case.show("dense twin", f"{other:,.0f} tokens/s, ratio {own / other:.2f} ({twin.folder.name})")
+            if slow := slow_routes(twin):
+                case.lacks(
+                    f"the dense twin ran on {slow}: quicker than that shows nothing", "mend it and train it again"
+                )
             against = f", {own / other:.2f}× the dense twin"
             if own < limits.dense_ratio * other:
                 case.against(
@@ -273,39 +276,6 @@ def speed(run: Run) -> float | None:
                 speeds.append(event.tokens_per_s)
             warm = True
     return statistics.median(speeds) if speeds else None
-
-
-def twin_command(run: Run) -> str:
-    preset = next((o.removeprefix("preset ") for o in run.origins.values() if o.startswith("preset ")), None)
-    what = f"--preset {preset}" if preset else f"--config {run.folder}/config.toml"
-    return (
-        f"tercet train {what} --model.attention dense --run.dir {run.folder}-dense, then "
-        f"tercet report {run.folder} --baseline {run.folder}-dense"
-    )
-
-
-# What may differ between a model and its dense twin.
-_ATTENTION_ONLY = ("model.attention", "model.nsa.", "model.gate", "model.compression", "model.shared_kv",
-                   "model.branches", "model.backend")  # fmt: skip
-_THE_SAME = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.precision",
-             "train.compile", "train.activation_checkpointing", "parallel.")  # fmt: skip
-
-
-def not_a_twin(run: Run, twin: Run) -> str:
-    """Why `twin` is not `run` with dense attention; empty if it is."""
-    kinds = twin.config.get("model.attention")
-    if not (kinds == "dense" or (isinstance(kinds, list) and set(kinds) == {"dense"})):
-        return f"its model.attention is {kinds}"
-    if not run.started or not twin.started or run.started[-1].device != twin.started[-1].device:
-        return "it ran on another device"
-    if run.world_size != twin.world_size:
-        return "it ran on another number of ranks"
-    defaults = flatten(RunConfig())  # a key that came to be between the two runs had its default before
-    for key in sorted(set(run.config) | set(twin.config)):
-        here, there = (r.config.get(key, defaults.get(key)) for r in (run, twin))
-        if key.startswith(_THE_SAME) and not key.startswith(_ATTENTION_ONLY) and here != there:
-            return f"{key} is {there} there and {here} here"
-    return ""
 
 
 def data(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:

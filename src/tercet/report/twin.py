@@ -1,0 +1,54 @@
+"""The dense twin of a run: what makes another run one, and how to train it."""
+
+from __future__ import annotations
+
+from tercet.config.keys import flatten
+from tercet.config.schema import RunConfig
+from tercet.report.read import Run
+from tercet.report.routes import fastest, route_counts
+
+
+def twin_command(run: Run) -> str:
+    preset = next((o.removeprefix("preset ") for o in run.origins.values() if o.startswith("preset ")), None)
+    what = f"--preset {preset}" if preset else f"--config {run.folder}/config.toml"
+    return (
+        f"tercet train {what} --model.attention dense --run.dir {run.folder}-dense, then "
+        f"tercet report {run.folder} --baseline {run.folder}-dense"
+    )
+
+
+# What may differ between a model and its dense twin.
+_ATTENTION_ONLY = ("model.attention", "model.nsa.", "model.gate", "model.compression", "model.shared_kv",
+                   "model.branches", "model.backend")  # fmt: skip
+_THE_SAME = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.precision",
+             "train.compile", "train.activation_checkpointing", "parallel.")  # fmt: skip
+
+
+def not_a_twin(run: Run, twin: Run) -> str:
+    """Why `twin` is not `run` with dense attention; empty if it is."""
+    kinds = twin.config.get("model.attention")
+    if not (kinds == "dense" or (isinstance(kinds, list) and set(kinds) == {"dense"})):
+        return f"its model.attention is {kinds}"
+    if not run.started or not twin.started or run.started[-1].device != twin.started[-1].device:
+        return "it ran on another device"
+    if run.world_size != twin.world_size:
+        return "it ran on another number of ranks"
+    defaults = flatten(RunConfig())  # a key that came to be between the two runs had its default before
+    for key in sorted(set(run.config) | set(twin.config)):
+        here, there = (r.config.get(key, defaults.get(key)) for r in (run, twin))
+        if key.startswith(_THE_SAME) and not key.startswith(_ATTENTION_ONLY) and here != there:
+            return f"{key} is {there} there and {here} here"
+    return ""
+
+
+def slow_routes(twin: Run) -> str:
+    """What a dense twin ran on although dense attention has something quicker; empty if nothing."""
+    counts = route_counts(twin)
+    if not counts:
+        return "nobody knows what (no pass was counted)"
+    slow = {
+        f"{route} ({reason or 'no reason given'})"
+        for (_, branch, route, reason, _), calls in counts.items()
+        if calls and not fastest(branch, route)
+    }
+    return ", ".join(sorted(slow))
