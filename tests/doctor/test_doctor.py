@@ -104,6 +104,45 @@ def test_what_training_runs_is_what_is_examined_first(monkeypatch):
     assert set(asked[2:]) == {(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)}
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("auto", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_kernels_are_examined_in_the_precision_of_the_run(monkeypatch, precision, dtype):
+    asked = []
+
+    def compare(model, dtype, *, device, packed):
+        asked.append(dtype)
+        return 1e-3, 1e-3, 1.0  # right for bf16, far off for fp32
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "compare", compare)
+    found = dict(checks(small(train__precision=precision, run__device="auto"), short=True))["kernel parity"]()
+    assert asked == [dtype]
+    assert found.verdict == (FAILED if dtype == torch.float32 else OK)
+
+
+def test_a_gradient_that_is_not_a_number_fails(monkeypatch):
+    from tercet.attention import functional
+
+    real = functional.nsa_attention
+
+    def poisoned(**named):
+        if named["v_window"].dtype == torch.bfloat16:  # what is examined; the reference beside it is fp32
+            named["v_window"] = named["v_window"].clone()
+            named["v_window"].register_hook(lambda grad: grad * torch.nan)
+        return real(**named)
+
+    monkeypatch.setattr(functional, "nsa_attention", poisoned)
+    here = {"device": "cpu", "length": 64, "backend": "reference"}
+    forward, backward, _ = kernels.compare(small().model, torch.bfloat16, **here)
+    assert forward < kernels.TOLERANCE["bfloat16"]
+    assert backward == float("inf")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for wrong in (float("inf"), float("nan")):
+        monkeypatch.setattr(kernels, "compare", lambda *_, wrong=wrong, **__: (1e-6, wrong, 1.0))
+        assert kernels.parity(small().model).verdict == FAILED
+
+
 def test_kernels_that_disagree_fail(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "compare", lambda *_, **__: (1e-3, 0.5, 1.0))

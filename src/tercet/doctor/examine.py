@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tercet.config.schema import RunConfig
+from tercet.config.train import resolved_precision
 from tercet.doctor import kernels, machine, storage
 from tercet.doctor.collectives import collectives
 from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
@@ -34,7 +35,9 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
         if not short:
             found.append(("triton", kernels.triton_works))
         packed = config is None or not config.data.cross_document_attention
-        found.append(("kernel parity", lambda: kernels.parity(model, short=short, packed=packed)))
+        # Kernels run on a GPU only, whatever `auto` will find.
+        precision = resolved_precision(config.train.precision if config else "auto", "cuda")
+        found.append(("kernel parity", lambda: kernels.parity(model, short=short, packed=packed, precision=precision)))
     found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
     if not short:
         found += [

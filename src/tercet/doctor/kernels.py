@@ -59,10 +59,12 @@ def triton_works() -> Finding:
     return Finding("triton", OK, f"Triton {triton.__version__} compiles and runs")
 
 
-def parity(model: ModelConfig | None = None, *, short: bool = False, packed: bool = True) -> Finding:
+def parity(
+    model: ModelConfig | None = None, *, short: bool = False, packed: bool = True, precision: str = "bf16"
+) -> Finding:
     """Outputs and gradients of the kernels against the reference, at the run's own sizes.
 
-    In short only what training will run: packed documents in bf16. Those kernels would have to be compiled anyway.
+    In short only what training will run: its documents in its precision. Those kernels have to be compiled anyway.
     """
     import torch
 
@@ -72,9 +74,10 @@ def parity(model: ModelConfig | None = None, *, short: bool = False, packed: boo
         return Finding("kernel parity", NOT_TESTED, "Triton is not installed", "pip install 'tercet[kernels]'")
     model = model or ModelConfig()
     told, worst = [], OK
-    cases = [(torch.bfloat16, packed)]
+    trained, other = (torch.float32, torch.bfloat16) if precision == "fp32" else (torch.bfloat16, torch.float32)
+    cases = [(trained, packed)]
     if not short:
-        cases += [(torch.bfloat16, not packed), (torch.float32, packed)]
+        cases += [(trained, not packed), (other, packed)]
     for dtype, documents in cases:
         name = str(dtype).removeprefix("torch.")
         try:
@@ -82,7 +85,8 @@ def parity(model: ModelConfig | None = None, *, short: bool = False, packed: boo
         except Unsupported as reason:
             mend = "pick sizes that they run, or say model.backend=reference"
             return Finding("kernel parity", WARNING, f"the kernels do not run this model: {reason}", mend)
-        good = max(forward, backward) <= TOLERANCE[name] and slots >= SLOTS
+        # Each by itself: max() drops a NaN that does not come first.
+        good = all(error <= TOLERANCE[name] for error in (forward, backward)) and slots >= SLOTS
         what = f"{name}, {'packed documents' if documents else 'one document'}"
         told.append(f"{what}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
         worst = worst if good else FAILED
@@ -99,7 +103,10 @@ def compare(
     backend: str = "triton",
     packed: bool = True,
 ) -> tuple[float, float, float]:
-    """(relative error of the output, the worst of any gradient, share of selected slots that are equal)."""
+    """(relative error of the output, the worst of any gradient, share of selected slots that are equal).
+
+    What is not a number is infinitely wrong.
+    """
     import torch
 
     from tercet.attention.dispatch import why_not_triton
@@ -157,4 +164,5 @@ def compare(
 
 def _relative(got: Any, expected: Any) -> float:
     got, expected = got.detach().double(), expected.detach().double()
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
+    error = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
+    return error if error == error else float("inf")
