@@ -15,9 +15,9 @@ from tercet.report import render, side_by_side
 from tercet.report.commands import report
 from tercet.report.facts import gather
 from tercet.report.figure import _VARIABLES
-from tercet.report.plots import above_the_descent, loss
+from tercet.report.plots import below_the_descent, loss
 from tercet.report.read import read_run
-from watched import copy, verdict
+from watched import copy, dense_twin, verdict
 
 NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
 
@@ -128,10 +128,7 @@ def test_a_dense_twin_stands_beside_its_run(healthy, tmp_path):
             if line["kind"] == "step":
                 line["tokens_per_s"] /= 2
 
-    twin = copy(healthy, tmp_path / "twin", worse)
-    text = (twin.folder / "config.toml").read_text()
-    (twin.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
-    twin = read_run(twin.folder)
+    twin = dense_twin(healthy, tmp_path / "twin", worse)
     told = {f.name: f.value for f in gather(healthy, (), twin).figures}
     assert (told["speed, dense twin = 1"], told["loss against dense"]) == ("2.00×", "-20.00%")
     assert "loss against dense" not in {f.name for f in gather(healthy, (), healthy).figures}  # no twin of its own
@@ -142,9 +139,29 @@ def test_a_dense_twin_stands_beside_its_run(healthy, tmp_path):
 def test_only_the_first_descent_is_cut_from_the_frame():
     falling = [(i, 5.0 - 0.4 * i, 5.0 - 0.4 * i, 5.0 - 0.4 * i) for i in range(9)]
     rows = falling + [(i, 1.5, 1.4, 1.6) for i in range(9, 400)]
-    assert above_the_descent(rows) == pytest.approx(1.4 + 1.08 * 0.2)
+    assert below_the_descent([rows]) == pytest.approx((1.4 - 0.05 * 1.08 * 0.2, 1.4 + 1.08 * 0.2))
+    early, late = [(10, 4.0)], [(100, 2.0), (300, 1.9)]
+    assert below_the_descent([rows], [early, late])[1] == pytest.approx(1.4 + 1.08 * 0.6)  # points are seen too
+    twin = [(i, y + 0.5, low + 0.5, high + 0.5) for i, y, low, high in rows]
+    assert below_the_descent([rows, twin])[1] == pytest.approx(1.4 + 1.08 * 0.7)
+    assert below_the_descent([falling + [(i, 1.5, 1.5, 1.5) for i in range(9, 400)]]) is None  # no height, no frame
     rows[300] = (300, 4.0, 4.0, 4.9)
-    assert above_the_descent(rows) is None  # a spike is seen
+    assert below_the_descent([rows]) is None  # a spike is seen
+
+
+@pytest.mark.parametrize(("was", "now"), [("seed = 1337", "seed = 3"), ("lr = 0.01", "lr = 0.02")])
+def test_losses_of_runs_that_learnt_otherwise_are_not_compared(healthy, tmp_path, was, now):
+    config = dense_twin(healthy, tmp_path / "twin").folder / "config.toml"
+    assert was in config.read_text()
+    config.write_text(config.read_text().replace(was, now))
+    twin = read_run(config.parent)
+    told = {f.name: f for f in gather(healthy, (), twin).figures}
+    assert told["speed, dense twin = 1"].value == "1.00×"
+    assert told["loss against dense"].value == "–"
+    assert now.split()[0] in told["loss against dense"].note
+    drawn = loss(healthy, (), twin).svg
+    assert "dense twin" not in drawn
+    assert "baseline twin" in drawn
 
 
 def test_a_crashed_run_gets_a_page(healthy, tmp_path, undrawn):

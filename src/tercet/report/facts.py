@@ -14,7 +14,7 @@ from tercet.config.keys import flatten_table
 from tercet.report.gates import speed
 from tercet.report.read import Run
 from tercet.report.routes import route_counts
-from tercet.report.twin import not_a_twin
+from tercet.report.twin import learnt_otherwise, not_a_twin
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.units import duration, quantity
@@ -132,6 +132,8 @@ def _against(run: Run, twin: Run | None) -> list[Figure]:
     own, other = speed(run), speed(twin)
     if own is not None and other is not None:
         made.append(Figure("speed, dense twin = 1", f"{own / other:.2f}×", f"dense: {quantity(other)} tokens/s"))
+    if why := learnt_otherwise(run, twin):
+        return [*made, Figure("loss against dense", "–", f"not comparable: {why}")]
     dense = {e.step: e.loss for e in twin.validations}
     both = [(e, dense[e.step]) for e in run.validations if e.step in dense]
     if both:

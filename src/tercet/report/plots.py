@@ -9,6 +9,7 @@ from typing import Any
 from tercet.report.figure import INK, MUTED, SERIES, Plot, draw, thinned
 from tercet.report.gates import speed
 from tercet.report.read import Run
+from tercet.report.twin import learnt_otherwise, not_a_twin
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, StepsSkipped
 from tercet.telemetry.units import quantity
 
@@ -53,48 +54,66 @@ def loss(run: Run, findings: Sequence[HealthFired], twin: Run | None = None) -> 
     rows = series(run, "losses")
     if not rows:
         return None
-    top = above_the_descent(rows)
+    beside = series(twin, "losses") if twin is not None else []
+    held_out = validated(run)
+    theirs = validated(twin) if twin is not None else []
+    frame = below_the_descent([rows, *([beside] if beside else [])], [held_out, theirs])
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
         x, mean, low, high = zip(*rows, strict=True)
-        if twin is not None and (beside := series(twin, "losses")):
-            axes.plot(*list(zip(*beside, strict=True))[:2], color=GREY, linewidth=1, label="dense twin")
-            theirs = [(e.step, e.loss) for e in twin.validations if math.isfinite(e.loss)]
-            if theirs:
-                axes.plot(*zip(*theirs, strict=True), "s--", color=GREY, markersize=3, linewidth=0.8)
+        if twin is not None and beside:
+            label = f"baseline {twin.folder.name}" if learnt_otherwise(run, twin) else "dense twin"
+            axes.plot(*list(zip(*beside, strict=True))[:2], color=GREY, linewidth=1, label=label)
+        if theirs:
+            axes.plot(*zip(*theirs, strict=True), "s--", color=GREY, markersize=3, linewidth=0.8)
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(x, mean, color=BLUE, label="training")
-        held_out = [(e.step, e.loss) for e in run.validations if math.isfinite(e.loss)]
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o-", color=ORANGE, markersize=3.5, label="validation")
         _marks(axes, run, findings)
-        if top is not None:
-            axes.set_ylim(min(low) - 0.05 * (top - min(low)), top)
+        if frame is not None:
+            axes.set_ylim(*frame)
         label_steps(axes, "nats per token")
         axes.legend(loc="upper right", ncols=2)
 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
     caption = "Every step; the band is the range within a stretch of steps."
-    if top is not None:
+    if frame is not None:
         caption += f" The descent from {run.steps[0].losses[0]:.2f} lies above the frame."
     if skipped:
         caption += f" {skipped} non-finite steps are left out."
     return Plot("loss", "Loss", caption, draw(paint))
 
 
-def above_the_descent(rows: list[tuple[float, float, float, float]]) -> float | None:
-    """Where to cut the frame so that the first steps, which fall steeply, do not flatten all the others; None: nowhere.
+Row = tuple[float, float, float, float]
 
-    Nothing but the beginning is ever cut: a spike later on stays in the frame.
+
+def validated(run: Run) -> list[tuple[int, float]]:
+    """(step, loss) of every validation."""
+    return [(e.step, e.loss) for e in run.validations if math.isfinite(e.loss)]
+
+
+def below_the_descent(
+    lines: Sequence[Sequence[Row]], points: Sequence[Sequence[tuple[int, float]]] = ()
+) -> tuple[float, float] | None:
+    """A frame in which the first steps, which fall steeply, do not flatten all the others; None: as it comes.
+
+    Nothing but the beginning of a line is ever cut: a spike later on and the points of that time stay in the frame.
     """
-    begun = len(rows) // 20
-    if begun < 5:
+    if min((len(rows) for rows in lines), default=0) < 100:
         return None
-    least, greatest = min(r[2] for r in rows), max(r[3] for r in rows)
-    later = max(r[3] for r in rows[begun:])
-    top = least + 1.08 * (later - least)
-    return top if top - least < 0.75 * (greatest - least) else None
+    begun = min(rows[len(rows) // 20][0] for rows in lines)
+    drawn = [value for rows in lines for _, _, low, high in rows for value in (low, high)]
+    kept = [high for rows in lines for _, _, _, high in rows[len(rows) // 20 :]]
+    of_points = [(step, value) for some in points for step, value in some]
+    drawn += [value for _, value in of_points]
+    kept += [value for step, value in of_points if step >= begun]
+    least, greatest = min(drawn), max(drawn)
+    top = least + 1.08 * (max(kept) - least)
+    if not 0 < top - least < 0.75 * (greatest - least):
+        return None
+    return least - 0.05 * (top - least), top
 
 
 def _marks(axes: Any, run: Run, findings: Sequence[HealthFired]) -> None:
@@ -155,8 +174,9 @@ def throughput(run: Run, twin: Run | None) -> Plot | None:
         if own is not None:
             axes.axhline(own, color=INK, linewidth=0.9, linestyle="--", label=f"median {own:,.0f}")
         other = speed(twin) if twin is not None else None
-        if other is not None and own is not None:
-            axes.axhline(other, color=ORANGE, linewidth=1.2, linestyle="--", label=f"dense twin {other:,.0f}")
+        if twin is not None and other is not None and own is not None:
+            name = f"baseline {twin.folder.name}" if not_a_twin(run, twin) else "dense twin"
+            axes.axhline(other, color=ORANGE, linewidth=1.2, linestyle="--", label=f"{name} {other:,.0f}")
         axes.set_ylim(bottom=0)
         short_numbers(axes)
         label_steps(axes, "tokens per second")

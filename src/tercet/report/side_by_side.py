@@ -11,7 +11,7 @@ from typing import Any
 from tercet.config.keys import flatten_table
 from tercet.report.facts import Facts, figures, gather
 from tercet.report.figure import SERIES, Plot, draw, thinned
-from tercet.report.plots import above_the_descent, label_steps, series, short_numbers
+from tercet.report.plots import below_the_descent, label_steps, series, short_numbers, validated
 from tercet.report.read import Run
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
@@ -106,7 +106,7 @@ def _plots(runs: list[Column]) -> list[Plot]:
     def losses(axes: Any, column: Column, colour: str) -> None:
         rows = series(column.run, "losses")
         axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
-        held_out = [(e.step, e.loss) for e in column.run.validations]
+        held_out = validated(column.run)
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
 
@@ -126,16 +126,14 @@ def _plots(runs: list[Column]) -> list[Plot]:
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
         short_numbers(axes)
 
-    def below_the_descent(axes: Any) -> None:
-        rows = [series(c.run, "losses") for c in runs]
-        tops = [above_the_descent(r) for r in rows if r]
-        if tops and None not in tops:
-            least = min(low for r in rows for _, _, low, _ in r)
-            top = max(t for t in tops if t is not None)
-            axes.set_ylim(least - 0.05 * (top - least), top)
+    def cut(axes: Any) -> None:
+        rows = [r for c in runs if (r := series(c.run, "losses"))]
+        frame = below_the_descent(rows, [validated(c.run) for c in runs])
+        if frame is not None:
+            axes.set_ylim(*frame)
 
     return [
-        over("loss", "Loss", "nats per token", losses, "Training as lines, validation as points.", below_the_descent),
+        over("loss", "Loss", "nats per token", losses, "Training as lines, validation as points.", cut),
         over("throughput", "Throughput", "tokens per second", of_steps("tokens_per_s"), frame=from_zero),
         over("grad_norm", "Gradient norm", "global 2-norm", norms),
         over("memory", "Peak memory", "GiB", of_steps("memory_gib"), frame=from_zero),

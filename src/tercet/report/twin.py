@@ -33,10 +33,24 @@ def not_a_twin(run: Run, twin: Run) -> str:
         return "it ran on another device"
     if run.world_size != twin.world_size:
         return "it ran on another number of ranks"
+    return _differing(run, twin, _THE_SAME, _ATTENTION_ONLY)
+
+
+# What else decides what a run has learnt after a step.
+_LEARNING = ("data.", "train.", "run.seed")
+_NOT_LEARNING = ("data.prefetch", "train.val_every", "train.sample_", "train.max_skipped")
+
+
+def learnt_otherwise(run: Run, twin: Run) -> str:
+    """Why the losses of a run and its twin cannot be held against each other; empty if they can."""
+    return not_a_twin(run, twin) or _differing(run, twin, _LEARNING, _NOT_LEARNING)
+
+
+def _differing(run: Run, twin: Run, the_same: tuple[str, ...], but: tuple[str, ...]) -> str:
     defaults = flatten(RunConfig())  # a key that came to be between the two runs had its default before
     for key in sorted(set(run.config) | set(twin.config)):
         here, there = (r.config.get(key, defaults.get(key)) for r in (run, twin))
-        if key.startswith(_THE_SAME) and not key.startswith(_ATTENTION_ONLY) and here != there:
+        if key.startswith(the_same) and not key.startswith(but) and here != there:
             return f"{key} is {there} there and {here} here"
     return ""
 
