@@ -93,6 +93,50 @@ def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPa
     assert [c["outcome"] for c in done] == ["ok", "out of memory", "ok"]
 
 
+def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **files: Any) -> int:
+    """The command with cells that somebody measured before."""
+    monkeypatch.setattr(train, "measured", lambda *_: ({"correct": True}, done))
+    return train.main(
+        preset="tiny", kinds=("nsa", "dense"), lengths=(64,), tokens=64, batches=(), batch_length=64, steps=1,
+        repeats=1, checkpointing="none", packed=(), statistics=True, flags={}, seconds=1,
+        out=files.get("out"), picture=files.get("picture"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("outcome", ["ok", "wrong loss: 9.0 at the first step, 5.5 uncompiled", "failed: no kernel"])
+def test_a_wrong_cell_is_not_called_correct(monkeypatch: pytest.MonkeyPatch, capsys: Any, outcome: str):
+    done = [cell("nsa", 1, 64, 80.0, outcome=outcome), cell("dense", 1, 64, 100.0)]
+    code = bench(monkeypatch, done)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["correct"] == (outcome == "ok")
+    assert code == (outcome != "ok")
+
+
+def test_results_are_printed_before_a_file_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+):
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    done = [cell("nsa", 1, 64, 80.0), cell("dense", 1, 64, 100.0)]
+    assert bench(monkeypatch, done, out=tmp_path / "results.json") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert (tmp_path / "results.json").read_text() == line + "\n"
+    monkeypatch.setattr(train, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        bench(monkeypatch, done, out=tmp_path / "results.json")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["correct"]
+
+
+@pytest.mark.parametrize("flag", ["out", "picture"])
+def test_a_place_that_is_not_there_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+):
+    with pytest.raises(TercetError, match=rf"--{flag} .*file.svg: there is no folder .*nowhere: make it first"):
+        bench(monkeypatch, None, **{flag: tmp_path / "nowhere" / "file.svg"})  # type: ignore[arg-type]
+    with pytest.raises(TercetError, match=rf"--{flag} .* is a folder"):
+        bench(monkeypatch, None, **{flag: tmp_path})  # type: ignore[arg-type]
+
+
 def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
     pytest.importorskip("matplotlib")
     from tercet.bench.commands import train as command

@@ -151,10 +151,12 @@ def train(
     if plot is not None:
         import json
 
+        from tercet.bench.train import check_place
         from tercet.bench.train_plot import draw
 
         if picture is None:
             raise TercetError("--plot needs --picture FILE.svg to draw into")
+        check_place("--picture", Path(picture))
         print("\n".join(draw(json.loads(Path(plot).read_text()), Path(picture))))
         return 0
     from tercet.bench.train import main

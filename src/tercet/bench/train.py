@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tercet.durable import write_text
 from tercet.errors import TercetError
 
 KINDS = ("nsa", "dense")
@@ -198,12 +199,24 @@ def _figure(cell: dict[str, Any] | None, name: str, form: str) -> str:
     return "" if cell[name] is None else format(cell[name], form)
 
 
+def check_place(flag: str, file: Path | None) -> None:
+    """Before anything is measured: whether a file could be written there at all."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise TercetError(f"{flag} {file}: there is no folder {file.parent}: make it first")
+    if file.is_dir():
+        raise TercetError(f"{flag} {file} is a folder: name a file in it")
+
+
 def main(
     *, preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int],
     batch_length: int, steps: int, repeats: int, checkpointing: str, packed: Sequence[str], statistics: bool,
     flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
     begun = time.time()
+    for flag, file in (("--out", out), ("--picture", picture)):
+        check_place(flag, file)
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed)
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
@@ -221,15 +234,16 @@ def main(
     for sentence in falls:
         print(f"warning: {sentence}")
     result = {
-        "bench": "train", "preset": preset, "steps": steps, "repeats": repeats, "correct": correct and not strange,
+        "bench": "train", "preset": preset, "steps": steps, "repeats": repeats,
+        "correct": correct and not strange and not wrong,
         "checked": checked, "cliffs": falls, "seconds": time.time() - begun, "results": rows,
     }  # fmt: skip
+    # Before any file: what took long to measure is not lost with a disk that is full.
+    print(json.dumps(result), flush=True)
     if out is not None:
-        out.write_text(json.dumps(result) + "\n")
+        write_text(out, json.dumps(result) + "\n")
     if picture is not None:
         from tercet.bench.train_plot import draw
 
-        for line in draw(result, picture):
-            print(line)
-    print(json.dumps(result))
-    return 0 if result["correct"] and not wrong else 1
+        print("\n".join(draw(result, picture)), file=sys.stderr)  # the last line of the output is the JSON
+    return 0 if result["correct"] else 1

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tercet.durable import replacing
+
 
 def draw(result: dict[str, Any], picture: Path) -> list[str]:
     """Writes the picture (SVG or PNG, by its name); returns what is to be said of it."""
@@ -40,7 +42,9 @@ def draw(result: dict[str, Any], picture: Path) -> list[str]:
         axis.set_xticks(range(len(batches)), [str(b) for b in batches])
         axis.set_yticks(range(len(lengths)), [str(l) for l in lengths])
     figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
+    form = picture.suffix.removeprefix(".") or "png"
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, format=form, metadata={"Date": None} if form == "svg" else None)
     pyplot.close(figure)
     return [f"drawn: {picture}"]
 
