@@ -14,7 +14,9 @@ from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import LayersObserved, Noted, decode, encode
 from tercet.telemetry.sinks import WandbSink
 from tercet.telemetry.tables import STATISTICS
-from watched import corpus, even_clock, run
+from tercet.train.folder import LOCK
+from tercet.train.loop import train
+from watched import corpus, even_clock, run, settings
 
 
 def test_tensorboard_has_the_layers_of_the_run(tmp_path):
@@ -53,6 +55,27 @@ def test_asking_for_what_is_not_installed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TercetError, match="tercet\\[wandb\\]"):
         WandbSink(tmp_path, "x", {})
+
+
+@pytest.mark.parametrize(
+    ("module", "asked", "mend"),
+    [
+        ("torch.utils.tensorboard", {"log__tensorboard": True}, r"--log\.no_tensorboard"),
+        ("wandb", {"log__wandb": True}, "or leave it off"),
+    ],
+)
+def test_a_run_refused_for_what_is_not_installed_can_be_tried_again_in_its_folder(
+    tmp_path, monkeypatch, module, asked, mend
+):
+    folder, data = tmp_path / "run", corpus(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, None)
+        with pytest.raises(TercetError, match=mend):
+            train(settings(folder, data, train__steps=1, **asked))
+    assert {p.name for p in folder.iterdir()} <= {"checkpoints", LOCK}
+    (folder / "events_rank0.jsonl").touch()  # as one that was killed before its first word leaves it
+    with even_clock():
+        assert run(folder, data, train__steps=1)[1] == 0
 
 
 def test_a_slow_reader_does_not_hold_up_the_log_and_a_broken_one_is_named(tmp_path):

@@ -62,18 +62,31 @@ class CsvSink:
         return ",".join("" if v is None else repr(v) for v in values) + "\n"
 
 
+def tensorboard() -> Any:
+    """torch.utils.tensorboard, or one sentence that says what it lacks."""
+    try:
+        import torch.utils.tensorboard as found
+    except ImportError as error:
+        raise TercetError(
+            f"log.tensorboard needs tensorboard ({error}): pip install 'tercet[report]', or --log.no_tensorboard"
+        ) from None
+    return found
+
+
+def wandb() -> Any:
+    """The same for wandb."""
+    try:
+        import wandb as found
+    except ImportError:
+        raise TercetError("log.wandb needs wandb: pip install 'tercet[wandb]', or leave it off") from None
+    return found
+
+
 class TensorBoardSink:
     """Scalars and samples under tb/. After a resume, `purge_step` hides what was superseded."""
 
     def __init__(self, folder: Path, from_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise TercetError(
-                f"log.tensorboard needs tensorboard ({error}): pip install 'tercet[report]', or --log.no_tensorboard"
-            ) from None
-
-        self._writer: Any = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
+        self._writer: Any = tensorboard().SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
 
     def __call__(self, event: Event) -> None:
         add: Callable[..., None] = self._writer.add_scalar
@@ -109,13 +122,9 @@ class WandbSink:
     """The same for Weights & Biases, where somebody has installed it and asked for it."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise TercetError("log.wandb needs wandb: pip install 'tercet[wandb]', or leave it off") from None
         # One run folder is one run there too: a resumed one goes on.
         identity = folder.resolve().name
-        self._run: Any = wandb.init(
+        self._run: Any = wandb().init(
             project="tercet", name=name, id=identity, resume="allow", dir=str(folder), config=config
         )
 

@@ -53,7 +53,9 @@ class RunFolder:
     @property
     def holds_a_run(self) -> bool:
         """Whether something was trained here before."""
-        return events_file(self.path).exists() or bool(manifest.complete_checkpoints(self.checkpoints))
+        events = events_file(self.path)
+        told = events.exists() and events.stat().st_size > 0  # made, but not written to: refused before it began
+        return told or bool(manifest.complete_checkpoints(self.checkpoints))
 
     def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
         """Write what is needed to repeat the run. A process killed meanwhile leaves each file as it was before."""

@@ -11,6 +11,7 @@ from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
 from tercet.model.cost import parameters
 from tercet.telemetry.events import RunStarted, events_file, read_events
+from tercet.telemetry.sinks import tensorboard, wandb
 from tercet.train import manifest, restore
 from tercet.train.folder import RunFolder, go_on
 
@@ -67,6 +68,10 @@ def _forked_from(folder: RunFolder) -> list[Path | None]:
 
 def check_fit(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
     """What would fail later, refused now."""
+    if config.log.tensorboard:
+        tensorboard()
+    if config.log.wandb:
+        wandb()
     if tokenizer.vocab_size > config.model.vocab_size:
         raise TercetError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
