@@ -97,6 +97,7 @@ def test_closing_or_forgetting_a_loader_ends_its_threads(configs):
 
 def test_a_reader_that_is_told_to_stop_does_not_wait_for_data_that_hangs(monkeypatch):
     monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", 0.05)
     comes, stop = threading.Event(), threading.Event()
 
     def hanging():
@@ -111,6 +112,26 @@ def test_a_reader_that_is_told_to_stop_does_not_wait_for_data_that_hangs(monkeyp
         next(ahead)
     comes.set()
     assert next(ahead) == 2
+    ahead.close()
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_a_batch_that_is_merely_slow_is_waited_for_from_the_signal_on(monkeypatch, others_wait):
+    """However long the wait has been by then."""
+    short, long = (0.0, 20.0) if others_wait else (20.0, 0.0)
+    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", short)
+    monkeypatch.setattr("tercet.data.ahead.PATIENCE_WITH_OTHERS_SECONDS", long)
+    stop = threading.Event()
+
+    def slow():
+        time.sleep(0.2)
+        stop.set()
+        time.sleep(0.2)
+        yield 1
+
+    ahead = Ahead(slow(), depth=2, stop=stop.is_set, others_wait=others_wait)
+    assert next(ahead) == 1
     ahead.close()
 
 

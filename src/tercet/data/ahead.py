@@ -12,8 +12,12 @@ from tercet.data.errors import StoppedWaiting
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
-# A source that is merely slow still gives the batch of the step in work to a run that is told to stop.
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 0.5
+# From the moment a run is told to stop, not from the begin of the wait: a source that is merely slow still gives the
+# batch of the step in work. Other ranks may be in that step already, and without it nothing can be saved together;
+# schedulers allow 30 s or so before they kill.
+PATIENCE_SECONDS = 2.0
+PATIENCE_WITH_OTHERS_SECONDS = 15.0
 
 
 class _End:
@@ -28,10 +32,13 @@ class Ahead(Generic[T]):
     interpreter lock, and a process would have to send every batch through a pipe.
     """
 
-    def __init__(self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """`stop` is asked while nothing comes: its yes ends the waiting with StoppedWaiting."""
+    def __init__(
+        self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False, others_wait: bool = False
+    ) -> None:
+        """`stop` is asked while nothing comes: some seconds after its first yes, StoppedWaiting ends the waiting. More
+        of them where other ranks wait for what is read here."""
         self.wait_seconds = 0.0
-        self._asked_to_stop = stop
+        self._asked_to_stop, self._others_wait = stop, others_wait
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._end: _End | None = None
@@ -59,12 +66,18 @@ class Ahead(Generic[T]):
         raise StopIteration
 
     def _get(self) -> T | _End:
+        leave_at: float | None = None
         while True:
             try:
                 return self._queue.get(timeout=LOOK_SECONDS)
             except queue.Empty:
-                if self._asked_to_stop():
-                    raise StoppedWaiting from None
+                if not self._asked_to_stop():
+                    continue
+            now = time.monotonic()
+            if leave_at is None:
+                leave_at = now + (PATIENCE_WITH_OTHERS_SECONDS if self._others_wait else PATIENCE_SECONDS)
+            if now >= leave_at:
+                raise StoppedWaiting
 
     def close(self) -> None:
         """Stop the thread and wait for it, but not for ever: it may hang in a network read, and is a daemon. Asking

@@ -43,9 +43,10 @@ class Loader:
         batches: Generator[Batch, None, None],
         prefetch: int,
         stop: Callable[[], bool] = lambda: False,
+        others_wait: bool = False,
     ) -> None:
         self._stream, self._source = stream, batches
-        self._ahead = Ahead(batches, prefetch, stop) if prefetch else None
+        self._ahead = Ahead(batches, prefetch, stop, others_wait) if prefetch else None
         self._waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -94,13 +95,14 @@ def build_loader(
     state: dict[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
     stop: Callable[[], bool] = lambda: False,
+    others_wait: bool = False,
 ) -> Loader:
     """Batches of `batch_sequences` sequences over all ranks, of which this rank gets its contiguous share.
 
     `state` goes on after the batch it came with, at any world size, batch size or sequence length. Batches lie in
     pinned memory if this process has initialised CUDA by now (a run on the CPU of a GPU machine has not). While a batch
-    does not come, `stop` is asked now and then; its yes raises StoppedWaiting. Not with prefetch=0: then the reader
-    itself reads.
+    does not come, `stop` is asked now and then; some seconds after its first yes StoppedWaiting is raised, more of them
+    where `others_wait`. Not with prefetch=0: then the reader itself reads.
     """
     if batch_sequences < 1 or batch_sequences % world_size:
         above = -(-max(batch_sequences, 1) // world_size) * world_size
@@ -125,7 +127,7 @@ def build_loader(
     else:
         packs = pack(stream, packing, state)
     batches = _to_torch(packs, data, device)
-    return Loader(stream, batches, data.prefetch, stop)
+    return Loader(stream, batches, data.prefetch, stop, others_wait)
 
 
 def _to_torch(packs: Batches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:

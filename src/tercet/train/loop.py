@@ -67,6 +67,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 state=state.cursor,
                 tokenizer=tokenizer,
                 stop=lambda: stop.signal is not None,
+                others_wait=strategy.world_size > 1,
             )
         )
         # From here on the folder changes: everything that may be refused has been looked at.
