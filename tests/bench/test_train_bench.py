@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tercet.bench import train, train_cell, train_plot
+from tercet.attention.spec import NSAConfig
+from tercet.bench import attention, train, train_cell, train_plot
 from tercet.errors import TercetError
 
 
@@ -93,13 +95,62 @@ def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPa
     assert [c["outcome"] for c in done] == ["ok", "out of memory", "ok"]
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **files: Any) -> int:
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gradients_of_packed_documents_are_checked_with_their_bounds(monkeypatch: pytest.MonkeyPatch, packed: bool):
+    seen = []
+    real = attention.nsa_attention
+    monkeypatch.setattr(attention, "nsa_attention", lambda *a, **k: seen.append(k["cu_seqlens"]) or real(*a, **k))
+    shape, here = attention.Shape(1, 256, 4, 2, 16), {"backend": "reference", "device": "cpu"}
+    config = NSAConfig(select_block=32, select_count=4, window=64)
+    errors = attention.check_gradients(shape, config, "random", 0.0, packed=packed, **here)
+    assert 0 < max(errors.values()) < 1e-2
+    assert len(seen) == 2
+    assert all((bounds is not None) == packed for bounds in seen)
+    if packed:
+        assert seen[0].tolist() == [0, 31, 95, 256]
+
+
+@pytest.mark.parametrize(("packed", "asked"), [((), False), (("nsa", "dense"), True), (("dense",), False)])
+def test_kernels_are_compared_for_the_documents_that_the_cells_have(
+    monkeypatch: pytest.MonkeyPatch, packed: tuple[str, ...], asked: bool
+):
+    cpu = {"run.device": "cpu"}
+    parities = []
+    done = [cell("nsa", 1, 64, 80.0), cell("dense", 1, 64, 100.0)]
+    bench(monkeypatch, done, packed=packed, flags=cpu, parities=parities)
+    assert parities == [["tiny", cpu, asked]]
+    found = train_cell.parity(*parities[0])
+    assert found["packed"] == asked
+    assert ("packed documents" in train._parity_words(found)) == asked
+
+    def check(*_: Any, packed: bool) -> dict[str, float]:
+        return {"out": 1.0 if packed else 0.0}
+
+    monkeypatch.setattr(train_cell, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(train_cell, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(train_cell, "check_gradients", check)
+    assert train_cell.parity(*parities[0])["correct"] != asked
+
+
+def test_a_loss_that_was_not_checked_says_so(monkeypatch: pytest.MonkeyPatch):
+    asked = train.cells_of("tiny", ("dense",), (64,), 128, (), 64, "none", ())[0]
+    asked["flags"] = {"run.device": "cpu", "model.layers": 1}
+    checked = train_cell.measure(asked, steps=1, repeats=0)
+    monkeypatch.setattr(train_cell, "_CHECKED_TOKENS", 127)
+    unchecked = train_cell.measure(asked, steps=1, repeats=0)
+    assert unchecked["outcome"] == "ok"
+    assert "loss not checked" not in train._row({**asked, **checked})
+    assert "loss not checked" in train._row({**asked, **unchecked})
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **more: Any) -> int:
     """The command with cells that somebody measured before."""
-    monkeypatch.setattr(train, "measured", lambda *_: ({"correct": True}, done))
+    parities = more.get("parities", [])
+    monkeypatch.setattr(train, "measured", lambda *asked: parities.append(asked[-1]) or ({"correct": True}, done))
     return train.main(
         preset="tiny", kinds=("nsa", "dense"), lengths=(64,), tokens=64, batches=(), batch_length=64, steps=1,
-        repeats=1, checkpointing="none", packed=(), statistics=True, flags={}, seconds=1,
-        out=files.get("out"), picture=files.get("picture"),
+        repeats=1, checkpointing="none", packed=more.get("packed", ()), statistics=True, flags=more.get("flags", {}),
+        seconds=1, out=more.get("out"), picture=more.get("picture"),
     )  # fmt: skip
 
 

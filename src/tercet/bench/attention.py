@@ -80,18 +80,19 @@ def make_inputs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    device: str = "cuda",
 ) -> Inputs:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(tokens: int, heads: int) -> Tensor:
-        return torch.randn(shape.B, tokens, heads, shape.D, device="cuda", dtype=dtype, generator=generator)
+        return torch.randn(shape.B, tokens, heads, shape.D, device=device, dtype=dtype, generator=generator)
 
     compressed = config.num_compressed(shape.T)
     q = normal(shape.T, shape.H)
     if kind == "smooth":
         q = smooth(q, correlation)
     keys = [normal(n, shape.G) for n in (compressed, compressed, shape.T, shape.T, shape.T, shape.T)]
-    gates = torch.rand(shape.B, shape.T, shape.H, 3, device="cuda", dtype=dtype, generator=generator)
+    gates = torch.rand(shape.B, shape.T, shape.H, 3, device=device, dtype=dtype, generator=generator)
     kc, vc, ks, vs, kw, vw = keys
     return Inputs(q, kc, vc, ks, vs, kw, vw, gates)
 
@@ -119,16 +120,34 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def check_gradients(shape: Shape, config: NSAConfig, kind: str, correlation: float) -> dict[str, float]:
-    """Worst relative errors of output and gradients against the fp32 reference, at most 4096 tokens long."""
+def check_gradients(
+    shape: Shape,
+    config: NSAConfig,
+    kind: str,
+    correlation: float,
+    *,
+    packed: bool = False,
+    backend: str = "triton",
+    device: str = "cuda",
+) -> dict[str, float]:
+    """Worst relative errors of output and gradients against the fp32 reference, at most 4096 tokens long.
+
+    Packed: three documents, one too short for a compressed token.
+    """
     small = Shape(1, min(shape.T, 4096), shape.H, shape.G, shape.D)
-    x = make_inputs(small, config, kind, correlation, seed=7).all()
+    x = make_inputs(small, config, kind, correlation, seed=7, device=device).all()
+    bounds = None
+    if packed:
+        first = min(config.compress_block - 1, small.T // 4)
+        bounds = torch.tensor([0, first, first + small.T // 4, small.T], dtype=torch.int32, device=device)
     leaves = [t.detach().requires_grad_() for t in x]
-    out, aux = nsa_attention(*leaves, config=config, backend="triton", return_aux=True)
+    out, aux = nsa_attention(*leaves, config=config, cu_seqlens=bounds, backend=backend, return_aux=True)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, dout)
     exact = [t.detach().float().requires_grad_() for t in x]
-    wanted = nsa_attention(*exact, config=config, backend="reference", block_indices=aux.block_indices)
+    wanted = nsa_attention(
+        *exact, config=config, cu_seqlens=bounds, backend="reference", block_indices=aux.block_indices
+    )
     wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
     names = ("dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates")
     errors = {"out": relative_error(out, wanted)}
