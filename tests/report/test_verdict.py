@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import shutil
 
 import pytest
 
+from tercet.config.keys import flatten
+from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
@@ -236,6 +240,26 @@ def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
     other = read_run(twin.folder)
     assert "data.seq_len" in not_a_twin(healthy, other)
     assert gate(judge(healthy, other, FEW), "throughput").verdict == "NOT TESTED"
+
+
+PLANS = [{"preset": name} for name in preset_names()]
+PLANS += [{"flags": {"train.tokens_per_step": 3 * 512, "train.micro_batch": 3, "data.seq_len": 512}}]  # odd
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_the_command_for_several_devices_can_be_run(healthy, tmp_path, plan):
+    made = load(**plan)
+    (tmp_path / "a run").mkdir()
+    write_config(made.config, made.origins, tmp_path / "a run")
+    found = dataclasses.replace(healthy, folder=tmp_path / "a run", config=flatten(made.config))
+    command = shlex.split(judge(found).beyond[0].mend)
+    words = command[command.index("train") + 1 :]
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    file = flags.pop("--config")
+    given = {key.removeprefix("--"): value for key, value in flags.items()} | {"parallel.world_size": 2}
+    two = load(file=file, flags=given).config
+    assert two.accumulation >= 1
+    assert two.run.dir == f"{tmp_path}/a run-2"
 
 
 def test_a_folder_without_events_is_an_error(tmp_path):

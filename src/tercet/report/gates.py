@@ -9,6 +9,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from tercet.report.checkpoints import incomplete
 from tercet.report.read import Run
@@ -361,8 +362,8 @@ def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Ga
     if not went_on:
         case.lacks(
             "it was never resumed",
-            f"interrupt a run and go on with: tercet train --config {run.folder}/config.toml "
-            f"--run.dir {run.folder} --resume auto",
+            f"interrupt a run and go on with: tercet train --config {quote(f'{run.folder}/config.toml')} "
+            f"--run.dir {quote(str(run.folder))} --resume auto",
         )
     return case.close(f"{len(saved)} saved, resumed {times(len(went_on))}, and the loss went on where it was")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from tercet.config.keys import flatten
 from tercet.config.schema import RunConfig
 from tercet.report.read import Run
@@ -10,10 +12,11 @@ from tercet.report.routes import fastest, route_counts
 
 def twin_command(run: Run) -> str:
     preset = next((o.removeprefix("preset ") for o in run.origins.values() if o.startswith("preset ")), None)
-    what = f"--preset {preset}" if preset else f"--config {run.folder}/config.toml"
+    what = f"--preset {preset}" if preset else f"--config {quote(f'{run.folder}/config.toml')}"
+    dense = quote(f"{run.folder}-dense")
     return (
-        f"tercet train {what} --model.attention dense --run.dir {run.folder}-dense, then "
-        f"tercet report {run.folder} --baseline {run.folder}-dense"
+        f"tercet train {what} --model.attention dense --run.dir {dense}, then "
+        f"tercet report {quote(str(run.folder))} --baseline {dense}"
     )
 
 

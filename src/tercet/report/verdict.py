@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 from tercet.report import attention_gates, gates
@@ -107,10 +108,23 @@ def _beyond(run: Run) -> tuple[Gate, ...]:
     case = Case("several devices", "two ranks or more; no part of the verdict over a run on one device")
     case.lacks(
         "it ran on one device: sums over ranks, sharded saves and a rank that fails had no part in it",
-        f"torchrun --standalone --nproc-per-node=2 -m tercet train --config {run.folder}/config.toml "
-        f"--run.dir {run.folder}-2 --parallel.strategy fsdp",
+        f"torchrun --standalone --nproc-per-node=2 -m tercet train --config {quote(f'{run.folder}/config.toml')} "
+        f"--run.dir {quote(f'{run.folder}-2')} --parallel.strategy fsdp{_dealt_to_two(run)}",
     )
     return (case.close(""),)
+
+
+def _dealt_to_two(run: Run) -> str:
+    """The flags by which a step's tokens can be dealt to two ranks, where they cannot be as they are."""
+    keys = ("train.tokens_per_step", "train.micro_batch", "data.seq_len")
+    tokens, micro_batch, seq_len = (run.config.get(key) for key in keys)
+    if not (isinstance(tokens, int) and isinstance(micro_batch, int) and isinstance(seq_len, int)):
+        return ""  # its config cannot be read, which the record tells
+    if tokens % (2 * micro_batch * seq_len) == 0:
+        return ""
+    if micro_batch % 2 == 0:
+        return f" --train.micro_batch {micro_batch // 2}"
+    return f" --train.tokens_per_step {2 * tokens}"
 
 
 def _record(run: Run) -> Gate:
