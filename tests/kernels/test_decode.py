@@ -97,6 +97,17 @@ def test_half_precision_equals_the_reference(reference):
     compare(reference, make(dtype=torch.float16), [79], [None], limit=5e-3)
 
 
+def test_small_numbers_are_normed_in_half_precision_as_the_reference_does(reference):
+    """Mean squares far below the eps of half precision: which eps is added decides the whole result."""
+    layer = make(tercet.DenseAttention, torch.float16, qk_norm=True)
+    for weight in (layer.q_proj.weight, layer.kv_proj.weight):
+        torch.nn.init.normal_(weight, std=1e-3)
+    for norm in (layer.q_norm, layer.k_norm):
+        assert norm.eps is None
+        torch.nn.init.ones_(norm.weight)
+    compare(reference, layer, [20], [None], limit=5e-3)
+
+
 @pytest.mark.parametrize(
     "branches", [("compressed",), ("selected",), ("window",), ("compressed", "window")], ids=" ".join
 )

@@ -128,7 +128,8 @@ def _norms(q: nn.RMSNorm | None, keys: nn.ModuleList | list[nn.RMSNorm] | None, 
         return None
     from tercet.attention.kernels.decode import Norms
 
-    eps = torch.finfo(dtype).eps if q.eps is None else q.eps
+    # nn.RMSNorm without an eps adds that of the type it computes in: float32's for half precision
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if q.eps is None else q.eps
     return Norms(q.weight, tuple(norm.weight for norm in keys), eps)  # type: ignore[misc]
 
 
