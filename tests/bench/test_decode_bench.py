@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from tercet.bench import decode as attention_step
+from tercet.bench import decode_model
 from tercet.bench.commands import decode
 from tercet.config.load import load
+from tercet.errors import TercetError
 
 
 def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> None:
@@ -27,3 +34,63 @@ def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> 
         assert row["first_token_s"] > 0
     one = rows["dense", 200, 1]["cache_bytes_per_token"]
     assert 1 <= rows["nsa", 200, 1]["cache_bytes_per_token"] / one < 2
+
+
+@pytest.mark.parametrize(("contexts", "read"), [("96", [16, 96]), ("32,96", [32, 32, 96]), ("96,128", [16, 96, 128])])
+def test_no_first_token_is_timed_before_something_was_read(capsys, monkeypatch, contexts, read) -> None:
+    prompts: dict[int, list[int]] = {}
+
+    class Recorder(decode_model.CachedDecoder):
+        def prefill(self, given):
+            prompts.setdefault(id(self.model), []).append(len(given[0]))
+            return super().prefill(given)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(decode_model, "CachedDecoder", Recorder)
+    monkeypatch.setattr(decode_model, "_LONG", 64)
+    monkeypatch.setattr(decode_model, "_WARM", 16)
+    assert decode(preset="tiny", model_contexts=contexts, model_batches="1", steps=4) == 0
+    assert list(prompts.values()) == [read, read]  # NSA and dense
+
+
+def test_a_context_without_room_for_the_measurement_is_refused_in_one_line(capsys) -> None:
+    with pytest.raises(TercetError, match=r"contexts=200 is too short .* give at least 201, or --no-attention$"):
+        decode(contexts="4096,200", model_contexts="")
+    assert capsys.readouterr().out == ""
+    assert decode(contexts="200", model_contexts="", attention=False) == 0
+
+
+def test_the_attention_step_never_writes_past_its_caches(capsys, monkeypatch) -> None:
+    context, copies = 512, 3
+    caches = [
+        SimpleNamespace(lengths=torch.full((2,), context - attention_step._MARGIN), reads=torch.ones(2))
+        for _ in range(copies)
+    ]
+
+    def step(made, i):
+        def token() -> None:
+            assert int(made.caches[i].lengths.max()) < context
+            made.caches[i].lengths += 1
+
+        return token
+
+    def replayed(steps) -> float:  # as a graph is: warmed up, captured (which runs nothing), replayed
+        for _ in range(1 + attention_step._REPLAYS * (attention_step._REPEATS + 1)):
+            for one in steps:
+                one()
+        return 1.0
+
+    def printed(one) -> None:
+        for _ in range(17):
+            one()
+
+    monkeypatch.setattr(attention_step, "_make", lambda *_: SimpleNamespace(caches=caches))
+    monkeypatch.setattr(attention_step, "_error", lambda *_: 0.0)
+    monkeypatch.setattr(attention_step, "_nsa", step)
+    monkeypatch.setattr(attention_step, "_dense", step)
+    monkeypatch.setattr(attention_step, "_sdpa_ms", lambda *_: {})
+    monkeypatch.setattr(attention_step, "_graph_ms", replayed)
+    monkeypatch.setattr(attention_step, "_print_kernels", printed)
+    row = attention_step._attention_at((4, 2, 16), 2, context, profile=True)
+    assert row["correct"]
+    assert int(caches[0].lengths.max()) == context - attention_step._MARGIN + 17

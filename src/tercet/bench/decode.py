@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.bench.decode_model import model_rows
+from tercet.errors import TercetError
 from tercet.model.attention import NativeSparseAttention
 
 HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
@@ -40,6 +41,11 @@ def main(
     *, batches: list[int], contexts: list[int], heads: str, attention: bool, preset: str, model_batches: list[int],
     model_contexts: list[int], steps: int, profile: bool = False,
 ) -> int:  # fmt: skip
+    if attention and (short := [n for n in contexts if n <= _MARGIN]):
+        raise TercetError(
+            f"contexts={short[0]} is too short for the attention step, whose caches grow by {_MARGIN} tokens while "
+            f"they are measured: give at least {_MARGIN + 1}, or --no-attention"
+        )
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{name}, torch {torch.__version__}")
@@ -96,8 +102,7 @@ def _attention_at(heads: tuple[int, int, int], batch: int, context: int, profile
     correct = math.isfinite(error) and error <= 1e-2
     nsa = _graph_ms([_nsa(made, i) for i in range(len(made.caches))])
     read = float(made.caches[0].reads.double().mean())
-    for cache in made.caches:
-        cache.lengths.fill_(context - _MARGIN)
+    _rewind(made, context)
     dense = {"ours": _graph_ms([_dense(made, i) for i in range(len(made.caches))])}
     dense |= _sdpa_ms(made, context - _MARGIN // 2)
     best = min(dense, key=lambda name: dense[name])
@@ -114,8 +119,15 @@ def _attention_at(heads: tuple[int, int, int], batch: int, context: int, profile
         flush=True,
     )
     if profile:
+        _rewind(made, context)  # the caches are full
         _print_kernels(_nsa(made, 0))
     return row
+
+
+def _rewind(made: _Caches, context: int) -> None:
+    """Room again for everything that one measurement writes: kernels do not look whether there is any."""
+    for cache in made.caches:
+        cache.lengths.fill_(context - _MARGIN)
 
 
 # Tokens that a cache grows by while it is measured: warming up, capturing, replays.

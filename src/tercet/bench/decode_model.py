@@ -13,6 +13,8 @@ from tercet.inference.decoder import CachedDecoder
 from tercet.model.transformer import Transformer
 
 _LONG = 131072
+# Of a prompt that is read to compile and warm up before a long one that has nothing before it.
+_WARM = 8192
 
 
 def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int) -> list[dict[str, Any]]:
@@ -32,9 +34,9 @@ def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int)
         models[kind] = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
     rows = []
     # both at one context before the next: a run that is cut short has pairs
-    for context in contexts:
+    for i, context in enumerate(contexts):
         for kind, model in models.items():
-            rows += _at(model, kind, context, batches, steps)
+            rows += _at(model, kind, context, batches, steps, warm=i > 0)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -42,11 +44,15 @@ def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int)
 
 
 @torch.no_grad()
-def _at(model: Transformer, kind: str, context: int, batches: list[int], steps: int) -> list[dict[str, Any]]:
+def _at(
+    model: Transformer, kind: str, context: int, batches: list[int], steps: int, *, warm: bool
+) -> list[dict[str, Any]]:
     prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
     room = context + (steps + 4) * len(batches)
     first = []
-    # the first compiles and warms up; of the longest only one is run, after shorter ones
+    if context >= _LONG and not warm:
+        CachedDecoder(model, 1, room, chunk=context).prefill([prompt[:_WARM]])
+    # the first compiles and warms up; of the longest only one is run, after others or a part of itself
     for _ in range(2 if context < _LONG else 1):
         decoder = CachedDecoder(model, 1, room, chunk=context)
         _wait()
