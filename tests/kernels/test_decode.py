@@ -181,6 +181,37 @@ def test_a_token_past_the_room_is_refused_and_nothing_changes():
     assert cache.lengths.tolist() == [30]
 
 
+def test_a_cache_that_grows_decodes_on_the_kernels_while_its_blocks_are_not_too_many(monkeypatch):
+    """Eight blocks of 16 are the most here: tokens 121 … 128 still fit, the 129th does not."""
+    monkeypatch.setattr("tercet.model.cache.MOST_DECODED_BLOCKS", 8)
+    monkeypatch.setattr(decode, "MOST_DECODED_BLOCKS", 8)
+    layer = make(compression="mean")
+    x = torch.randn(1, 130, 16)
+    cache = layer.make_cache(1)
+    with torch.no_grad():
+        parts = [layer(x[:, :126], cache=cache)]
+        for t, route, room in ((126, "triton", 128), (127, "triton", 128), (128, "reference", 192)):
+            parts.append(layer(x[:, t : t + 1], cache=cache))
+            assert set(layer.routes.values()) == {route}, t
+            assert cache.room == room
+        assert "room for 192 tokens is more than 8 blocks" in str(layer.routes["window"].reason)
+        layer.backend = "reference"
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x[:, :129]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_that_fails_leaves_the_lengths_to_the_device(monkeypatch):
+    layer = make(compression="mean")
+    cache = filled(layer, [30], 31)
+    x = torch.randn(1, 1, 16)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(decode, "nsa_step", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layer(x, cache=cache)
+    with torch.no_grad():
+        layer(x, cache=cache)  # the 31st token, which fits: the one that failed was not kept
+    assert cache.known_lengths() == cache.lengths.tolist() == [31]
+
+
 def test_sizes_beyond_the_kernels_go_to_the_reference_and_say_so():
     config = tercet.NSAConfig(compress_block=6, compress_stride=3, select_block=12, select_count=4, window=8)
     layer = tercet.NativeSparseAttention(16, 2, 1, 8, config=config)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 BRANCHES = ("compressed", "selected", "window")
+MOST_DECODED_BLOCKS = 1 << 14
+"""Selection blocks of a row whose scores one program of the decode kernels holds: beyond them is the reference's."""
 
 
 def divisors(number: int) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.spec import MOST_DECODED_BLOCKS, NSAConfig
 
 _GROWTH = 1.5
 
@@ -234,11 +234,23 @@ class _Cache:
     def _plan(self, step: Step, before: list[int], after: list[int]) -> None:
         """What a step means for the cache, told in host numbers."""
 
+    def room_for(self, tokens: int) -> int:
+        """The room that rows of so many tokens would find."""
+        if tokens <= self.room:
+            return self.room
+        if self.max_len is not None:
+            return self.max_len
+        return max(tokens, self._spared(tokens, int(self.room * _GROWTH)))
+
+    def _spared(self, tokens: int, room: int) -> int:
+        """What there is to be of a room that `tokens` do not fill."""
+        return room
+
     def _make_room(self, tokens: int) -> None:
         """Stores for rows of so many tokens."""
         if tokens <= self.room:
             return
-        self.room = max(tokens, int(self.room * _GROWTH)) if self.max_len is None else self.max_len
+        self.room = self.room_for(tokens)
         for name, (groups, size, slots) in self._sizes(self.room).items():
             self._stores[name] = self._grown(self._stores.get(name), groups, size, slots)
 
@@ -284,6 +296,11 @@ class NSACache(_Cache):
                 self._stores[f"{kind}_tail"] = self._grown(None, key["kv_heads"], size, self.config.compress_block)
             if self.keeps_ring:
                 self._stores[f"{kind}_window"] = self._grown(None, key["kv_heads"], size, self.config.window)
+
+    def _spared(self, tokens: int, room: int) -> int:
+        # room that nobody fills yet must not take a step from the decode kernels
+        most = MOST_DECODED_BLOCKS * self.config.select_block
+        return min(room, most) if tokens <= most else room
 
     def _sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
         sizes = {}

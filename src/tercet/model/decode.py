@@ -5,6 +5,8 @@ x: [B, C, dim]; one token: [B, 1, dim] -> [B, 1, dim]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from tercet.attention.dispatch import TRITON_INSTALLED
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Span
-from tercet.model.cache import DenseCache, NSACache, Step
+from tercet.model.cache import DenseCache, HostLengths, NSACache, Step
 from tercet.model.compression import Compression
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ def why_not(layer: NativeSparseAttention | DenseAttention, x: Tensor, cache: NSA
     config = getattr(layer, "config", None)
     reason = decode.unsupported(cache.device, cache.dtype, _heads(layer), config)
     if reason is None and config is not None:
-        reason = decode.too_long(max(cache.room, max(cache.host.tokens) + 1), config)
+        # the kernels' scratch is for all the room, so it is the room that this step would make which counts
+        reason = decode.too_long(cache.room_for(max(cache.host.tokens) + 1), config)
     return reason
 
 
@@ -92,15 +95,16 @@ def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths:
     from tercet.attention.kernels import decode
 
     counts = cache.begin_token(layer.cache_key(), x, lengths)
-    arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
-    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
-    q, kv, gates = layer.q_proj(x), layer.kv_proj(x), layer.gate.proj(x)
-    out, read, cache.block_indices = decode.nsa_step(
-        q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,
-        softmax_gate=layer.gate.kind == "softmax",
-        norms=_norms(layer.q_norm, layer.k_norms, q.dtype),
-        phi=(phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
-    )  # fmt: skip
+    with _counted(cache):
+        arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
+        held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
+        q, kv, gates = layer.q_proj(x), layer.kv_proj(x), layer.gate.proj(x)
+        out, read, cache.block_indices = decode.nsa_step(
+            q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,
+            softmax_gate=layer.gate.kind == "softmax",
+            norms=_norms(layer.q_norm, layer.k_norms, q.dtype),
+            phi=(phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
+        )  # fmt: skip
     cache.read_in_parts(read)
     return layer.o_proj(out)
 
@@ -109,12 +113,24 @@ def dense_token(layer: DenseAttention, x: Tensor, cache: DenseCache, lengths: Te
     from tercet.attention.kernels import decode
 
     counts = cache.begin_token(layer.cache_key(), x, lengths)
-    held = decode.Held(cache.lengths, cache.turns(), cache.room, selected=cache.stores())
-    q, kv = layer.q_proj(x), layer.kv_proj(x)
-    norms = _norms(layer.q_norm, None if layer.k_norm is None else [layer.k_norm], q.dtype)
-    out, read = decode.dense_step(q, kv, held, counts, _heads(layer), norms=norms)
+    with _counted(cache):
+        held = decode.Held(cache.lengths, cache.turns(), cache.room, selected=cache.stores())
+        q, kv = layer.q_proj(x), layer.kv_proj(x)
+        norms = _norms(layer.q_norm, None if layer.k_norm is None else [layer.k_norm], q.dtype)
+        out, read = decode.dense_step(q, kv, held, counts, _heads(layer), norms=norms)
     cache.read_in_parts(read)
     return layer.o_proj(out)
+
+
+@contextmanager
+def _counted(cache: NSACache | DenseCache) -> Iterator[None]:
+    """The host has counted this token, the device does so in the last launch: where that may not have come about, the
+    host knows a bound only."""
+    try:
+        yield
+    except BaseException:
+        cache.host = HostLengths(cache.host.tokens, exact=False)
+        raise
 
 
 def _heads(layer: NativeSparseAttention | DenseAttention) -> Heads:

@@ -24,13 +24,12 @@ from tercet.attention.kernels.decode_attend import attend, empty_parts, read, ti
 from tercet.attention.kernels.decode_compress import CompressionWeights
 from tercet.attention.kernels.decode_merge import merge
 from tercet.attention.kernels.decode_select import score
-from tercet.attention.spec import NSAConfig
+from tercet.attention.spec import MOST_DECODED_BLOCKS, NSAConfig
 
 __all__ = ["CompressionWeights", "Heads", "Held", "Norms", "arrivals", "dense_step", "nsa_step", "unsupported"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SPLITS = 128
-MOST_BLOCKS = 1 << 14  # whose scores one program holds
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,9 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
 
 def too_long(tokens: int, config: NSAConfig) -> str | None:
     """Why a cache with room for so many tokens is beyond the kernels; None if it is not."""
-    if config.num_blocks(tokens) > MOST_BLOCKS:
-        return f"room for {tokens} tokens is more than {MOST_BLOCKS} blocks of select_block={config.select_block}"
+    if config.num_blocks(tokens) > MOST_DECODED_BLOCKS:
+        most = f"{MOST_DECODED_BLOCKS} blocks of select_block={config.select_block}"
+        return f"room for {tokens} tokens is more than {most}"
     return None
 
 
