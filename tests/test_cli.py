@@ -57,6 +57,23 @@ def test_plan_speaks_of_parameters_memory_and_time(capsys):
     assert "989 TFLOP/s" in out
 
 
+def test_a_plan_takes_no_time_from_the_peak_of_another_arithmetic(capsys):
+    def time(*flags: str) -> tuple[str, float | None]:
+        words = run(capsys, "plan", "--preset", "m7c", *flags)[1].split("\ntime ")[1]
+        return words, json.loads(run(capsys, "plan", "--preset", "m7c", *flags, "--json")[1])["seconds"]
+
+    for flags in (("--gpu", "H200"), ("--gpu", "H200", "--train.precision", "bf16"), ("--run.device", "cpu")):
+        words, seconds = time(*flags)
+        assert "about" in words
+        assert seconds is not None
+    words, seconds = time("--gpu", "H200", "--train.precision", "fp32")
+    assert "not estimated: the peak of this device is known for bf16 only, not fp32" in words
+    assert seconds is None
+    words, seconds = time("--run.device", "cpu", "--train.precision", "bf16")
+    assert "known for fp32 only, not bf16" in words
+    assert seconds is None
+
+
 def test_plan_as_json_is_one_line(capsys):
     code, out, _ = run(capsys, "plan", "--preset", "tiny", "--json")
     found = json.loads(out)

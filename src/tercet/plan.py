@@ -70,7 +70,9 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
     shards = _shards(parallel)
     flops = cost.flops_per_token(model, length)
     tokens = config.train.steps * config.train.tokens_per_step
-    rate = None if device.flops is None else device.flops * device.utilisation * parallel.world_size
+    # A GPU's peak is known for bf16 and a CPU's for fp32: of another arithmetic they say nothing.
+    known = device.flops if low_precision == device.is_gpu else None
+    rate = None if known is None else known * device.utilisation * parallel.world_size
     kinds = model.attention_kinds
     return Plan(
         parameters=cost.parameters(model),
@@ -163,6 +165,9 @@ def _device_line(plan: Plan) -> str:
 
 
 def _time_line(plan: Plan) -> str:
+    if plan.seconds is None and plan.device.flops is not None:
+        known, asked = ("bf16", "fp32") if plan.device.is_gpu else ("fp32", "bf16")
+        return f"not estimated: the peak of this device is known for {known} only, not {asked}; a short run will tell"
     if plan.seconds is None:
         return "not estimated: the peak of this device is not known; a short run will tell"
     rate = plan.tokens / plan.seconds

@@ -35,3 +35,5 @@ def test_the_time_is_estimated_where_the_device_is_known(monkeypatch):
     whole, half = (lines(gpu, step, train__steps=10**9)["time"] for step in (0, 5 * 10**8))
     assert "if steps reach 30% of the device's peak" in whole
     assert whole != half
+    assert lines(gpu, train__precision="bf16", train__steps=10**9)["time"] == whole
+    assert lines(gpu, train__precision="fp32")["time"] == "estimated after the first log lines"  # no peak for it

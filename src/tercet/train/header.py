@@ -53,7 +53,9 @@ def header_lines(
 
 def _time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
     """A first guess; one from measured steps follows with the first log lines."""
-    peak = peak_flops(device_name(device)) if device.type == "cuda" else None
+    # The peaks that we know are bf16's: fp32 is many times slower, by a factor of its own on every device.
+    known = device.type == "cuda" and precision_of(config, device) == "bf16"
+    peak = peak_flops(device_name(device)) if known else None
     if peak is None:
         return "estimated after the first log lines"
     left = (config.train.steps - state.step) * config.train.tokens_per_step
