@@ -62,7 +62,7 @@ def compare(reference, layer, lengths: list[int], active: list[list[int] | None]
         told = None if rows is None else torch.tensor(rows)
         with torch.no_grad():
             found = layer(x, cache=cache, lengths=told)
-        assert set(layer.routes.values()) <= {"triton", "sdpa"}
+        assert set(layer.routes.values()) == {"triton"}
         wanted = reference(layer, x, other, told)
         real = torch.ones(len(lengths), dtype=torch.bool) if rows is None else told.bool()
         error = (found - wanted)[real].float().norm() / wanted[real].float().norm()
@@ -234,6 +234,18 @@ def test_a_prompt_in_chunks_runs_on_the_kernels_and_equals_the_whole():
             assert set(layer.routes.values()) == {"triton"}
         layer.backend = "reference"
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_dense_layers_say_what_a_cached_call_ran_on():
+    layer = make(tercet.DenseAttention)
+    cache = layer.make_cache(1)
+    with torch.no_grad():
+        found = []
+        for tokens in (5, 3, 1):
+            layer(torch.randn(1, tokens, 16), cache=cache)
+            found.append(layer.routes["dense"])
+    assert found == ["sdpa", "reference", "triton"]
+    assert "they are on cpu" in str(found[1].reason)
 
 
 def test_rows_that_do_not_begin_at_one_place_go_to_the_reference_and_say_so():

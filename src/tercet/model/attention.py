@@ -14,7 +14,7 @@ from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing
 from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size, check_sizes
 from tercet.model.cache import DenseCache, NSACache
-from tercet.model.cached import cached_dense_attention, cached_nsa_attention
+from tercet.model.cached import cached_dense_attention, cached_dense_route, cached_nsa_attention
 from tercet.model.compression import Compression
 from tercet.model.decode import dense_token, nsa_chunk, nsa_token, why_not, why_not_chunk
 from tercet.model.dense import dense_attention, dense_route
@@ -349,7 +349,9 @@ class DenseAttention(nn.Module):
 
     @torch.no_grad()
     def _with_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
-        if x.shape[1] == 1 and why_not(self, x, cache) is None:
+        reason = why_not(self, x, cache) if x.shape[1] == 1 else None
+        if x.shape[1] == 1 and reason is None:
+            self._ran = ("triton", None)
             return dense_token(self, x, cache, lengths)
         step = cache.begin(self.cache_key(), x, lengths)
         q, k, v = self.project(step.without_padding(x), step.positions)
@@ -357,7 +359,10 @@ class DenseAttention(nn.Module):
         if step.fresh:
             # nothing lies before x, and padding is past every real token
             cache.reads = None
+            self._ran = dense_route(q, v)
             return self.o_proj(dense_attention(q, k, v).flatten(2))
+        name, why = cached_dense_route(q, cache, step)
+        self._ran = name, reason or why  # of one token, why not its own kernels
         return self.o_proj(cached_dense_attention(q, cache, step).flatten(2))
 
     def project(self, x: Tensor, positions: Tensor | None, turn: Turn | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,6 +114,20 @@ def _window(rows: Tensor, t: Tensor, part: slice, step: Step, config: NSAConfig)
     return out, sees.sum(-1)[..., None].expand(-1, -1, rows.shape[2])
 
 
+def cached_dense_route(q: Tensor, cache: DenseCache, step: Step) -> tuple[str, str | None]:
+    """What `cached_dense_attention` runs for these: (name, why not PyTorch's own kernel)."""
+    if not q.is_cuda:
+        return "reference", f"PyTorch's kernel for new tokens needs a CUDA device: they are on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.dtype != cache.dtype:
+        found = " and ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, cache.dtype))
+        return "reference", f"PyTorch's kernel takes tokens and cache in one half precision: here {found}"
+    if (dk := cache.key["head_dim"]) != (dv := cache.key["value_dim"]):
+        return "reference", f"PyTorch's kernel takes Dk = Dv: here Dk={dk} and Dv={dv}"
+    if not step.level or step.padded:
+        return "reference", "the rows do not all begin and end at one place: PyTorch's kernel has one triangle for all"
+    return "sdpa", None
+
+
 def cached_dense_attention(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         return _cached_dense(q, cache, step)
@@ -123,9 +137,8 @@ def _cached_dense(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
     batch, width, heads, size = q.shape
     k, v = cache.all(step)
     groups = k.shape[2]
-    plain = k.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16) and size == v.shape[3]
-    if q.is_cuda and plain and step.level and not step.padded:
-        # rows that begin at one place: PyTorch's own kernel, its triangle in the lower right corner
+    if cached_dense_route(q, cache, step)[0] == "sdpa":
+        # its triangle in the lower right corner: every key is seen by the last query
         cache.reads = (step.positions + 1)[..., None].expand(-1, -1, groups)
         bias = causal_lower_right(width, k.shape[1])
         out = F.scaled_dot_product_attention(
