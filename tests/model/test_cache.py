@@ -468,3 +468,15 @@ def test_rows_that_were_read_alone_go_on_together(kind, max_len):
         last = layer(torch.stack([x[0, 31:36], x[1, 9:14]]), cache=cache)
     torch.testing.assert_close(last[:1], layer(x[:1])[:, 31:36], **CLOSE)
     torch.testing.assert_close(last[1:], layer(x[1:])[:, 9:14], **CLOSE)
+
+
+def test_a_row_that_does_not_fit_is_refused_and_the_cache_stays_as_it_was():
+    layer = make()
+    cache, alone = layer.make_cache(2, 8), layer.make_cache(1, 9)
+    with torch.no_grad():
+        layer(X, cache=alone)
+    refused(lambda: cache.put_row(0, alone), "max_len=8", "9")
+    assert cache.lengths.tolist() == [0, 0]
+    assert cache.known_lengths() == [0, 0]
+    refused(lambda: cache.put_row(0, make(value_dim=5).make_cache(1)), "value_dim=5", "value_dim=3")
+    refused(lambda: cache.put_row(0, layer.make_cache(3)), "batch 3")

@@ -86,7 +86,8 @@ class _Cache:
     @property
     def reads(self) -> Tensor | None:
         """int64 [B, C, G]: keys that each query of the last call read, counted from what was really gathered and not
-        masked. None after a first prefill, which the whole-sequence operator runs."""
+        masked. None where nobody counted: after a first prefill and after a chunk on the kernels of whole sequences,
+        after `take_rows` and `put_row`. PyTorch's own dense kernel reads every key up to the query, and those are told."""
         return self._reads if self._read_parts is None else self._read_parts.sum(-1)[:, None]
 
     @reads.setter
@@ -126,7 +127,12 @@ class _Cache:
 
     def put_row(self, row: int, other: _Cache) -> None:
         """Let this row hold what `other`, a cache of one row of the same layer, holds."""
-        self._make_room(max(other.known_lengths()))
+        self._check_key(other.key)
+        if other.batch != 1:
+            raise ValueError(f"the other cache has batch {other.batch}: a row is put from a cache of batch 1")
+        held = max(other.known_lengths())
+        self._check_room(held)
+        self._make_room(held)
         for name, store in self._stores.items():
             slots = min(store.shape[1], other._stores[name].shape[1]) - 1
             store[row, :slots] = other._stores[name][0, :slots]
@@ -200,10 +206,7 @@ class _Cache:
 
     def check(self, key: dict[str, Any], x: Tensor) -> None:
         """Refuse tokens that cannot follow what is held, whatever their number."""
-        if key != self.key:
-            theirs = ", ".join(f"{name}={self.key.get(name)!r}" for name in key if key[name] != self.key.get(name))
-            ours = ", ".join(f"{name}={key[name]!r}" for name in key if key[name] != self.key.get(name))
-            raise ValueError(f"the cache was made for {theirs} and the layer has {ours}: make one with make_cache()")
+        self._check_key(key)
         batch, width = x.shape[:2]
         if batch != self.batch:
             raise ValueError(f"x has batch {batch} and the cache was made for batch {self.batch}")
@@ -211,6 +214,12 @@ class _Cache:
             raise ValueError(f"x is on {x.device} and the cache on {self.device}: move all to one device")
         if width == 0:
             raise ValueError(f"x has shape {list(x.shape)}: it must have at least one token")
+
+    def _check_key(self, key: dict[str, Any]) -> None:
+        if key != self.key:
+            theirs = ", ".join(f"{name}={self.key.get(name)!r}" for name in key if key[name] != self.key.get(name))
+            ours = ", ".join(f"{name}={key[name]!r}" for name in key if key[name] != self.key.get(name))
+            raise ValueError(f"the cache was made for {theirs} and the layer has {ours}: make one with make_cache()")
 
     def _counts(self, lengths: Tensor | None, width: int) -> list[int]:
         counts = [width] * self.batch if lengths is None else torch.as_tensor(lengths).tolist()

@@ -139,6 +139,7 @@ def _cached_dense(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
     groups = k.shape[2]
     if cached_dense_route(q, cache, step)[0] == "sdpa":
         # its triangle in the lower right corner: every key is seen by the last query
+        # told by the rule, not counted: the kernel is not ours
         cache.reads = (step.positions + 1)[..., None].expand(-1, -1, groups)
         bias = causal_lower_right(width, k.shape[1])
         out = F.scaled_dot_product_attention(
