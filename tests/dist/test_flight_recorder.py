@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tercet.errors import TercetError
-from tercet.parallel.flight_recorder import flight, read, tell
+from tercet.parallel.flight_recorder import flight, read, settings, tell, write
 
 
 def entry(
@@ -53,7 +53,7 @@ def test_the_rank_that_did_not_come_is_named_with_where_it_was_last(tmp_path, pi
         pickled=pickled,
     )
     gather, reduce = (f"({kind} of 8 at distributed.py:93)" for kind in ("all_gather", "all_reduce"))
-    assert tell(read(folder)) == [
+    assert tell(*read(folder)) == [
         "records of rank 0, 1, 2",
         f"group 0 (default_pg): rank 0 waits in collective 7 {gather} for rank 1",
         f"group 0 (default_pg): rank 1 came no further than collective 6 {reduce}, which is done",
@@ -63,7 +63,7 @@ def test_the_rank_that_did_not_come_is_named_with_where_it_was_last(tmp_path, pi
 
 def test_ranks_that_parted_ways_are_told_where(tmp_path):
     folder = keep(tmp_path, {0: record(entry(3), entry(4)), 1: record(entry(3), entry(4, size=9))})
-    assert tell(read(folder))[1] == (
+    assert tell(*read(folder))[1] == (
         "group 0 (default_pg): ranks parted ways at collective 4: rank 0 all_reduce of 8, rank 1 all_reduce of 9"
     )
 
@@ -85,7 +85,9 @@ def test_a_pickle_that_asks_for_anything_but_plain_values_is_refused_and_not_run
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", pickle.dumps([1]), pickle.dumps({"entries": 3})])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\x80", pickle.dumps([1]), *(pickle.dumps({"entries": e}) for e in (3, [{}], ["x"]))]
+)
 def test_a_damaged_record_is_one_sentence(tmp_path, content):
     (tmp_path / "rank_0").write_bytes(content)
     with pytest.raises(TercetError, match="rank_0 is no record of collectives"):
@@ -95,3 +97,64 @@ def test_a_damaged_record_is_one_sentence(tmp_path, content):
 def test_a_folder_without_records_says_when_they_are_written(tmp_path):
     with pytest.raises(TercetError, match="has no records: they are written when a collective fails"):
         read(tmp_path)
+
+
+def test_a_damaged_record_does_not_hide_the_others(tmp_path):
+    folder = keep(tmp_path, {0: record(entry(6), entry(7, done=False)), 1: record(entry(6))})
+    (folder / "rank_2.json").write_text('{"entries": [')
+    lines = tell(*read(folder))
+    assert lines[0].startswith(f"{folder}/rank_2.json is no record of collectives: ")
+    assert lines[1] == "records of rank 0, 1"
+    assert any("rank 0 waits in collective 7" in line for line in lines)
+
+
+@pytest.mark.parametrize("pickle_is_newer", [True, False])
+def test_of_two_records_of_a_rank_the_newer_is_told(tmp_path, pickle_is_newer):
+    folder = keep(tmp_path, {0: record(entry(7))})
+    keep(tmp_path, {0: record(entry(9))}, pickled=False)
+    os.utime(folder / "rank_0", (2000, 2000 if pickle_is_newer else 1000))
+    os.utime(folder / "rank_0.json", (1500, 1500))
+    newest = read(folder)[0][0]["entries"][-1]["collective_seq_id"]
+    assert newest == (7 if pickle_is_newer else 9)
+    newer = folder / ("rank_0" if pickle_is_newer else "rank_0.json")
+    newer.write_bytes(b"{")  # half written
+    os.utime(newer, (3000, 3000))
+    found, damaged = read(folder)
+    assert found[0]["entries"][-1]["collective_seq_id"] == (9 if pickle_is_newer else 7)
+    assert len(damaged) == 1
+
+
+def test_records_of_earlier_processes_are_set_aside_and_told_until_there_are_new_ones(tmp_path, capsys):
+    folder = keep(tmp_path, {0: record(entry(7)), 5: record(entry(9))})
+    settings(tmp_path, 1)
+    assert read(folder)  # rank 0 does it, once for all
+    for path in folder.iterdir():
+        os.utime(path, (1000, 1000))
+    settings(tmp_path, 0)
+    assert [p.name for p in folder.iterdir()] == ["earlier-19700101-001640"]
+    assert flight(str(tmp_path)) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == [
+        "nothing has failed since the run was last started; before that (earlier-19700101-001640):",
+        "records of rank 0, 5",
+    ]
+    keep(tmp_path, {1: record(entry(2))})
+    assert flight(str(tmp_path)) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "records of rank 1"
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    import torch._C._distributed_c10d as c10d
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda *_: json.dumps(record(entry(7))), raising=False)
+    path = write(tmp_path, 0, 2)
+    assert read(path.parent)[0][0]["world_size"] == 2
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda *_: json.dumps(record(entry(8))), raising=False)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tercet.durable.sync", full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, 0, 2)
+    assert read(path.parent)[0][0]["entries"][-1]["collective_seq_id"] == 7

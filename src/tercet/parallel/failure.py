@@ -74,9 +74,9 @@ class Watch:
         return PeerFailed(f"{sentence}; {here}; all ranks stop", told=told)
 
     def _record(self) -> None:
-        """What this rank was waiting for, for `tercet flight`; a full disk must not hide why the run failed."""
+        """What this rank was waiting for, for `tercet flight`; no trouble of its own may hide why the run failed."""
         if self._folder is not None:
-            with contextlib.suppress(OSError, RuntimeError):
+            with contextlib.suppress(Exception):
                 flight_recorder.write(Path(self._folder), self._launch.rank, self._launch.world_size)
 
     # ------------------------------------------------------------ the beat

@@ -11,21 +11,32 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from tercet.durable import write_text
 from tercet.errors import TercetError
 
 FOLDER = "flight_recorder"
+EARLIER = "earlier-"
 # Collectives that are kept. At a few hundred a step this covers the last steps; a record takes about a kilobyte.
 KEPT = 2000
 
 
-def settings(run: Path) -> dict[str, str]:
-    """What PyTorch asks the environment for before process groups are made."""
+def settings(run: Path, rank: int) -> dict[str, str]:
+    """What PyTorch asks the environment for before process groups are made. Records of earlier processes go aside:
+    ranks of then and now must not be told as one."""
     path = run / FOLDER
     path.mkdir(parents=True, exist_ok=True)
+    # Nobody is past a first collective without rank 0: only old ones are there.
+    if rank == 0 and (old := _records(path)):
+        newest = max(record.stat().st_mtime for record in old)
+        aside = path / (EARLIER + time.strftime("%Y%m%d-%H%M%S", time.gmtime(newest)))
+        aside.mkdir(exist_ok=True)
+        for record in old:
+            record.replace(aside / record.name)
     return {
         "TORCH_FR_BUFFER_SIZE": str(KEPT),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -43,7 +54,7 @@ def write(run: Path, rank: int, world_size: int) -> Path | None:
         if dump is not None:
             path = run / FOLDER / f"rank_{rank}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({**json.loads(dump(True, False)), "world_size": world_size}), encoding="utf-8")
+            write_text(path, json.dumps({**json.loads(dump(True, False)), "world_size": world_size}))
             return path
     return None
 
@@ -54,28 +65,52 @@ def flight(run: str) -> int:
     Args:
         run: Run folder.
     """
-    found = read(Path(run) / FOLDER)
-    print("\n".join(tell(found)))
+    folder = Path(run) / FOLDER
+    earlier = sorted(folder.glob(f"{EARLIER}*"))
+    if earlier and not _records(folder):
+        print(f"nothing has failed since the run was last started; before that ({earlier[-1].name}):")
+        folder = earlier[-1]
+    print("\n".join(tell(*read(folder))))
     return 0
 
 
-def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """Every rank's record."""
+def read(folder: Path) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """Every rank's newest record that can be read, and a sentence for each that cannot."""
     found: dict[int, dict[str, Any]] = {}
-    for path in sorted(folder.glob("rank_*")):
-        if (number := re.fullmatch(r"rank_(\d+)(\.json)?", path.name)) is None:
+    damaged: dict[int, str] = {}
+    paths = _records(folder)
+    # A rank may leave NCCL's own and ours, of two moments.
+    for path in sorted(paths, key=lambda p: (-p.stat().st_mtime_ns, p.name)):
+        rank = paths[path]
+        if rank in found:
             continue
         try:
-            with path.open("rb") as stream:
-                record = json.load(stream) if number[2] else PlainUnpickler(stream).load()
-            if not isinstance(record["entries"], list):
-                raise TypeError("its entries are no list")
-        except (ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-            raise TercetError(f"{path} is no record of collectives: {error}") from None
-        found.setdefault(int(number[1]), record)  # "rank_0" before "rank_0.json": NCCL's own says when it timed out
+            found[rank] = _load(path)
+        except _DAMAGE as error:
+            damaged[rank] = f"{path} is no record of collectives: {error}"
     if not found:
-        raise TercetError(f"{folder} has no records: they are written when a collective fails or times out")
-    return found
+        none = f"{folder} has no records: they are written when a collective fails or times out"
+        raise TercetError("; ".join(damaged.values()) or none)
+    return found, damaged
+
+
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.UnpicklingError)
+
+
+def _records(folder: Path) -> dict[Path, int]:
+    """Files that hold one, and whose."""
+    named = {path: re.fullmatch(r"rank_(\d+)(\.json)?", path.name) for path in sorted(folder.glob("rank_*"))}
+    return {path: int(name[1]) for path, name in named.items() if name is not None}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        record: dict[str, Any] = json.load(stream) if path.suffix else PlainUnpickler(stream).load()
+    if not isinstance(record["entries"], list):
+        raise TypeError("its entries are no list")
+    for entry in record["entries"]:
+        _number(entry), _what(entry), [*entry["process_group"]]  # what is told of each
+    return record
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -88,11 +123,11 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a record has no use for")
 
 
-def tell(found: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def tell(found: Mapping[int, Mapping[str, Any]], damaged: Mapping[int, str] = {}) -> list[str]:
     """Group by group: where each rank is, and who has not come."""
-    lines = [f"records of rank {', '.join(map(str, sorted(found)))}"]
+    lines = [*damaged.values(), f"records of rank {', '.join(map(str, sorted(found)))}"]
     ranks = max(int(record.get("world_size", 0)) for record in found.values())
-    absent = [str(rank) for rank in range(ranks) if rank not in found]
+    absent = [str(rank) for rank in range(ranks) if rank not in found and rank not in damaged]
     if absent:
         lines.append(f"no record of rank {', '.join(absent)}: gone before it could write one")
     groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
@@ -102,7 +137,7 @@ def tell(found: Mapping[int, Mapping[str, Any]]) -> list[str]:
             groups.setdefault(f"group {name} ({about})", {}).setdefault(rank, []).append(entry)
     waiting = False
     for group, by_rank in sorted(groups.items()):
-        told = _group(by_rank, bool(absent))
+        told = _group(by_rank, bool(absent or damaged))
         waiting = waiting or bool(told)
         lines += [f"{group}: {sentence}" for sentence in told]
     if not waiting:

@@ -162,7 +162,7 @@ def join(
         problem.told = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all have read the verdict
         raise problem
-    os.environ.update(flight_recorder.settings(Path(verdict["folder"])))
+    os.environ.update(flight_recorder.settings(Path(verdict["folder"]), launch.rank))
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
