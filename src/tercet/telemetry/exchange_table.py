@@ -5,9 +5,11 @@ steps before it."""
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
+from tercet.durable import write_text
 from tercet.telemetry.events import Event, StepLogged
 
 COLUMNS = ("raw", "compressed", "window", "selected", "requests", "before")
@@ -23,8 +25,9 @@ class ExchangeTable:
         if path.exists():  # what is about to be made again is told again
             with path.open(newline="") as stream:
                 told = [row for row in csv.reader(stream) if row and row[0].isdigit() and int(row[0]) <= step]
-        with path.open("w", newline="") as stream:
-            csv.writer(stream).writerows([("step", *COLUMNS), *told])
+        fresh = io.StringIO()
+        csv.writer(fresh, lineterminator="\n").writerows([("step", *COLUMNS), *told])
+        write_text(path, fresh.getvalue())  # a process killed here leaves the rows of before
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, StepLogged) or event.step <= self._step:
@@ -32,5 +35,5 @@ class ExchangeTable:
         steps, now = event.step - self._step, dict(self._traffic)
         row = [round((now.get(name, 0) - self._before.get(name, 0)) / steps) for name in COLUMNS]
         with self._path.open("a", newline="") as stream:
-            csv.writer(stream).writerow((event.step, *row))
+            csv.writer(stream, lineterminator="\n").writerow((event.step, *row))
         self._step, self._before = event.step, now

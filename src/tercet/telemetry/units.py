@@ -6,9 +6,10 @@ from __future__ import annotations
 def quantity(value: float, unit: str = "") -> str:
     """12345 -> 12.3k, or of a unit 12.3 kFLOP."""
     gap = " " if unit else ""
+    value = float(f"{value:.3g}") if abs(value) < 1e21 else value  # 999,700 is 1M, and not 1000k
     for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
-            digits = f"{value / limit:.3g}" if value / limit < 1000 else f"{value / limit:.0f}"
+            digits = f"{value / limit:.3g}" if abs(value) / limit < 1000 else f"{value / limit:.0f}"
             return f"{digits}{gap}{prefix}{unit}"
     return f"{value:.3g}{gap}{unit}"
 
