@@ -9,6 +9,7 @@ import tercet
 from inference.models import trained
 from tercet.cli import main
 from tercet.errors import TercetError
+from tercet.inference import load
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,21 @@ def test_weights_are_those_of_training(run):
     assert model.dtype == torch.float64
     single = tercet.load_model(run)
     assert all(torch.equal(a.float(), b) for a, b in zip(model.parameters(), single.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "precision, device, loaded",
+    [
+        ("auto", "cuda", torch.bfloat16),
+        ("bf16", "cuda", torch.bfloat16),
+        ("fp32", "cuda", torch.float32),
+        ("auto", "cpu", torch.float32),
+    ],
+)
+def test_on_a_gpu_a_model_is_loaded_in_the_numbers_it_was_trained_in(run, precision, device, loaded):
+    config = tercet.load_model(run).run
+    config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+    assert load._pick_dtype("auto", config, torch.device(device)) == loaded
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_but_never_loaded_by_name(tmp_path):

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
+from tercet.config.train import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import TercetError
 from tercet.model.transformer import Transformer
@@ -119,7 +120,8 @@ def _empty(run: RunConfig, source: Path, step: int) -> LanguageModel:
 
 def _pick_dtype(dtype: Dtype, run: RunConfig, device: torch.device) -> torch.dtype:
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" and run.train.precision == "bf16" else torch.float32
+        trained = resolved_precision(run.train.precision, device.type)
+        return torch.bfloat16 if device.type == "cuda" and trained == "bf16" else torch.float32
     chosen = getattr(torch, dtype, None)
     if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise ModelError(f"dtype={dtype} is unknown: pick auto, float32, bfloat16, float16 or float64")
