@@ -47,7 +47,7 @@ def test_weights_are_those_of_training(run):
 
 
 @pytest.mark.parametrize(
-    "precision, device, loaded",
+    ("precision", "device", "loaded"),
     [
         ("auto", "cuda", torch.bfloat16),
         ("bf16", "cuda", torch.bfloat16),
