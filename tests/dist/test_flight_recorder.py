@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,3 +159,19 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write(tmp_path, 0, 2)
     assert read(path.parent)[0][0]["entries"][-1]["collective_seq_id"] == 7
+
+
+def test_a_record_that_cannot_be_made_does_not_hide_why_the_run_failed(tmp_path, monkeypatch):
+    from tercet.parallel.failure import Watch
+
+    asked = []
+
+    def broken(*given):
+        asked.append(given)
+        raise json.JSONDecodeError("no JSON", "", 0)
+
+    monkeypatch.setattr("tercet.parallel.flight_recorder.write", broken)
+    watch = object.__new__(Watch)  # without its beat
+    watch._folder, watch._launch = str(tmp_path), SimpleNamespace(rank=1, world_size=2)
+    watch._record()
+    assert asked == [(tmp_path, 1, 2)]
