@@ -59,6 +59,15 @@ def test_tokens_are_the_same_for_any_chunking_of_the_prompt(model, expected, chu
     assert greedy(model, PROMPTS, prefill_chunk=chunk) == expected
 
 
+def test_equal_prompts_longer_than_a_chunk_are_read_one_by_one(model, expected, monkeypatch):
+    """Of several rows what is held would be copied for each chunk."""
+    rows = []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda tokens, **o: rows.append(tuple(tokens.shape)) or hidden(tokens, **o))
+    assert greedy(model, [PROMPTS[1]] * 2, prefill_chunk=25) == [expected[1]] * 2
+    assert rows[:7] == [(1, 25), (1, 25), (1, 9)] * 2 + [(2, 1)]
+
+
 def test_tokens_are_the_same_in_any_batch(model, expected):
     assert greedy(model, PROMPTS) == expected
     assert greedy(model, PROMPTS[::-1]) == expected[::-1]

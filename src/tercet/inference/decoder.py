@@ -61,9 +61,9 @@ class CachedDecoder:
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]]) -> Tensor:
-        longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-        if longest > self.chunk and shortest < longest:
-            # Later chunks of unequal rows would begin at different places, which only the reference can do.
+        if len(prompts) > 1 and max(map(len, prompts)) > self.chunk:
+            # Later chunks of unequal rows would begin at different places, which only the reference can do; and of
+            # several rows the kernels want what is held so far in one piece, which is a copy of it for each chunk.
             return torch.cat([self._prefill_row(row, prompt) for row, prompt in enumerate(prompts)])
         return self.model.logits(self._read(prompts, self.cache))
 

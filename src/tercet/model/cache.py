@@ -87,7 +87,7 @@ class _Cache:
     def reads(self) -> Tensor | None:
         """int64 [B, C, G]: keys that each query of the last call read, counted from what was really gathered and not
         masked. None where nobody counted: after a first prefill and after a chunk on the kernels of whole sequences,
-        after `take_rows` and `put_row`. PyTorch's own dense kernel reads every key up to the query, and those are told."""
+        after `take_rows` and `put_row`. Of PyTorch's own dense kernel every key up to the query is told."""
         return self._reads if self._read_parts is None else self._read_parts.sum(-1)[:, None]
 
     @reads.setter
