@@ -68,6 +68,7 @@ def compiling(capability: int, *, resources: bool = True) -> Iterator[list[Compi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         patch.setattr(settings, "generation", lambda x: capability // 10)
+        patch.setattr(settings, "shared_memory", lambda device: (163 if capability == 80 else 227) * 1024)
         before = driver._active
         driver.set_active(_Absent(target))
         try:

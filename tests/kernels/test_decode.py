@@ -9,6 +9,7 @@ import torch
 
 import tercet
 from tercet.attention.kernels import decode
+from tercet.attention.kernels.decode_attend import read_stages
 from tercet.model.cache import HostLengths
 
 CFG = tercet.NSAConfig(
@@ -179,6 +180,39 @@ def test_a_token_past_the_room_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match="max_len=30"):
         layer(torch.randn(1, 1, 16), cache=cache)
     assert cache.lengths.tolist() == [30]
+
+
+@pytest.mark.parametrize(("dtype", "size", "block", "stages"), [
+    (torch.bfloat16, 128, 64, 3),
+    (torch.bfloat16, 128, 128, 3),
+    (torch.float32, 128, 128, 2),
+    (torch.bfloat16, 256, 128, 2),
+    (torch.float32, 256, 64, 2),
+    (torch.float32, 256, 128, None),
+], ids=str)  # fmt: skip
+def test_blocks_that_shared_memory_does_not_hold_are_refused(dtype, size, block, stages):
+    config = tercet.NSAConfig(select_block=block)
+    device = torch.device("cpu")
+    assert read_stages(device, dtype, 4, size, size, config) == stages
+    reason = decode.unsupported(device, dtype, decode.Heads(8, 2, size, size), config)
+    if stages is not None:
+        assert reason is None
+    else:
+        assert reason == (
+            "a block of select_block=128 with Dk=256, Dv=256 in float32 takes 294912 bytes of shared memory, "
+            "and there are 232448"
+        )
+
+
+def test_a_wide_window_leaves_no_more_parts_than_the_merge_holds():
+    """2,000 tiles of 16: one to a program would be as many parts."""
+    config = replace(CFG, window=32_000)
+    layer = make(compression="mean", config=config)
+    cache = filled(layer, [40], 48)
+    with torch.no_grad():
+        layer(torch.randn(1, 1, 16), cache=cache)
+    assert set(layer.routes.values()) == {"triton"}
+    assert cache._read_parts.shape[-1] <= 2 * decode.MOST_SPLITS
 
 
 def test_a_cache_that_grows_decodes_on_the_kernels_while_its_blocks_are_not_too_many(monkeypatch):

@@ -19,8 +19,17 @@ import torch
 import triton
 from torch import Tensor
 
+from tercet.attention.kernels import settings
 from tercet.attention.kernels.decode_append import Held, Norms, append, arrivals
-from tercet.attention.kernels.decode_attend import attend, empty_parts, read, tile, window_tile
+from tercet.attention.kernels.decode_attend import (
+    attend,
+    empty_parts,
+    read,
+    read_bytes,
+    read_stages,
+    tile,
+    window_tile,
+)
 from tercet.attention.kernels.decode_compress import CompressionWeights
 from tercet.attention.kernels.decode_merge import merge
 from tercet.attention.kernels.decode_select import score
@@ -61,6 +70,13 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
             return f"{name}={size} is not a power of two"
     if not 16 <= config.select_block <= 128:
         return f"select_block={config.select_block} is not within 16 … 128"
+    sizes = heads.heads // heads.groups, heads.key_size, heads.value_size
+    if read_stages(device, dtype, *sizes, config) is None:
+        return (
+            f"a block of select_block={config.select_block} with Dk={heads.key_size}, Dv={heads.value_size} in "
+            f"{str(dtype).removeprefix('torch.')} takes {read_bytes(dtype, *sizes, config)} bytes of shared memory, "
+            f"and there are {settings.shared_memory(device)}"
+        )
     return None
 
 
@@ -147,9 +163,13 @@ def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
 
 
 def _blocks_per_part(device: torch.device, pairs: int, config: NSAConfig) -> int:
-    """One block to a program where that leaves multiprocessors idle; four where programs would queue up."""
+    """One block to a program where that leaves multiprocessors idle; four where programs would queue up; more where
+    the merge could not hold their parts beside those of the compressed tokens."""
     programs = pairs * (config.select_count + -(-config.window // window_tile(config)))
-    return 1 if programs <= 4 * _multiprocessors(device) else 4
+    per = 1 if programs <= 4 * _multiprocessors(device) else 4
+    while -(-config.select_count // per) + -(-config.window // (per * window_tile(config))) > MOST_SPLITS:
+        per *= 2
+    return per
 
 
 @lru_cache(maxsize=64)

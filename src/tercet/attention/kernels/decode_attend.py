@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.kernels import settings
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, padded
 from tercet.attention.spec import NSAConfig
@@ -228,7 +229,8 @@ def read(
     ks, vs = selected or (None, None)
     kw, vw = window or (None, None)
     groups, value_size = keys.shape[2], values.shape[3]
-    wide = q.element_size() * max(padded(size), padded(value_size)) > 512
+    stages = read_stages(q.device, q.dtype, heads // groups, size, value_size, config)
+    assert stages is not None  # decode.unsupported has refused it
     call(
         _read, (selected_parts + window_parts, groups, batch),
         (q, ks, vs, kw, vw, indices, lengths, counts, parts.o, parts.lse, parts.read),
@@ -237,8 +239,31 @@ def read(
          padded(heads // groups), size, padded(size), value_size,
          padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
          counts is not None),
-        num_warps=8 if wide else 4, num_stages=2 if wide else 3,
+        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages,
     )  # fmt: skip
+
+
+def read_stages(
+    device: torch.device, dtype: torch.dtype, heads: int, size: int, value_size: int, config: NSAConfig
+) -> int | None:
+    """How many tiles `read` has on their way at once: as many as shared memory holds. None where it does not hold one.
+
+    heads: of a group"""
+    most = 2 if _wide(dtype, size, value_size) else 3
+    limit = settings.shared_memory(device)
+    return next((n for n in range(most, 1, -1) if read_bytes(dtype, heads, size, value_size, config, n) <= limit), None)
+
+
+def read_bytes(dtype: torch.dtype, heads: int, size: int, value_size: int, config: NSAConfig, stages: int = 2) -> int:
+    """Shared memory of `read`, at most: tiles of keys and values, one less than stages; the queries, and the wider of
+    probabilities and sums, which pass through it from one layout to another."""
+    n, dk, dv = window_tile(config), padded(size), padded(value_size)
+    tiles = n * (dk + dv) * dtype.itemsize * (stages - 1)
+    return tiles + padded(heads) * (dk * dtype.itemsize + max(n, dv) * 4)
+
+
+def _wide(dtype: torch.dtype, size: int, value_size: int) -> bool:
+    return dtype.itemsize * max(padded(size), padded(value_size)) > 512
 
 
 def window_tile(config: NSAConfig) -> int:

@@ -81,6 +81,18 @@ def _major(device: int) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may take; Hopper's in Triton's interpreter, so that it refuses what Hopper would."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return _shared_memory(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def settings(kernel: str, q: Tensor, v: Tensor) -> Launch:
     head = padded(max(q.shape[-1], v.shape[-1]))
     return lookup(generation(q), kernel, head, q.dtype == torch.float32)
