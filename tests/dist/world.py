@@ -8,6 +8,8 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,27 @@ def free_port() -> int:
 def torchrun(
     ranks: int, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None, options: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun --standalone` with this interpreter, to its end."""
+    """`torchrun --standalone` with this interpreter, to its end. What it says is passed on line by line: of a run that
+    is cut off, or whose ranks crash, what came before can be read."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
         *(*options, *arguments),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(env), check=False)
+    said: list[str] = []
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(env))
+        limit = threading.Timer(timeout, process.terminate)  # torchrun then ends its ranks
+        limit.start()
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                said.append(line)
+                print(line, end="", flush=True)
+        code = process.wait()
+        limit.cancel()
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, code, "".join(said), errors.read())
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

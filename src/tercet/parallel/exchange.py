@@ -55,7 +55,7 @@ class Exchange:
         # the sender's rows must outlive the transfer
         self._held = (rows, got)
         if got.device != device:
-            work = _ToDevice(work, got, got.to(device, copy=True))
+            work = _ToDevice(work, got, torch.empty_like(got, device=device))
             got = work.there
         return work, got
 
