@@ -6,11 +6,14 @@ import importlib.util
 import warnings
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from tercet.attention.spec import NSAConfig
 
 BACKENDS = ("auto", "reference", "triton")
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -55,14 +58,20 @@ def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
     q = tensors["q"]
     if not TRITON_INSTALLED:
         return "Triton is not installed (pip install 'tercet[kernels]')"
-    if not q.is_cuda and not _interpreting():
+    if not q.is_cuda and not interpreting():
         return f"q is on {q.device} and the kernels need a CUDA device"
     from tercet.attention import kernels
 
     return kernels.unsupported(**tensors, config=config)
 
 
-def _interpreting() -> bool:
+def kernels_run_on(x: Tensor) -> bool:
+    """Whether a kernel can read x at all: where it is, and of which type."""
+    return TRITON_INSTALLED and x.dtype in _KERNEL_DTYPES and (x.is_cuda or interpreting())
+
+
+@torch.compiler.assume_constant_result  # the compiler cannot look into Triton's switches
+def interpreting() -> bool:
     """Triton's own switch for running kernels on the CPU: slow, for tests of the kernels."""
     import triton
 

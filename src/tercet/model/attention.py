@@ -19,6 +19,7 @@ from tercet.model.compression import Compression
 from tercet.model.decode import dense_token, nsa_chunk, nsa_token, why_not, why_not_chunk
 from tercet.model.dense import dense_attention, dense_route
 from tercet.model.gate import Gate
+from tercet.model.projection import Projected, one_product, takes_one_product
 from tercet.model.rope import Rotary, Turn, Turns, rotate
 from tercet.model.stats import AttentionStats
 
@@ -144,18 +145,25 @@ class NativeSparseAttention(nn.Module):
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
         packing = self._packing(cu_seqlens, x)
         turns = turns_of(self.rotary, x, packing, self.config) if turns is None else turns
-        q, raw, keys, values = self.project(x, None, turns.tokens)
-        k_compressed, v_compressed = self._compress(raw, values["compressed"], packing, turns.compressed)
-        gates = self.gate(x)
+        if takes_one_product(self, x):
+            projected = one_product(self, x, packing, turns)
+        else:
+            projected = self._apart(x, packing, turns)
         out, block_indices, self._ran = run_nsa(
-            q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
-            gates, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
+            *projected, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
             keep_sum=self.keep_sum,
         )  # fmt: skip
-        self.stats.update(gates, block_indices, packing)
+        self.stats.update(projected.gates, block_indices, packing)
         return self.o_proj(out.flatten(2))
 
     # ------------------------------------------------------------ parts
+
+    def _apart(self, x: Tensor, packing: Packing | None, turns: Turns) -> Projected:
+        """By a product for each of q, keys and values, and gates: anywhere, with every option."""
+        q, raw, keys, values = self.project(x, None, turns.tokens)
+        compressed = self._compress(raw, values["compressed"], packing, turns.compressed)
+        selected, window = ((keys[branch], values[branch]) for branch in ("selected", "window"))
+        return Projected(q, *compressed, *selected, *window, self.gate(x))
 
     def project(
         self, x: Tensor, positions: Tensor | None, turn: Turn | None = None

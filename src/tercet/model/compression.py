@@ -87,6 +87,34 @@ class Compression(nn.Module):
         return mean + correction.to(mean.dtype)
 
 
+def compress_both(chunks: Tensor, k: Compression, v: Compression, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """k(keys), v(values), whose chunks lie one after the other: [2, B, S, G, d, D] -> two of [B, Tc, G, D].
+
+    Both are the same arithmetic on small tensors: done at once they are half as many kernels.
+    """
+    l, d = k.config.compress_block, k.config.compress_stride
+    places, count = l // d, chunks.shape[2] - l // d + 1
+    sums = chunks.sum(4, dtype=torch.promote_types(chunks.dtype, torch.float32))
+    both = (_added([sums[:, :, j : j + count] for j in range(places)]) / l).to(chunks.dtype)
+    if k.kind == "mlp":
+        ups = torch.stack((k.up.weight, v.up.weight))
+        weights = ups.unflatten(2, (places, -1)).transpose(1, 2).flatten(1, 2)
+        products = torch.bmm(chunks.reshape(2, -1, weights.shape[2]), weights.transpose(1, 2))
+        products = products.unflatten(1, chunks.shape[1:4]).unflatten(-1, (places, -1))
+        hidden = _added([products[:, :, j : j + count, :, j] for j in range(places)])
+        positions = torch.stack((k.position, v.position)).flatten(1)
+        bias = torch.stack((k.up.bias, v.up.bias)) + (ups * positions[:, None]).sum(2)
+        active = F.gelu(hidden + bias[:, None, None, None])
+        downs = torch.stack((k.down.weight, v.down.weight))
+        correction = torch.bmm(active.flatten(1, 3), downs.transpose(1, 2)).unflatten(1, active.shape[1:4])
+        correction = correction + torch.stack((k.down.bias, v.down.bias))[:, None, None, None]
+        both = both + correction.to(both.dtype)
+    if packing is not None:
+        rows = _rearranged(both[:, 0].transpose(0, 1), packing.chunks_into_compressed)
+        both = rows.transpose(0, 1)[:, None]
+    return both[0], both[1]
+
+
 def _added(parts: list[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:

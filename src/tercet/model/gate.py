@@ -25,6 +25,12 @@ class Gate(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.proj(x).unflatten(-1, (-1, 3))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.opened(self.proj(x))
+
+    def opened(self, product: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The gates of what `proj` gives, or of what it gives without its bias, and the bias. [B, T, 3H]"""
+        logits = product.to(torch.promote_types(product.dtype, torch.float32))
+        if bias is not None:
+            logits = logits + bias
+        logits = logits.unflatten(-1, (-1, 3))
         return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)

@@ -51,7 +51,8 @@ def _keep_costly(
     context: SelectiveCheckpointContext, op: torch._ops.OpOverload, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     name = op.name().split(".")[0]
-    kept = name in COSTLY or name.startswith("tercet::")
+    # tercet::heads_apart is not one of them: it lays out a product that is kept
+    kept = name in COSTLY or name.startswith(("tercet::nsa_", "tercet::keep_"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tercet.attention import selection as _keep_selection  # noqa: F401  (registers tercet::keep_selection)
+from tercet.attention.dispatch import interpreting
+from tercet.attention.kernels import heads as _heads  # noqa: F401  (registers tercet::heads_apart)
 from tercet.attention.kernels.ops import compressed_select, nsa
 from tercet.attention.kernels.ops import selected_attention as selected
 from tercet.attention.kernels.ops import window_attention as window
@@ -30,7 +31,7 @@ def unsupported(
     """Why the kernels cannot run this call; None if they can."""
     keys = [x for x in (k_compressed, k_selected, k_window) if x is not None]
     values = [x for x in (v_compressed, v_selected, v_window) if x is not None]
-    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if q.device.type != "cuda" and not interpreting():
         return f"the kernels need a CUDA device: q is on {q.device.type}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(q.device)} is older"

@@ -1,0 +1,70 @@
+"""All that a layer of Native Sparse Attention makes of x, by one product: where the kernels' own pass takes it apart.
+
+Four products apart read x four times and write their gradients of x four times, and what stands between them and the
+kernels (rotary turns, chunks for φ, gradients put together) is a dozen launches of the compiler's instead of two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tercet.attention.dispatch import kernels_run_on
+from tercet.attention.layout import Packing
+from tercet.model.compression import compress_both
+from tercet.model.rope import Turns, rotate
+
+if TYPE_CHECKING:
+    from tercet.model.attention import NativeSparseAttention
+
+ENABLED = False  # until it has been seen on a GPU
+
+
+class Projected(NamedTuple):
+    """What the operator takes. q: [B, T, H, D]; compressed: [B, Tc, G, D]; others: [B, T, G, D]; gates: [B, T, H, 3]"""
+
+    q: Tensor
+    k_compressed: Tensor
+    v_compressed: Tensor
+    k_selected: Tensor
+    v_selected: Tensor
+    k_window: Tensor
+    v_window: Tensor
+    gates: Tensor
+
+
+def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
+    """Whether the kernel that takes it apart knows the layer: three K/V sets, no norms between product and turn, keys
+    and values of one size, tokens enough for a compressed one."""
+    return (
+        ENABLED
+        and layer.backend != "reference"
+        and not layer.shared_kv
+        and layer.q_norm is None
+        and layer.value_dim == layer.head_dim
+        and x.shape[1] >= layer.config.compress_block
+        and kernels_run_on(x)
+    )
+
+
+def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None, turns: Turns) -> Projected:
+    from tercet.attention.kernels import heads
+
+    assert turns.compressed is not None
+    weights = [layer.q_proj.weight, layer.kv_proj.weight, layer.gate.proj.weight]
+    width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim)
+    weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), layer.dim))
+    bias = None
+    if layer.q_proj.bias is not None:
+        given = (layer.q_proj.bias, layer.kv_proj.bias)
+        bias = torch.cat((*given, given[0].new_zeros(width - sum(b.shape[0] for b in given))))
+    y = F.linear(x, torch.cat(weights), bias)
+    maps = (None,) * 4 if packing is None else tuple(packing.into_chunks)
+    sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride]
+    q, ks, vs, kw, vw, chunks, logits = torch.ops.tercet.heads_apart(y, *turns.tokens, *maps, sizes)
+    k_compressed, v_compressed = compress_both(chunks, layer.compress_k, layer.compress_v, packing)
+    gates = layer.gate.opened(logits, layer.gate.proj.bias)
+    return Projected(q, rotate(k_compressed, turns.compressed), v_compressed, ks, vs, kw, vw, gates)
