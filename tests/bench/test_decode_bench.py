@@ -53,6 +53,28 @@ def test_no_first_token_is_timed_before_something_was_read(capsys, monkeypatch, 
     assert list(prompts.values()) == [read, read]  # NSA and dense
 
 
+@pytest.mark.parametrize(("failing", "lost"), [("take_rows", {2}), ("prefill", {1, 2})])
+def test_a_cell_without_memory_is_told_and_the_others_are_measured(capsys, monkeypatch, failing, lost) -> None:
+    whole = getattr(decode_model.CachedDecoder, failing)
+
+    def short(self, given):
+        dense = "DenseCache" in type(self.cache[0]).__name__
+        if dense and (failing == "prefill" or len(given) == 2):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, given)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(decode_model.CachedDecoder, failing, short)
+    assert decode(preset="tiny", model_contexts="96", model_batches="1,2", steps=4) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = json.loads(lines[-1])["model"]
+    assert {(r["kind"], r["batch"]) for r in rows if "out_of_memory" in r} == {("dense", batch) for batch in lost}
+    assert {(r["kind"], r["batch"]) for r in rows if "tokens_per_s" in r} == {
+        (kind, batch) for kind in ("nsa", "dense") for batch in (1, 2) if kind == "nsa" or batch not in lost
+    }
+    assert sum("out of memory" in line for line in lines[:-1]) == len(lost)
+
+
 def test_a_context_without_room_for_the_measurement_is_refused_in_one_line(capsys) -> None:
     with pytest.raises(TercetError, match=r"contexts=200 is too short .* give at least 201, or --no-attention$"):
         decode(contexts="4096,200", model_contexts="")

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import tercet
 from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
-from tercet.attention.kernels import decode
+from tercet.attention.kernels import decode, decode_overlap
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
 # batch, room, query heads, KV heads, Dk, Dv; select_block where it is not 64
@@ -58,7 +58,9 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool) -> None:
     )  # fmt: skip
 
 
-def test_hopper_keeps_all_values_in_registers() -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
+    monkeypatch.setattr(decode_overlap, "ENABLED", overlap)
     with compiling(90) as found:
         steps("C", torch.bfloat16, plain=True)
     assert [c.name for c in found] == [
@@ -72,7 +74,8 @@ def test_hopper_keeps_all_values_in_registers() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_everything_compiles(capability: int, shape: str, dtype: torch.dtype, plain: bool) -> None:
+def test_everything_compiles(capability: int, shape: str, dtype: torch.dtype, plain: bool, monkeypatch) -> None:
+    monkeypatch.setattr(decode_overlap, "ENABLED", True)
     with compiling(capability) as found:
         steps(shape, dtype, plain=plain)
     assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found

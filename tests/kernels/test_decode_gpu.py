@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
+from tercet.attention.kernels import decode_overlap
 from tercet.attention.reference import block_importance
 from tercet.config.load import load
 from tercet.inference.decoder import CachedDecoder, PlainDecoder
@@ -165,6 +166,38 @@ def test_the_same_bits_every_time_and_from_poisoned_memory() -> None:
         assert torch.equal(stepped(layer, copy.deepcopy(cache), xs, "triton"), first)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"branches": ("compressed", "window")}, {"branches": ("window",)}, {"shared_kv": True}, None],
+    ids=str,
+)
+def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None:
+    kind = tercet.DenseAttention if options is None else tercet.NativeSparseAttention
+    layer = make(kind, 64, 4, 128, **(options or {}))
+    held = [filled(layer, [9000, 33], 9100) for _ in range(3)]
+    x = torch.randn(2, 1, 64, device="cuda", dtype=torch.bfloat16)
+
+    def replayed(overlap: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        monkeypatch.setattr(decode_overlap, "ENABLED", overlap)
+        caches = copy.deepcopy(held)
+        with torch.no_grad():
+            for cache in caches:
+                layer(x, cache=cache)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = torch.stack([layer(x, cache=cache) for cache in caches])
+        outs = []
+        for _ in range(48):
+            graph.replay()
+            outs.append(out.clone())
+        return torch.stack(outs), [store[:, :-1] for cache in caches for store in cache._stores.values()]
+
+    (wanted, stores), (found, others) = replayed(False), replayed(True)
+    assert torch.equal(found, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(stores, others, strict=True))
 
 
 @pytest.fixture(scope="module", params=["nsa", "dense"])

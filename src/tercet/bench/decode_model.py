@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int)
     # both at one context before the next: a run that is cut short has pairs
     for i, context in enumerate(contexts):
         for kind, model in models.items():
-            rows += _at(model, kind, context, batches, steps, warm=i > 0)
+            for row in _at(model, kind, context, batches, steps, warm=i > 0):
+                print(_told(row), flush=True)
+                rows.append(row)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -46,10 +49,39 @@ def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int)
 @torch.no_grad()
 def _at(
     model: Transformer, kind: str, context: int, batches: list[int], steps: int, *, warm: bool
-) -> list[dict[str, Any]]:
-    prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+) -> Iterator[dict[str, Any]]:
     room = context + (steps + 4) * len(batches)
-    first = []
+    row: dict[str, Any] = {"kind": kind, "context": context}
+    try:
+        decoder, token, seconds = _first_token(model, context, room, warm=warm)
+    except torch.OutOfMemoryError:
+        yield from (row | {"batch": batch, "out_of_memory": True} for batch in batches)
+        return
+    held = sum(cache.nbytes() for cache in decoder.cache) / room
+    row |= {"first_token_s": seconds, "cache_bytes_per_token": held}
+    for batch in batches:
+        row["batch"] = batch
+        try:
+            decoder.take_rows(torch.zeros(batch, dtype=torch.int64, device=token.device))
+            decoder.prepare()
+            tokens = token[:1].expand(batch).contiguous()
+            active = torch.ones(batch, dtype=torch.int32, device=token.device)
+            ms = _step_ms(decoder, tokens, active, steps)
+        except torch.OutOfMemoryError:
+            yield row | {"out_of_memory": True}
+            return  # what the decoder holds now is anybody's guess
+        read = decoder.keys_read()
+        yield row | {
+            "ms_per_step": ms, "tokens_per_s": 1e3 * batch / ms,
+            "keys_per_token": None if read is None else read / batch, "graph": decoder.graph_reason or "captured",
+        }  # fmt: skip
+
+
+def _first_token(
+    model: Transformer, context: int, room: int, *, warm: bool
+) -> tuple[CachedDecoder, torch.Tensor, float]:
+    """A decoder that has read a prompt of random tokens, the token it gives, and the seconds till then."""
+    prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
     if context >= _LONG and not warm:
         CachedDecoder(model, 1, room, chunk=context).prefill([prompt[:_WARM]])
     # the first compiles and warms up; of the longest only one is run, after others or a part of itself
@@ -59,28 +91,18 @@ def _at(
         began = time.perf_counter()
         token = decoder.prefill([prompt]).argmax(-1)
         token.item()
-        first.append(time.perf_counter() - began)
-    held = sum(cache.nbytes() for cache in decoder.cache) / room
-    rows = []
-    for batch in batches:
-        decoder.take_rows(torch.zeros(batch, dtype=torch.int64, device=token.device))
-        decoder.prepare()
-        tokens = token[:1].expand(batch).contiguous()
-        active = torch.ones(batch, dtype=torch.int32, device=token.device)
-        ms = _step_ms(decoder, tokens, active, steps)
-        read = decoder.keys_read()
-        row = {
-            "kind": kind, "context": context, "batch": batch, "first_token_s": first[-1], "ms_per_step": ms,
-            "tokens_per_s": 1e3 * batch / ms, "keys_per_token": None if read is None else read / batch,
-            "cache_bytes_per_token": held, "graph": decoder.graph_reason or "captured",
-        }  # fmt: skip
-        rows.append(row)
-        print(
-            f"{kind:>6} {context:8d} {first[-1]:14.4f} {batch:6d} {row['tokens_per_s']:10.1f} {ms:8.3f} "
-            f"{row['keys_per_token'] or 0:11,.0f} {held:14.1f}  graph: {row['graph']}",
-            flush=True,
-        )
-    return rows
+        seconds = time.perf_counter() - began
+    return decoder, token, seconds
+
+
+def _told(row: dict[str, Any]) -> str:
+    begin = f"{row['kind']:>6} {row['context']:8d}"
+    if "out_of_memory" in row:
+        return f"{begin} {'':14} {row['batch']:6d} out of memory"
+    return (
+        f"{begin} {row['first_token_s']:14.4f} {row['batch']:6d} {row['tokens_per_s']:10.1f} {row['ms_per_step']:8.3f} "
+        f"{row['keys_per_token'] or 0:11,.0f} {row['cache_bytes_per_token']:14.1f}  graph: {row['graph']}"
+    )
 
 
 def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor, steps: int) -> float:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.decode_compress import ROWS, CompressionWeights, compress, slices
+from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import padded, power_of_2
 from tercet.attention.spec import NSAConfig
@@ -88,8 +89,9 @@ def _append(
     HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr,
     SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, CHUNK: tl.constexpr,
-    SLICES: tl.constexpr,
+    SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_the_launch_before(OVERLAP)
     PER_SET: tl.constexpr = G * (DK + DV)
     HALF: tl.constexpr = DK // 2
     program = tl.program_id(0)
@@ -112,10 +114,7 @@ def _append(
     if program >= phi:
         b = (program - phi) // G
         g = (program - phi) % G
-        real = True
-        if MASKED:
-            real = tl.load(COUNTS + b) > 0
-        if real:
+        if goes_on(COUNTS, b, MASKED):
             # all loads first: each would wait for the one before it, were there stores between them
             r = tl.arange(0, RP)
             q = (b * (G * HEADS) + g * HEADS + r).to(tl.int64) * DK
@@ -211,7 +210,8 @@ def append(
          groups, heads // groups, power_of_2(heads // groups), key_size, value_size, power_of_2(key_size // 2),
          padded(key_size), padded(value_size), norms is not None, counts is not None, mlp,
          held.selected is not None, held.window is not None, held.raw is not None,
-         64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count),
-        num_warps=8 if programs else 4, num_stages=2,
+         64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
+         overlaps(q)),
+        num_warps=8 if programs else 4, num_stages=2, launch_pdl=overlaps(q),
     )  # fmt: skip
     return out

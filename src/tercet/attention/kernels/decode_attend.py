@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels import settings
+from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, padded
 from tercet.attention.spec import NSAConfig
@@ -85,18 +86,17 @@ def _attend(
     Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, splits, parts, scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
     DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
-    MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr,
+    MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Keys 0 … of a store: L = S = 1 for all tokens up to the query, else the compressed tokens that it sees. With
     SCORES the scores themselves are kept for the selection; without OUT values are not read."""
     split = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
-    real = True
-    if MASKED:
-        real = tl.load(COUNTS + b) > 0
+    after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
+    real = goes_on(COUNTS, b, MASKED)
+    wait_for_the_launch_before(OVERLAP)
     if real:
-        after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
         seen = tl.where(after < L, 0, (after - L) // S + 1)
         share = tl.cdiv(tl.cdiv(seen, N), splits) * N
         first = split * share
@@ -141,17 +141,19 @@ def _read(
     BLOCK: tl.constexpr, COUNT: tl.constexpr, WINDOW: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr,
-    SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+    SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The selected blocks, PER of them to a program, and the window, PER·N keys to a program."""
+    """The selected blocks, PER of them to a program, and the window, PER·N keys to a program. AHEAD: the tokens were
+    kept by an earlier launch than the one before."""
     part = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
-    real = True
-    if MASKED:
-        real = tl.load(COUNTS + b) > 0
+    t = tl.load(LENGTHS + b).to(tl.int32)
+    real = goes_on(COUNTS, b, MASKED)
+    # q and the window's keys are the first launch's: where another has come since, they are there without waiting
+    wait_for_the_launch_before(OVERLAP and not AHEAD)
     if real:
-        t = tl.load(LENGTHS + b).to(tl.int32)
         q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
         m = tl.full([RP], float("-inf"), tl.float32)
         l = tl.zeros([RP], tl.float32)
@@ -159,6 +161,7 @@ def _read(
         read = 0
         if SELECTED:
             if part < selected_parts:
+                wait_for_the_launch_before(OVERLAP and AHEAD)
                 i = tl.arange(0, BLOCK)
                 pair = b.to(tl.int64) * G + g
                 at = b.to(tl.int64) * slots * G + g
@@ -188,8 +191,10 @@ def _read(
                     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                     m, l, acc = _step(s, v, some, m, l, acc)
                     read += tl.sum(some.to(tl.int32), 0)
+        wait_for_the_launch_before(OVERLAP and AHEAD)
         _leave(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
     else:
+        wait_for_the_launch_before(OVERLAP and AHEAD)
         tl.store(READ + (b.to(tl.int64) * G + g) * parts + after + part, 0)
 
 
@@ -213,8 +218,8 @@ def attend(
         (slots, 0 if logits is None else logits.shape[2], splits, parts.count),
         (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
          value_size, padded(value_size), tile(q, value_size), counts is not None,
-         logits is not None, out),
-        num_warps=4, num_stages=3,
+         logits is not None, out, overlaps(q)),
+        num_warps=4, num_stages=3, launch_pdl=overlaps(q),
     )  # fmt: skip
 
 
@@ -238,8 +243,8 @@ def read(
         (size**-0.5 * LOG2E, config.select_block, config.select_count, config.window, groups, heads // groups,
          padded(heads // groups), size, padded(size), value_size,
          padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
-         counts is not None),
-        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages,
+         counts is not None, overlaps(q), after > 0),
+        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=overlaps(q),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.decode_attend import Parts
+from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import power_of_2
 
@@ -29,27 +30,27 @@ def _share(lse, own, gate):
 def _merge(
     O, LSE, GATES, OUT, LENGTHS, COUNTS, a, b, c, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PP: tl.constexpr, GATED: tl.constexpr,
-    SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
+    SOFTMAX: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Parts 0 … a-1 are the compressed branch's, a … b-1 the selected one's, b … c-1 the window's."""
     h = tl.program_id(0)
     batch = tl.program_id(1)
-    real = True
-    if MASKED:
-        real = tl.load(COUNTS + batch) > 0
     row = batch.to(tl.int64) * H + h
     d = tl.arange(0, DVP)
     acc = tl.zeros([DVP], tl.float32)
+    gate_c = 1.0
+    gate_s = 1.0
+    gate_w = 1.0
+    if GATED:
+        gate_c = tl.load(GATES + row * 3).to(tl.float32)
+        gate_s = tl.load(GATES + row * 3 + 1).to(tl.float32)
+        gate_w = tl.load(GATES + row * 3 + 2).to(tl.float32)
+    real = goes_on(COUNTS, batch, MASKED)
+    wait_for_the_launch_before(OVERLAP)
     if real:
         LSE += row * c
         O += row * c * DV
-        gate_c = 1.0
-        gate_s = 1.0
-        gate_w = 1.0
         if GATED:
-            gate_c = tl.load(GATES + row * 3).to(tl.float32)
-            gate_s = tl.load(GATES + row * 3 + 1).to(tl.float32)
-            gate_w = tl.load(GATES + row * 3 + 2).to(tl.float32)
             if SOFTMAX:
                 highest = tl.maximum(tl.maximum(gate_c, gate_s), gate_w)
                 gate_c = tl.exp(gate_c - highest)
@@ -88,7 +89,7 @@ def merge(
     call(
         _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), ends,
         (heads, size, power_of_2(size), max(16, power_of_2(count)), gates is not None,
-         softmax, counts is not None),
-        num_warps=8 if count > 64 else 4,
+         softmax, counts is not None, overlaps(parts.o)),
+        num_warps=8 if count > 64 else 4, launch_pdl=overlaps(parts.o),
     )  # fmt: skip
     return out

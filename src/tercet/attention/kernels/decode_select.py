@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.score import _choose_range
 from tercet.attention.kernels.settings import power_of_2
@@ -21,12 +22,11 @@ from tercet.attention.spec import NSAConfig
 
 
 @triton.jit
-def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.constexpr):
-    """p of compressed tokens i, summed over the heads of a group."""
+def _scores(LOGITS, i, mask, room, HEADS: tl.constexpr, RP: tl.constexpr):
+    """[RP, …]: of compressed tokens i with each head of a group."""
     r = tl.arange(0, RP)
-    s = tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
-                other=float("-inf"))  # fmt: skip
-    return tl.sum(tl.exp2(s - lse[:, None]), 0)
+    return tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
+                   other=float("-inf"))  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["room", "blocks", "splits", "parts"])
@@ -35,15 +35,15 @@ def _score(
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, MASKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * NB
     g = tl.program_id(1)
     b = tl.program_id(2)
-    real = True
-    if MASKED:
-        real = tl.load(COUNTS + b) > 0
+    after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
+    real = goes_on(COUNTS, b, MASKED)
+    wait_for_the_launch_before(OVERLAP)
     if real:
-        after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
         current = (after - 1) // BLOCK
         WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
         pair_of = b.to(tl.int64) * G + g
@@ -58,6 +58,19 @@ def _score(
         if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
             seen = tl.where(after < L, 0, (after - L) // S + 1)
             pair = (b.to(tl.int64) * G + g) * HEADS
+            # In units of S tokens: a compressed token covers A of them, a block has U.
+            A: tl.constexpr = L // S
+            U: tl.constexpr = BLOCK // S
+            x = tl.arange(0, NB * U)
+            u = x % U
+            i = first * U + x
+            # all loads first: the log-sum-exp's would hold up those behind it
+            own = _scores(LOGITS + pair * room, i, i < seen, room, HEADS, RP)
+            if A > 1:
+                # what reaches over from the block before
+                over = tl.maximum(u + A - U, 0)
+                mask = (over > 0) & (i >= U) & (i - U < seen)
+                other = _scores(LOGITS + pair * room, i - U, mask, room, HEADS, RP)
             r = tl.arange(0, RP)
             p = tl.arange(0, SP)
             lse = tl.load(LSE + (pair + r)[:, None] * parts + p[None, :],
@@ -66,21 +79,11 @@ def _score(
             top = tl.where(top > float("-inf"), top, 0.0)
             lse = top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
             lse = tl.where(r < HEADS, lse, 0.0)
-            # In units of S tokens: a compressed token covers A of them, a block has U.
-            A: tl.constexpr = L // S
-            U: tl.constexpr = BLOCK // S
-            x = tl.arange(0, NB * U)
-            u = x % U
-            i = first * U + x
-            own = _probabilities(LOGITS + pair * room, i, i < seen, lse, room, HEADS, RP)
+            lse = lse[:, None]
             weight = (tl.minimum(u + A, U) - u).to(tl.float32) / A
-            score = tl.sum((own * weight).reshape(NB, U), 1)
+            score = tl.sum((tl.sum(tl.exp2(own - lse), 0) * weight).reshape(NB, U), 1)
             if A > 1:
-                # what reaches over from the block before
-                over = tl.maximum(u + A - U, 0)
-                mask = (over > 0) & (i >= U) & (i - U < seen)
-                other = _probabilities(LOGITS + pair * room, i - U, mask, lse, room, HEADS, RP)
-                score += tl.sum((other * (over.to(tl.float32) / A)).reshape(NB, U), 1)
+                score += tl.sum((tl.sum(tl.exp2(other - lse), 0) * (over.to(tl.float32) / A)).reshape(NB, U), 1)
             j = first + tl.arange(0, NB)
             tl.store(SCORES + pair_of * blocks + j, score, mask=j < blocks)
             tl.debug_barrier()  # all threads have written before one of them says so
@@ -101,7 +104,8 @@ def score(
     scores = torch.empty(batch, groups, blocks, dtype=torch.float32, device=logits.device)
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block
-    per = max(1, 256 * d // block)
+    # as many compressed tokens to a program as registers hold the scores of
+    per = max(1, min(256, 4096 // power_of_2(heads)) * d // block)
     # sizes a factor of four apart: a handful of variants for all lengths
     listed = next(n for n in (256, 1024, 4096, 16384) if n >= blocks)
     call(
@@ -109,6 +113,6 @@ def score(
         (logits.shape[2], blocks, splits, lse.shape[2]),
         (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
          power_of_2(heads),
-         max(16, power_of_2(splits)), per, counts is not None),
-        num_warps=8 if listed > 4096 else 4,
+         max(16, power_of_2(splits)), per, counts is not None, overlaps(logits)),
+        num_warps=8 if listed > 4096 else 4, launch_pdl=overlaps(logits),
     )  # fmt: skip
