@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
+from tercet.inference.arguments import Device, Dtype, Run
+
 
 def generate(
-    run: Path,
+    run: Run,
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     prompt_file: Path | None = None,
     max_new_tokens: int = 128,
@@ -24,14 +26,13 @@ def generate(
     prefill_chunk: int = 8192,
     cache: bool = True,
     graph: bool = True,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     json: bool = False,
 ) -> int:
     """Write on from a prompt. The text comes as it is made; time and tokens/s stand on stderr.
 
     Args:
-        run: A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.
         prompt: Text to go on from; give it several times for a batch.
         prompt_file: A file that holds the prompt; - reads standard input.
         max_new_tokens: Most tokens to write.
@@ -45,8 +46,6 @@ def generate(
         prefill_chunk: Prompt tokens read at once; fewer need less memory.
         cache: Keep keys and values; without it everything is read again for each token.
         graph: On a GPU, one CUDA graph for each step.
-        device: Where to compute.
-        dtype: auto is bfloat16 on a GPU if the model was trained so, else float32.
         json: One line of JSON per prompt instead of text.
     """
     prompts = [*prompt, *([] if prompt_file is None else [_read(prompt_file)])]

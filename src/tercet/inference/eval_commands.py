@@ -6,29 +6,24 @@ import json
 from pathlib import Path
 from typing import Literal
 
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+from tercet.inference.arguments import Device, Dtype, Plot, Run
 
 
 def perplexity(
-    run: Path,
+    run: Run,
     sequences: int = 32,
     seq_len: int | None = None,
     batch: int = 4,
-    plot: Path | None = None,
+    plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
     """Loss on held-out data by position in the context: does it keep falling as there is more to read?
 
     Args:
-        run: A run folder, a checkpoint, or a folder of imported weights.
         sequences: Held-out sequences to read.
         seq_len: Tokens per sequence; as in training unless given.
         batch: Sequences at once.
-        plot: Draw the curve into this SVG file.
-        device: Where to compute.
-        dtype: Of weights and arithmetic.
     """
     from tercet.inference.load import load_model
     from tercet.inference.perplexity import by_position, held_out, overall
@@ -51,30 +46,26 @@ def perplexity(
 
 
 def needle(
-    run: Path,
+    run: Run,
     lengths: tuple[int, ...] = (),
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0),
     trials: int = 8,
     style: Literal["auto", "recall", "text"] = "auto",
     seed: int = 0,
     batch: int = 8,
-    plot: Path | None = None,
+    plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
     """A needle in a haystack: a fact at each depth of texts of each length, asked for at the end.
 
     Args:
-        run: A run folder, a checkpoint, or a folder of imported weights.
         lengths: Tokens of the texts; a quarter, half and all of the model's context unless given.
         depths: Where the fact stands: 0 is the beginning, 1 the end.
         trials: Texts per length and depth.
         style: recall (noise and ab=42;), text (held-out text and a sentence); auto follows the training data.
         seed: Of the texts.
         batch: Texts at once.
-        plot: Draw the map into this SVG file.
-        device: Where to compute.
-        dtype: Of weights and arithmetic.
     """
     from tercet.inference.load import load_model
     from tercet.inference.needle import needle as search
@@ -103,7 +94,7 @@ def recall(
     length: int | None = None,
     documents: int = 64,
     batch: int = 8,
-    plot: Path | None = None,
+    plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
@@ -114,9 +105,6 @@ def recall(
         length: Tokens per document; as in training unless given.
         documents: Documents to ask.
         batch: Documents at once.
-        plot: Draw the curves into this SVG file.
-        device: Where to compute.
-        dtype: Of weights and arithmetic.
     """
     from tercet.inference.load import load_model
     from tercet.inference.recall import recall_by_distance, window_reach
@@ -144,7 +132,7 @@ def recall(
 
 
 def selection_map(
-    run: Path,
+    run: Run,
     out: Path,
     prompt: str = "",
     prompt_file: Path | None = None,
@@ -155,13 +143,10 @@ def selection_map(
     """Which blocks each layer really read for one token of a prompt, as a picture over the text.
 
     Args:
-        run: A run folder, a checkpoint, or a folder of imported weights.
         out: The HTML page to write.
         prompt: The text.
         prompt_file: A file that holds it.
         query: The token whose reading is shown, counted from 0; -1 is the last.
-        device: Where to compute.
-        dtype: Of weights and arithmetic.
     """
     from tercet.errors import TercetError
     from tercet.inference.commands import _read
