@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,6 +35,7 @@ import tercet
 from tercet.config.train import CheckpointConfig
 from tercet.durable import sync, write_json
 from tercet.train import manifest
+from tercet.train.hashed_file import HashedFileSystem
 from tercet.train.manifest import CheckpointError
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -151,21 +153,40 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         self.writing = checkpoints / (manifest.WRITING + manifest.folder_name(step))
         self._run_state, self._rank_state, self._config = run_state, rank_state, config
         self._rank, self._world_size = rank, world_size
+        kinds = sorted({_file_of(name) for name in names})
         super().__init__(
             path=str(self.writing),
-            # Weights in a file of their own: whoever wants only them reads only that.
-            fqn_to_index_mapping={name: 1 if name.startswith(MODEL) else 2 for name in names},
+            fqn_to_index_mapping={name: 1 + kinds.index(_file_of(name)) for name in names},
             save_distributed=True,
         )
+        self.fs = self._files = HashedFileSystem()
+        # What is written is on the host already: DCP's way of copying ahead would wait for the device's stream.
+        self.per_thread_copy_ahead = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """This rank's tensors, then its own state with the checksums of its files."""
-        future = super().write_data(plan, planner)
-        names = sorted({result.storage_data.relative_path for result in future.wait()})
-        for name in names:
-            sync(self.writing / name)
-        files = {name: manifest.file_record(self.writing / name) for name in names}
+        """This rank's tensors, then its own state with the checksums of its files.
+
+        A thread per file: serialising, hashing and writing all let other threads run. DCP's own threads would do the
+        same, but an error in one of them (a full disk) is lost there.
+        """
+        assert self.fqn_to_index_mapping is not None
+        items: dict[int, list[WriteItem]] = defaultdict(list)
+        for item in plan.items:
+            items[self.fqn_to_index_mapping[item.index.fqn]].append(item)
+        parts = [replace(plan, items=of_file) for of_file in items.values()]
+
+        def write(part: SavePlan) -> list[WriteResult]:
+            written: list[WriteResult] = super(_CommittingWriter, self).write_data(part, planner).wait()
+            sync(self.writing / written[0].storage_data.relative_path)
+            return written
+
+        with ThreadPoolExecutor(max(len(parts), 1), "tercet-save") as threads:
+            results = [result for written in threads.map(write, parts) for result in written]
+        names = sorted({result.storage_data.relative_path for result in results})
+        files = {name: self._files.record(self.writing / name) for name in names}
         write_json(self.writing / manifest.rank_file(self._rank), {"files": files, "state": dict(self._rank_state)})
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -195,6 +216,12 @@ class _CommittingWriter(HuggingFaceStorageWriter):
     def discard(self) -> None:
         """Free what a failed save took, so that a full disk is not kept full."""
         manifest.sweep(self.writing.parent)
+
+
+def _file_of(name: str) -> str:
+    """Which of a checkpoint's files a tensor goes to: the weights', or that of its kind of moment. Weights have one of
+    their own, which sorts first: whoever wants only them reads only that. Files of equal size are written at once."""
+    return MODEL if name.startswith(MODEL) else OPTIMIZER + name.rsplit(".", 1)[-1]
 
 
 def _is_full_disk(error: BaseException | None) -> bool:

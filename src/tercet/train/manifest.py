@@ -5,7 +5,7 @@ checkpoints/
     manifest.json       format version, step, tokens, and size and SHA-256 of every other file
     run.json            step, tokens, data cursor, config, counters
     rank-00000.json     random generators of each rank
-    shard-*.safetensors weights (…-00001-of-00002) and optimizer (…-00002-of-00002), one shard per rank
+    shard-*.safetensors weights (…-00001-of-00004) and the optimizer's moments (one file per kind), one shard per rank
   .writing-…          a save under way, or one that a crash cut short; never loaded, swept away at the next start
   latest -> step-…    the newest complete one, for people; resuming looks at the folders themselves
 """
@@ -16,6 +16,7 @@ import contextlib
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,20 @@ def verify(folder: Path) -> dict[str, Any]:
         files = {name: (record["bytes"], record["sha256"]) for name, record in manifest["files"].items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error!r})") from None
-    for name, (size, digest) in files.items():
+    for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
         if path.stat().st_size != size:
             raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {size}")
-        if sha256(path) != digest:
+    # Every shard there is will be read, so one that nobody vouches for is refused.
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("rank-*.json"))):
+        if path.name not in files:
+            raise CheckpointError(f"{folder}: {path.name} is not in {MANIFEST}, which is damaged or not this folder's")
+    with ThreadPoolExecutor(4) as threads:  # hashing lets other threads run
+        digests = dict(zip(files, threads.map(lambda name: sha256(folder / name), files), strict=True))
+    for name, (_, digest) in files.items():
+        if digests[name] != digest:
             raise CheckpointError(f"{folder}: {name} does not match its SHA-256: its content was changed or damaged")
     return manifest
 
