@@ -1,4 +1,4 @@
-"""The gradient of SwiGLU's middle as one kernel. y: [..., 2F], gates beside what they open; h: [..., F] = silu(gate) · up
+"""The gradient of SwiGLU's middle as one kernel. y: [..., 2F], gate and up; h: [..., F] = silu(gate) · up
 
 The compiler writes the two halves of y's gradient by one kernel that works out both for every element and throws one
 away: 58% of the memory's rate. Its forward kernel is as fast as memory, and stays the compiler's.
