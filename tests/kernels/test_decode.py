@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tercet
+from kernels.caches import filled
 from tercet.attention.kernels import decode
 from tercet.attention.kernels.decode_attend import read_stages
-from tercet.model.cache import HostLengths
 
 CFG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
@@ -23,16 +23,6 @@ def make(kind=tercet.NativeSparseAttention, dtype=torch.float32, **options):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return layer
-
-
-def filled(layer, lengths: list[int], room: int):
-    """A cache of random tokens."""
-    cache = layer.make_cache(len(lengths), room)
-    for store in cache._stores.values():
-        store.normal_()
-    cache.lengths.copy_(torch.tensor(lengths))
-    cache.host = HostLengths(tuple(lengths))
-    return cache
 
 
 def twin(layer, cache):

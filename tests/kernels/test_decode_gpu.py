@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
+from kernels.caches import filled
 from tercet.attention.kernels import decode_overlap
 from tercet.attention.reference import block_importance
 from tercet.config.load import load
@@ -30,16 +31,6 @@ def make(kind, heads, groups, size, value_size=None, dtype=torch.bfloat16, **opt
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return layer
-
-
-def filled(layer, lengths: list[int], room: int):
-    """A cache of random tokens."""
-    cache = layer.make_cache(len(lengths), room)
-    for store in cache._stores.values():
-        store.normal_()
-    cache.lengths.copy_(torch.tensor(lengths))
-    cache.host = type(cache.host)(tuple(lengths))
-    return cache
 
 
 def stepped(layer, cache, xs, backend: str, lengths=None) -> torch.Tensor:
