@@ -52,6 +52,17 @@ def test_lengths_share_their_tokens_and_batches_their_length():
     assert [c["preset"] for c in cells[:2]] == ["m7c", "m7c-dense"]
 
 
+def test_packed_documents_and_a_row_for_each_stand_beside_each_other():
+    asked = train.cells_of("m7c", ("nsa", "dense"), (64,), 64, (), 64, "none", ("nsa",), ("nsa",))
+    assert [(c["kind"], c["packed"]) for c in asked] == [("nsa", True), ("nsa", False), ("dense", False)]
+    speeds = (80.0, 90.0, 100.0)
+    cells = [cell(c["kind"], 1, 64, speed, packed=c["packed"]) for c, speed in zip(asked, speeds, strict=True)]
+    rows = train.compared(cells, True)
+    assert [(r["packed"], r["times_dense"]) for r in rows] == [(True, 0.8), (False, 0.9)]
+    assert [line.split(" | ")[2] for line in train.table(rows)[2:]] == ["packed", "rows"]
+    assert train.cliffs(rows, 64) == []  # two of one batch, and neither falls from the other
+
+
 def test_settings_that_cannot_be_are_refused_in_one_line():
     with pytest.raises(TercetError, match="tokens=100 is not a multiple of length 64"):
         train.cells_of("m7c", ("nsa",), (64,), 100, (), 64, "none", ())
@@ -149,8 +160,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **more: A
     monkeypatch.setattr(train, "measured", lambda *asked: parities.append(asked[-1]) or ({"correct": True}, done))
     return train.main(
         preset="tiny", kinds=("nsa", "dense"), lengths=(64,), tokens=64, batches=(), batch_length=64, steps=1,
-        repeats=1, checkpointing="none", packed=more.get("packed", ()), statistics=True, flags=more.get("flags", {}),
-        seconds=1, out=more.get("out"), picture=more.get("picture"),
+        repeats=1, checkpointing="none", packed=more.get("packed", ()), plain=(), statistics=True,
+        flags=more.get("flags", {}), seconds=1, out=more.get("out"), picture=more.get("picture"),
     )  # fmt: skip
 
 

@@ -115,6 +115,7 @@ def train(
     repeats: int = 3,
     checkpointing: str = "none",
     packed: str = "",
+    plain: str = "",
     statistics: bool = True,
     compile: str = "auto",
     device: str = "auto",
@@ -136,6 +137,7 @@ def train(
         repeats: Intervals that are timed; the median counts. 0: the first one, compiling included.
         checkpointing: none, selective or full activation checkpointing.
         packed: Kinds (nsa, dense or both) whose documents are packed into one row with bounds, instead of a row each.
+        plain: Of the packed kinds, those measured with a row for each document as well.
         statistics: Look at gates and selection in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
         device: auto, cuda or cpu.
@@ -164,7 +166,8 @@ def train(
     return main(
         preset=preset, kinds=kinds.split(","), lengths=_numbers(lengths), tokens=tokens, batches=_numbers(batches),
         batch_length=batch_length, steps=steps, repeats=repeats, checkpointing=checkpointing,
-        packed=[kind for kind in packed.split(",") if kind], statistics=statistics, seconds=seconds,
+        packed=[kind for kind in packed.split(",") if kind], plain=[kind for kind in plain.split(",") if kind],
+        statistics=statistics, seconds=seconds,
         flags={"train.compile": compile} | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
     )  # fmt: skip

@@ -32,10 +32,12 @@ CLIFF = 0.03
 
 def cells_of(
     preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int], batch_length: int,
-    checkpointing: str, packed: Sequence[str],
+    checkpointing: str, packed: Sequence[str], plain: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Both kinds of a setting beside each other in time, so that a drift of the device's clock falls on both."""
-    for name, given in (("kinds", kinds), ("packed", packed)):
+    """Both kinds of a setting beside each other in time, so that a drift of the device's clock falls on both. Documents
+    of the `packed` kinds are packed, of those that are `plain` as well a row each in another cell, of the others too.
+    """
+    for name, given in (("kinds", kinds), ("packed", packed), ("plain", plain)):
         if unknown := set(given) - set(KINDS):
             raise TercetError(f"{name}={','.join(sorted(unknown))} is unknown: pick of {', '.join(KINDS)}")
     if wrong := [length for length in lengths if tokens % length]:
@@ -45,10 +47,11 @@ def cells_of(
     return [
         {
             "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
-            "checkpointing": checkpointing, "packed": kind in packed,
+            "checkpointing": checkpointing, "packed": as_one_row,
         }
         for batch, length in settings
         for kind in kinds
+        for as_one_row in ((True, False) if kind in packed and kind in plain else (kind in packed,))
     ]  # fmt: skip
 
 
@@ -135,7 +138,7 @@ def _parity_words(checked: dict[str, Any]) -> str:
 
 
 def _row(cell: dict[str, Any]) -> str:
-    head = f"  {cell['kind']:5} {cell['batch']:5d} x {cell['length']:<8d}"
+    head = f"  {cell['kind']:5} {cell['batch']:5d} x {cell['length']:<8d}{' packed' * cell.get('packed', False)}"
     if cell["outcome"] != "ok":
         return f"{head} {cell['outcome']}"
     memory = f"{cell['peak_gib']:7.2f} GiB" if cell["peak_gib"] is not None else ""
@@ -145,36 +148,39 @@ def _row(cell: dict[str, Any]) -> str:
 
 
 def compared(cells: Sequence[dict[str, Any]], correct: bool) -> list[dict[str, Any]]:
-    """One row for each setting, with the ratios that may be told."""
-    by_setting: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    """One row for each setting, with the ratios that may be told: two where NSA's documents were packed and plain. Both
+    are compared with the faster dense cell."""
+    by_setting: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for cell in cells:
         setting = tuple(cell[name] for name in ("batch", "length", "checkpointing"))
-        by_setting.setdefault(setting, {})[cell["kind"]] = cell
+        by_setting.setdefault(setting, {}).setdefault(cell["kind"], []).append(cell)
     rows = []
     for (batch, length, checkpointing), kinds in by_setting.items():
-        row: dict[str, Any] = {
-            "batch": batch, "length": length, "checkpointing": checkpointing,
-            "times_dense": None, "times_dense_memory": None,
-        }  # fmt: skip
-        row |= {kind: kinds[kind] for kind in KINDS if kind in kinds}
-        if correct and len(kinds) == 2 and all(cell["outcome"] == "ok" for cell in kinds.values()):
-            nsa, dense = kinds["nsa"], kinds["dense"]
-            apart = abs(nsa["first_loss"] - dense["first_loss"]) / dense["first_loss"]
-            row["near"] = apart <= NEAR + (batch * length) ** -0.5
-            if row["near"]:
-                row["times_dense"] = nsa["tokens_per_s"] / dense["tokens_per_s"]
-                if nsa["peak_gib"] is not None:
-                    row["times_dense_memory"] = nsa["peak_gib"] / dense["peak_gib"]
-        rows.append(row)
+        dense = max(kinds.get("dense", ()), key=lambda cell: cell.get("tokens_per_s", 0.0), default=None)
+        for nsa in kinds.get("nsa", (None,)):
+            row: dict[str, Any] = {
+                "batch": batch, "length": length, "checkpointing": checkpointing,
+                "packed": (nsa or dense or {}).get("packed", False),
+                "times_dense": None, "times_dense_memory": None,
+            }  # fmt: skip
+            row |= {kind: cell for kind, cell in (("nsa", nsa), ("dense", dense)) if cell is not None}
+            if correct and nsa and dense and nsa["outcome"] == dense["outcome"] == "ok":
+                apart = abs(nsa["first_loss"] - dense["first_loss"]) / dense["first_loss"]
+                row["near"] = apart <= NEAR + (batch * length) ** -0.5
+                if row["near"]:
+                    row["times_dense"] = nsa["tokens_per_s"] / dense["tokens_per_s"]
+                    if nsa["peak_gib"] is not None:
+                        row["times_dense_memory"] = nsa["peak_gib"] / dense["peak_gib"]
+            rows.append(row)
     return rows
 
 
 def cliffs(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
     """Batches of one length that are slower, by token, than a smaller one."""
     found = []
-    for kind in KINDS:
-        line = sorted((r["batch"], r[kind]["tokens_per_s"]) for r in rows
-                      if r["length"] == length and r.get(kind, {}).get("outcome") == "ok")  # fmt: skip
+    for kind, packed in itertools.product(KINDS, (True, False)):
+        cells = [r[kind] for r in rows if r["length"] == length and r.get(kind, {}).get("outcome") == "ok"]
+        line = sorted({(c["batch"], c["tokens_per_s"]) for c in cells if c["packed"] == packed})
         for (small, fast), (large, slow) in itertools.pairwise(line):
             if slow < (1 - CLIFF) * fast:
                 found.append(f"{kind} at length {length}: batch {small} -> {large} falls to {slow / fast:.0%}")
@@ -183,10 +189,11 @@ def cliffs(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown."""
-    lines = ["| length | batch | NSA, tokens/s | dense, tokens/s | x dense | NSA, GiB | dense, GiB | x dense |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    columns = ("length", "batch", "documents", "NSA, tokens/s", "dense, tokens/s", "x dense", "NSA, GiB", "dense, GiB",
+               "x dense")  # fmt: skip
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
-        parts = [str(row["length"]), str(row["batch"])]
+        parts = [str(row["length"]), str(row["batch"]), "packed" if row["packed"] else "rows"]
         parts += [_figure(row.get(kind), "tokens_per_s", ",.0f") for kind in KINDS]
         parts.append("" if row["times_dense"] is None else f"{row['times_dense']:.2f}")
         parts += [_figure(row.get(kind), "peak_gib", ".1f") for kind in KINDS]
@@ -215,13 +222,13 @@ def check_place(flag: str, file: Path | None) -> None:
 
 def main(
     *, preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int],
-    batch_length: int, steps: int, repeats: int, checkpointing: str, packed: Sequence[str], statistics: bool,
-    flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
+    batch_length: int, steps: int, repeats: int, checkpointing: str, packed: Sequence[str], plain: Sequence[str],
+    statistics: bool, flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
     begun = time.time()
     for flag, file in (("--out", out), ("--picture", picture)):
         check_place(flag, file)
-    cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed)
+    cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags, "nsa" in packed] if "nsa" in kinds else None

@@ -33,6 +33,8 @@ _TOLERANCE = 1e-2
 _SAME_LOSS = 2e-3
 # Beyond this an uncompiled pass beside the compiled one would cost more than the cell
 _CHECKED_TOKENS = 1 << 18
+# Steps at most before intervals that count: the first compiles, and after the third memory is laid out as it stays
+_WARM = 3
 
 
 def configured(cell: dict[str, Any], steps: int) -> RunConfig:
@@ -58,7 +60,8 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         bench = Bench(config, Path(folder))
         bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
         expected = _uncompiled_loss(bench)
-        first = bench.interval(watched=True, steps=steps)  # compiles
+        warm = min(steps, _WARM) if repeats else steps
+        first = bench.interval(watched=True, steps=warm)  # compiles
         if bench.device.type == "cuda" and repeats:
             torch.cuda.reset_peak_memory_stats(bench.device)
         seconds = [bench.interval(watched=True, steps=steps) for _ in range(repeats)] or [first]
@@ -81,7 +84,7 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         "first_loss": start,
         "uncompiled_loss": expected,
         "last_loss": losses[-1],
-        "first_interval_s": first * steps,
+        "first_interval_s": first * warm,
         "includes_compiling": repeats == 0,
         "routes": routes,
         "parameters": sum(p.numel() for p in bench.state.model.parameters()),

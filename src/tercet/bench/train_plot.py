@@ -18,7 +18,7 @@ def draw(result: dict[str, Any], picture: Path) -> list[str]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = result["results"]
+    rows = sorted(result["results"], key=lambda r: bool(r.get("packed")))  # packed ones last: they are drawn over plain
     lengths, batches = sorted({r["length"] for r in rows}), sorted({r["batch"] for r in rows})
     pyplot.rcParams |= {"font.size": 8, "svg.hashsalt": "tercet"}
     figure, axes = pyplot.subplots(1, 3, figsize=(3 + 2.1 * len(batches), 1.5 + 0.5 * len(lengths)), squeeze=False)
