@@ -11,6 +11,7 @@ from tercet.attention.kernels import heads as _heads  # noqa: F401  (registers t
 from tercet.attention.kernels.ops import compressed_select, nsa
 from tercet.attention.kernels.ops import selected_attention as selected
 from tercet.attention.kernels.ops import window_attention as window
+from tercet.attention.kernels.settings import unfit_blocks
 from tercet.attention.spec import NSAConfig
 
 __all__ = ["compressed_select", "nsa", "selected", "unsupported", "window"]
@@ -38,12 +39,8 @@ def unsupported(
     if q.dtype not in _DTYPES or any(x.dtype != q.dtype for x in keys + values):
         found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))
         return f"q, k and v must share one of bfloat16, float16, float32: got {found}"
-    for name in ("compress_block", "compress_stride", "select_block"):
-        size = getattr(config, name)
-        if size & (size - 1):
-            return f"{name}={size} is not a power of two"
-    if not 16 <= config.select_block <= 128:
-        return f"select_block={config.select_block} is not within 16 … 128"
+    if (reason := unfit_blocks(config)) is not None:
+        return reason
     if config.select_count > 256:
         return f"select_count={config.select_count} is more than 256"
     for name, x in (("Dk", q), *(("Dv", v) for v in values[:1])):

@@ -64,12 +64,8 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
         return f"{heads.heads // heads.groups} heads per group are more than 128"
     if config is None:
         return None
-    for name in ("compress_block", "compress_stride", "select_block"):
-        size = getattr(config, name)
-        if size & (size - 1):
-            return f"{name}={size} is not a power of two"
-    if not 16 <= config.select_block <= 128:
-        return f"select_block={config.select_block} is not within 16 … 128"
+    if (reason := settings.unfit_blocks(config)) is not None:
+        return reason
     sizes = heads.heads // heads.groups, heads.key_size, heads.value_size
     if read_stages(device, dtype, *sizes, config) is None:
         return (

@@ -11,6 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tercet.attention.spec import NSAConfig
+
 LOG2E = 1.4426950408889634
 
 
@@ -91,6 +93,17 @@ def shared_memory(device: torch.device) -> int:
 @lru_cache(maxsize=64)
 def _shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def unfit_blocks(config: NSAConfig) -> str | None:
+    """Why the kernels cannot run with blocks of these sizes; None if they can."""
+    for name in ("compress_block", "compress_stride", "select_block"):
+        size = getattr(config, name)
+        if size & (size - 1):
+            return f"{name}={size} is not a power of two"
+    if not 16 <= config.select_block <= 128:
+        return f"select_block={config.select_block} is not within 16 … 128"
+    return None
 
 
 def settings(kernel: str, q: Tensor, v: Tensor) -> Launch:
