@@ -7,8 +7,10 @@ import os
 
 NEED_INTERPRETER = [
     "test_decode.py",
+    "test_heads.py",
     "test_selected.py",
     "test_selection.py",
+    "test_swiglu.py",
     "test_laws.py",
     "test_operators.py",
     "test_stretch.py",

@@ -20,8 +20,6 @@ from tercet.model.rope import Turns, rotate
 if TYPE_CHECKING:
     from tercet.model.attention import NativeSparseAttention
 
-ENABLED = False  # until it has been seen on a GPU
-
 
 class Projected(NamedTuple):
     """What the operator takes. q: [B, T, H, D]; compressed: [B, Tc, G, D]; others: [B, T, G, D]; gates: [B, T, H, 3]"""
@@ -40,8 +38,7 @@ def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
     """Whether the kernel that takes it apart knows the layer: three K/V sets, no norms between product and turn, keys
     and values of one size, tokens enough for a compressed one."""
     return (
-        ENABLED
-        and layer.backend != "reference"
+        layer.backend != "reference"
         and not layer.shared_kv
         and layer.q_norm is None
         and layer.value_dim == layer.head_dim

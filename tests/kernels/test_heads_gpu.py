@@ -1,0 +1,65 @@
+"""One product taken apart on a GPU: what several products give, bit for bit from run to run; SwiGLU's gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import tercet
+from tercet.attention.layout import Packing
+from tercet.bench.attention import relative_error
+from tercet.model import projection
+from tercet.model.attention import NativeSparseAttention, turns_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BOUNDS = [0, 13, 2000, 2000, 4111, 5000]
+
+
+def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None, *, one: bool) -> list[torch.Tensor]:
+    """What the operator takes and, for random gradients of it, those of x and the parameters."""
+    leaf = x.clone().requires_grad_()
+    turns = turns_of(layer.rotary, x, packing, layer.config)
+    project = projection.one_product if one else NativeSparseAttention._apart
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+        parts = project(layer, leaf, packing, turns)
+    noise = torch.Generator(device="cuda").manual_seed(1)
+    grads = [torch.randn(p.shape, device="cuda", generator=noise).to(p.dtype) for p in parts]
+    used = [p for n, p in layer.named_parameters() if not n.startswith("o_proj")]
+    return [*parts, *torch.autograd.grad(parts, [leaf, *used], grads)]
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (6, 1, 96), (16, 4, 128)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-4)])
+def test_one_product_is_what_several_give(
+    heads: int, groups: int, size: int, packed: bool, dtype: torch.dtype, limit: float
+) -> None:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(256, heads, groups, size).cuda()
+    layer.init_weights(0.05, 0.05)
+    for parameter in layer.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+    x = torch.randn(1 if packed else 3, 5000, 256, device="cuda", dtype=dtype)
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
+    packing = Packing(bounds, 5000, 312, tercet.NSAConfig()) if packed else None
+    found, wanted = (made(layer, x, packing, one=one) for one in (True, False))
+    again = made(layer, x, packing, one=True)
+    assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < limit
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_swiglus_gradient_is_that_of_the_formula() -> None:
+    from tercet.model.swiglu import swiglu_gradient
+
+    y, dh = torch.randn(777, 4100, device="cuda"), torch.randn(777, 2050, device="cuda")
+    exact = y.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=-1)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, exact, dh.double())
+    for dtype, limit in ((torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
+        assert relative_error(swiglu_gradient(y.to(dtype), dh.to(dtype)), wanted) < limit

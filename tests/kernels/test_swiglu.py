@@ -1,0 +1,39 @@
+"""SwiGLU's gradient by its kernel: autograd's own; fp32, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tercet.model import ffn, swiglu
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_those_of_the_formula(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, x = ffn.SwiGLU(24, 1030), torch.randn(2, 3, 24)  # more columns than a program takes
+    results: list[list[torch.Tensor]] = []
+    launched: list[str] = []
+    call = swiglu.call
+    monkeypatch.setattr(swiglu, "call", lambda *args, **options: (launched.append("one"), call(*args, **options)))
+    for kernel in (False, True):
+        monkeypatch.setattr(ffn, "kernels_run_on", lambda y, kernel=kernel: kernel)
+        torch._dynamo.reset()
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        leaf = x.clone().requires_grad_()
+        out = run(leaf)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])])
+        assert len(launched) == kernel
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_the_operator_keeps_its_promises() -> None:
+    torch.library.opcheck(torch.ops.tercet.swiglu_gradient, (torch.randn(3, 20), torch.randn(3, 10)))
+
+
+def test_gates_far_from_zero_give_no_nan() -> None:
+    y = torch.tensor([[-200.0, 200.0, 3.0, 3.0]])
+    found = swiglu.swiglu_gradient(y, torch.ones(1, 2))
+    torch.testing.assert_close(found, torch.tensor([[0.0, 3.0, 0.0, 200.0]]))
