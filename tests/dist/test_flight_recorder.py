@@ -69,6 +69,28 @@ def test_ranks_that_parted_ways_are_told_where(tmp_path):
     )
 
 
+def test_transports_of_one_group_are_counted_apart(tmp_path):
+    gloo = entry(1) | {"profiling_name": "gloo:broadcast"}
+    waits = entry(2, done=False)
+    folder = keep(tmp_path, {0: record(gloo, entry(1), waits), 1: record(gloo, entry(1))})
+    what, where = "(all_reduce of 8 at distributed.py:93)", "group 0 (default_pg) on nccl"
+    assert tell(*read(folder))[1:] == [
+        f"{where}: rank 0 waits in collective 2 {what} for rank 1",
+        f"{where}: rank 1 came no further than collective 1 {what}, which is done",
+    ]
+
+
+def test_a_record_has_the_collectives_of_nccl_and_of_other_transports(tmp_path, monkeypatch):
+    """NCCL keeps a record of its own; where a transport has carried nothing, its record has no entries at all."""
+    import torch._C._distributed_c10d as c10d
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda *_: json.dumps({"version": "2.10"}), raising=False)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda *_: json.dumps(record(entry(1))), raising=False)
+    path = write(tmp_path, 0, 1)
+    assert [e["profiling_name"] for e in json.loads(path.read_text())["entries"]] == ["nccl:all_reduce"]
+    assert tell(*read(path.parent)) == ["records of rank 0", "no rank waits in a collective"]
+
+
 def test_when_all_is_done_nobody_is_blamed(tmp_path, capsys):
     keep(tmp_path, {0: record(entry(3)), 1: record(entry(3))})
     assert flight(str(tmp_path)) == 0

@@ -80,15 +80,17 @@ class Bench:
     def interval(self, *, watched: bool, steps: int | None = None) -> float:
         """Seconds per step over one log interval (or so many steps), from one quiet device to the next."""
         steps = steps or self.config.log.every
-        self._wait()
-        begun = time.perf_counter()
         with ExitStack() as stack:
+            beat = None
             if watched:
+                # Threads that a run starts once: begun before the clock, ended after it.
                 beat = stack.enter_context(closing(Heartbeat(self.folder, 0, self.config.log.heartbeat_seconds)))
                 stack.enter_context(Watchdog(self.folder, 0, self.config.health, beat, self.log))
+            self._wait()
+            begun = time.perf_counter()
             for _ in range(steps):
                 step = self.state.step + 1
-                if watched:
+                if beat:
                     beat.at(step, "training")
                     self.observer.before_step(step)
                 result = train_step(
@@ -112,7 +114,8 @@ class Bench:
             if watched:
                 self._tell(measured, (time.perf_counter() - begun) / steps)
             self._wait()
-        return (time.perf_counter() - begun) / steps
+            seconds = time.perf_counter() - begun
+        return seconds / steps
 
     def _tell(self, measured: list[Any], seconds: float) -> None:
         per_step = self.config.train.tokens_per_step

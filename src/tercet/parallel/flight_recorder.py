@@ -46,17 +46,20 @@ def settings(run: Path, rank: int) -> dict[str, str]:
 
 
 def write(run: Path, rank: int, world_size: int) -> Path | None:
-    """This rank's record, as JSON; None where this PyTorch keeps none."""
+    """This rank's record, as JSON; None where this PyTorch keeps none. NCCL's collectives are kept apart from those of
+    other transports, and a run on GPUs has both."""
     import torch._C._distributed_c10d as c10d
 
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            path = run / FOLDER / f"rank_{rank}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps({**json.loads(dump(True, False)), "world_size": world_size}))
-            return path
-    return None
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    records = [json.loads(dump(True, False)) for dump in dumps if dump is not None]
+    if not records:
+        return None
+    # without any collective there is no "entries"
+    entries = [entry for record in records for entry in record.get("entries", [])]
+    path = run / FOLDER / f"rank_{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({**records[0], "entries": entries, "world_size": world_size}))
+    return path
 
 
 def flight(run: str) -> int:
@@ -130,13 +133,17 @@ def tell(found: Mapping[int, Mapping[str, Any]], damaged: Mapping[int, str] = {}
     absent = [str(rank) for rank in range(ranks) if rank not in found and rank not in damaged]
     if absent:
         lines.append(f"no record of rank {', '.join(absent)}: gone before it could write one")
-    groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     for rank, record in found.items():
         for entry in record["entries"]:
             name, about = (*entry["process_group"], "")[:2]
-            groups.setdefault(f"group {name} ({about})", {}).setdefault(rank, []).append(entry)
+            # each transport of a group counts for itself
+            key = f"group {name} ({about})", str(entry["profiling_name"]).rpartition(":")[0]
+            groups.setdefault(key, {}).setdefault(rank, []).append(entry)
     waiting = False
-    for group, by_rank in sorted(groups.items()):
+    for (group, transport), by_rank in sorted(groups.items()):
+        if len([name for name, _ in groups if name == group]) > 1:
+            group += f" on {transport}"
         told = _group(by_rank, bool(absent or damaged))
         waiting = waiting or bool(told)
         lines += [f"{group}: {sentence}" for sentence in told]

@@ -39,10 +39,13 @@ def host_total_gib() -> float | None:
 def device_memory(device: torch.device) -> dict[str, float]:
     """GiB allocated, reserved and at peak; no synchronisation. On a CPU the process's resident memory."""
     if device.type == "cuda":
+        # as nested: memory_allocated() and its like each make a sorted table of 150 numbers for the one they return
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        allocated = stats["allocated_bytes"]["all"]
         return {
-            "allocated_gib": torch.cuda.memory_allocated(device) / GIB,
-            "reserved_gib": torch.cuda.memory_reserved(device) / GIB,
-            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "allocated_gib": allocated["current"] / GIB,
+            "reserved_gib": stats["reserved_bytes"]["all"]["current"] / GIB,
+            "peak_gib": allocated["peak"] / GIB,
         }
     resident = resident_gib()
     return {"allocated_gib": resident, "reserved_gib": resident, "peak_gib": resident}

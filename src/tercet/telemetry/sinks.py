@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,27 +87,31 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, from_step: int) -> None:
         self._writer: Any = tensorboard().SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._record: Any = Summary
 
     def __call__(self, event: Event) -> None:
-        add: Callable[..., None] = self._writer.add_scalar
-        if isinstance(event, StepLogged):
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds"):
-                add(f"train/{name}", getattr(event, name), event.step, walltime=event.time)
-            if event.mfu is not None:
-                add("train/mfu", event.mfu, event.step, walltime=event.time)
-        elif isinstance(event, Validated):
-            add("validation/loss", event.loss, event.step, walltime=event.time)
-        elif isinstance(event, Sampled):
+        if isinstance(event, Sampled):
             self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, walltime=event.time)
-        elif isinstance(event, (LayersObserved, ResourcesObserved, HealthFired)):
-            for name, value in scalars(event).items():
-                add(name, value, event.step, walltime=event.time)
         elif isinstance(event, RunEnded):
             self._writer.close()
+        elif named := scalars(event):
+            # One record for all of an event's numbers: add_scalar makes one for each, and the 150 of a log line would
+            # hold the interpreter for tens of milliseconds, while training waits for it.
+            record = self._record()
+            for name, value in named.items():
+                record.value.add(tag=name, simple_value=value)
+            self._writer.file_writer.add_summary(record, event.step, walltime=event.time)
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Layers, resources and findings as named numbers, for tools that draw such."""
+    """The numbers of an event by name, for tools that draw such."""
+    if isinstance(event, StepLogged):
+        names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds", "mfu")
+        return {f"train/{n}": getattr(event, n) for n in names if getattr(event, n) is not None}
+    if isinstance(event, Validated):
+        return {"validation/loss": event.loss}
     if isinstance(event, LayersObserved):
         columns = {name: getattr(event, name) for name in STATISTICS}
         rows = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}
@@ -129,16 +133,8 @@ class WandbSink:
         )
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepLogged):
-            names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds")
-            values = {f"train/{n}": getattr(event, n) for n in names}
-            if event.mfu is not None:
-                values["train/mfu"] = event.mfu
-            self._run.log(values, step=event.step)
-        elif isinstance(event, Validated):
-            self._run.log({"validation/loss": event.loss}, step=event.step)
-        elif isinstance(event, (LayersObserved, ResourcesObserved, HealthFired)):
-            self._run.log(scalars(event), step=event.step)
+        if named := scalars(event):
+            self._run.log(named, step=event.step)
         elif isinstance(event, RunEnded):
             self._run.finish(exit_code=0 if event.outcome == "completed" else 1)
 
