@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runs import small
+from runs import GPU_SIZES, small
 from tercet.doctor import collectives, kernels, machine, storage
 from tercet.doctor.before import examine_before_training
 from tercet.doctor.commands import doctor
@@ -213,7 +213,7 @@ def test_triton_compiles_here():
 
 @pytest.mark.gpu
 def test_kernels_agree_with_the_reference_on_this_device():
-    found = kernels.parity(small().model.model_copy(update={"head_dim": 64}))
+    found = kernels.parity(small(**GPU_SIZES, train__tokens_per_step=1024).model)
     assert found.verdict == OK, found.finding
 
 

@@ -126,7 +126,7 @@ class AttentionStats:
     ) -> tuple[Tensor, Tensor]:
         length = block_indices.shape[1]
         t = torch.arange(length, device=block_indices.device) if positions is None else positions
-        c = (t // self.config.select_block)[:, None, None]
+        c = (t // self.config.select_block).to(block_indices.dtype)[:, None, None]
         real = block_indices >= 0
         count = real.sum()
         distance = torch.where(real, c - block_indices, 0)
@@ -141,8 +141,12 @@ class AttentionStats:
         kept = ((after[..., :, None] == before[..., None, :]).any(-1) & free).sum(-1)
         overlap = torch.where(chooses, kept.double() / chosen.clamp(min=1), 0).sum()
         queries = real.shape[0] * real.shape[1] * real.shape[2]
-        bucket = torch.where(real, (distance.double() + 0.5).log2().floor().long() + 1, -1)
-        histogram = (bucket.flatten()[:, None] == torch.arange(DISTANCE_BUCKETS, device=bucket.device)).sum(0)
+        # How many lie at least as far as each bucket begins: compared as integers, since a logarithm would be taken
+        # again for every bucket where this is compiled into one loop.
+        k = torch.arange(DISTANCE_BUCKETS, device=block_indices.device, dtype=block_indices.dtype)
+        begins = (torch.ones_like(k) << k) >> 1  # 0, 1, 2, 4, …
+        reached = (torch.where(real, distance, -1).flatten()[:, None] >= begins).sum(0)
+        histogram = reached - torch.nn.functional.pad(reached[1:], (0, 1))
         pairs = (
             (count, torch.full_like(count, queries)),
             (distance.sum(), count),
@@ -163,16 +167,18 @@ def _unseen() -> AbstractContextManager[object]:
 
 
 def _gate_sums(gates: Tensor) -> Tensor:
-    share = gates.double() / gates.double().sum(-1, keepdim=True)
+    # shares in fp32, their sums in fp64: of a million terms, the sum is what must not lose digits
+    gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
+    share = gates / gates.sum(-1, keepdim=True)
     highest = share.amax(-1)
     return torch.cat(
         (
             torch.full((1,), highest.numel(), dtype=torch.float64, device=gates.device),
-            share.flatten(0, -2).sum(0),
+            share.flatten(0, -2).sum(0, dtype=torch.float64),
             torch.stack(
                 (
-                    -torch.special.xlogy(share, share).sum(),
-                    highest.sum(),
+                    -torch.special.xlogy(share, share).sum(dtype=torch.float64),
+                    highest.sum(dtype=torch.float64),
                     (highest > COLLAPSE_SHARE).sum().double(),
                 )
             ),
