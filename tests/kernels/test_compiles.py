@@ -35,6 +35,8 @@ CHOSEN: dict[tuple[str, str], int] = {
     ("backward", "head 96"): 272,
     ("tile_dq", "head 96"): 48,
     ("tile_forward", "head 96"): 8,
+    # 168 registers, for a third block on a multiprocessor: scores and choice 1.24 ms against 1.27 at C 1×64k
+    ("_score", "C"): 120,
     # 128 registers, for a fourth block on a multiprocessor: .367 ms against .398 at C 32×2k; the loops spill nothing
     ("_query_gradient", "C"): 40,
     ("_query_gradient", "one head per group"): 40,

@@ -30,41 +30,33 @@ from tercet.attention.kernels.window import key_gradients as window_key_gradient
 from tercet.attention.spec import NSAConfig
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
 
-# rows, keys, warps, stages, copy engine, parts, registers: what was worth trying on the H200
-_FORWARD = [
-    Launch(rows, keys, warps, stages, tma, 16, registers)
-    for rows, keys, warps, stages, tma, registers in (
-        (64, 64, 4, 2, True, 0), (64, 64, 4, 3, True, 0), (64, 64, 4, 3, False, 0), (64, 128, 4, 2, True, 0),
-        (128, 64, 4, 2, True, 0), (128, 64, 8, 2, True, 128), (128, 64, 8, 3, True, 128), (128, 64, 8, 3, False, 128),
-        (128, 128, 8, 2, True, 0),
-    )
-]  # fmt: skip
-_KEY_GRADIENTS = [
-    Launch(rows, keys, warps, stages, tma, 16, registers)
-    for rows, keys, warps, stages, tma, registers in (
-        (64, 64, 4, 2, True, 0), (64, 64, 4, 3, True, 0), (64, 64, 4, 2, False, 0), (32, 64, 4, 3, True, 0),
-        (32, 64, 4, 3, True, 128), (64, 128, 8, 2, True, 0), (64, 128, 8, 3, True, 0), (32, 128, 8, 3, True, 0),
-        (32, 128, 8, 3, True, 128),
-    )
-]  # fmt: skip
+
+def _tried(*rows: tuple[int, int, int, int, bool, int]) -> list[Launch]:
+    """Of (rows, keys, warps, stages, copy engine, registers): what was worth trying on the H200."""
+    return [Launch(m, n, warps, stages, tma, registers=registers) for m, n, warps, stages, tma, registers in rows]
+
+
+_FORWARD = _tried(
+    (64, 64, 4, 2, True, 0), (64, 64, 4, 3, True, 0), (64, 64, 4, 3, False, 0), (64, 128, 4, 2, True, 0),
+    (128, 64, 4, 2, True, 0), (128, 64, 8, 2, True, 128), (128, 64, 8, 3, True, 128), (128, 64, 8, 3, False, 128),
+    (128, 128, 8, 2, True, 0),
+)  # fmt: skip
+_KEY_GRADIENTS = _tried(
+    (64, 64, 4, 2, True, 0), (64, 64, 4, 3, True, 0), (64, 64, 4, 2, False, 0), (32, 64, 4, 3, True, 0),
+    (32, 64, 4, 3, True, 128), (64, 128, 8, 2, True, 0), (64, 128, 8, 3, True, 0), (32, 128, 8, 3, True, 0),
+    (32, 128, 8, 3, True, 128),
+)  # fmt: skip
+_SCORE = _tried((64, 64, 4, 2, True, 0), (64, 64, 4, 2, True, 128), (64, 64, 4, 2, True, 168), (64, 64, 4, 3, True, 0))
 CANDIDATES: dict[str, list[Launch]] = {
     "window_forward": _FORWARD,
-    "query_gradient": [
-        Launch(rows, keys, warps, stages, True, 16, registers)
-        for rows, keys, warps, stages, registers in (
-            (64, 64, 4, 2, 0), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (64, 128, 4, 2, 0), (64, 32, 4, 3, 128),
-            (128, 64, 8, 2, 0), (128, 64, 8, 2, 128), (128, 64, 8, 3, 128),
-        )
-    ],
+    "query_gradient": _tried(
+        (64, 64, 4, 2, True, 0), (64, 64, 4, 2, True, 128), (64, 64, 4, 3, True, 128), (64, 128, 4, 2, True, 0),
+        (64, 32, 4, 3, True, 128), (128, 64, 8, 2, True, 0), (128, 64, 8, 2, True, 128), (128, 64, 8, 3, True, 128),
+    ),
     "window_key_gradients": _KEY_GRADIENTS,
     "compressed_key_gradients": [replace(x, parts=parts) for x in _KEY_GRADIENTS for parts in (16, 48)],
     "compressed_forward": _FORWARD,
-    "score": [
-        Launch(64, keys, warps, stages, True, 16, registers)
-        for keys, warps, stages, registers in (
-            (64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 2, 128), (64, 4, 3, 128), (32, 4, 3, 0), (64, 8, 2, 0),
-        )
-    ],
+    "score": [replace(x, held=held) for x in _SCORE for held in (1, 2, 4, 6)],
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors, row_descriptors
 from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand, visible
+from tercet.attention.kernels.hopper import overlapped
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
 from tercet.attention.kernels.tiles import (
@@ -170,6 +171,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     B, T, H, DK = q.shape
     G, DV = v.shape[2:]
+    if launch is None and not documents.stretch and (fast := overlapped("compressed_forward", q, k, v)):
+        from tercet.attention.kernels.hopper_forward import launch_forward
+
+        return launch_forward(q, k, v, (0, config.compress_block, config.compress_stride), documents, fast)
     o = torch.empty(B, T, H, DV, dtype=q.dtype, device=q.device)
     lse = torch.empty(H, B, T, dtype=torch.float32, device=q.device)
     launch = launch or settings("compressed_forward", q, v)
@@ -194,7 +199,8 @@ def key_gradients(
     """dk, dv of compressed attention under do = gate · dout. Partial sums per query range, then added in order."""
     B, T, H, DK = q.shape
     G, DV = v.shape[2:]
-    launch = launch or settings("compressed_key_gradients", q, v)
+    fast = overlapped("compressed_key_gradients", q, dout, v) if launch is None else None
+    launch = fast or launch or settings("compressed_key_gradients", q, v)
     M, N = launch.rows, launch.keys
     tiles = documents.compressed_tiles(N)
     if tiles == 0:
@@ -204,18 +210,26 @@ def key_gradients(
     span = -(-documents.queries // (parts * M)) * M
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
-    qd, dod = query_descriptors(launch, q, dout)
     ccu, *bounds = documents.compressed(N)
-    call(
-        _key_gradients, (tiles, parts, G),
-        (q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu),
-        (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
-        (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1), dout.stride(2),
-        DK**-0.5 * LOG2E, DK**-0.5,
-        config.compress_block, config.compress_stride, G, H // G, DK, padded(DK), DV, padded(DV), M, N,
-        documents.packed, documents.stretch, qd is not None, gate is not None),
-        **launch.options,
-    )  # fmt: skip
+    if fast:
+        from tercet.attention.kernels.hopper_keys import launch_key_gradients
+
+        launch_key_gradients(
+            q, k, v, lse, dout, gate, row_sum, pk, pv, (tiles, parts, G), bounds, span,
+            (0, config.compress_block, config.compress_stride), documents, fast,
+        )  # fmt: skip
+    else:
+        qd, dod = query_descriptors(launch, q, dout)
+        call(
+            _key_gradients, (tiles, parts, G),
+            (q, dout, k, v, lse, row_sum, gate, pk, pv, qd, dod, documents.cu, ccu),
+            (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
+            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), dout.stride(1),
+            dout.stride(2), DK**-0.5 * LOG2E, DK**-0.5,
+            config.compress_block, config.compress_stride, G, H // G, DK, padded(DK), DV, padded(DV), M, N,
+            documents.packed, documents.stretch, qd is not None, gate is not None),
+            **launch.options,
+        )  # fmt: skip
     # padding after the last document's compressed tokens belongs to no tile
     fresh = torch.zeros if documents.packed else torch.empty
     dk = fresh(k.shape, dtype=k.dtype, device=k.device)

@@ -24,16 +24,22 @@ def row_descriptors(wanted: bool, rows: int, *tensors: Tensor) -> tuple:
     return (None,) * len(tensors) if any(x is None for x in found) else tuple(found)
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
-    batch, tokens, heads, size = x.shape
+def describable(x: Tensor) -> bool:
+    """Whether the copy engine can load tiles of x: powers of two, heads side by side, 16-byte strides."""
+    _, tokens, heads, size = x.shape
     _, token, head, _ = x.stride()
     if size & (size - 1) or not tokens or (head != size and heads > 1):
-        return None
+        return False
     width = x.element_size()
-    if x.data_ptr() % 16 or token * width % 16 or head * width % 16:
+    return not (x.data_ptr() % 16 or token * width % 16 or head * width % 16)
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
+    if not describable(x):
         return None
+    batch, tokens, heads, size = x.shape
     # made without its own checks, which take most of 15 microseconds: an operator has seventeen of these
     made = TensorDescriptor.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, [batch * tokens, heads * size], [token, 1]
+    made.base, made.shape, made.strides = x, [batch * tokens, heads * size], [x.stride(1), 1]
     made.block_shape = [rows, size]
     return made

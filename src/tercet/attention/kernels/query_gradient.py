@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
 from tercet.attention.kernels.documents import Documents, locate_queries, visible
+from tercet.attention.kernels.hopper import overlapped
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
 from tercet.attention.kernels.tiles import in_window, load_tile, query_gradient, store_rows
@@ -108,6 +109,11 @@ def query_gradients(
     B, T, H, DK = q.shape
     branches = [b for b in (compressed, window) if b is not None]
     G, DV = branches[0][1].shape[2:]
+    keys = [x for k, v, *_ in branches for x in (k, v)]
+    if launch is None and not documents.stretch and (fast := overlapped("query_gradient", q, dout, *keys)):
+        from tercet.attention.kernels.hopper_queries import launch_query_gradients
+
+        return launch_query_gradients(q, dout, compressed, window, config, documents, fast)
     launch = launch or settings("query_gradient", q, branches[0][1])
     M = launch.rows
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

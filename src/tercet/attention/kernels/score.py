@@ -2,8 +2,10 @@
 
 A second pass over q and kc, with the log-sum-exp of the first known: p comes out normalised, the h heads of a group are
 added in registers as they come, and only [tokens, G, blocks] is written, in ranges of queries that bound the memory.
-Pooling the sum over blocks is a product with a constant matrix on the tensor cores. It is split into two fp16 numbers
-there: a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
+A program holds all heads of its queries in a few tiles of rows, some heads each, and walks the keys: queries read again
+for every tile of keys do not stay in the cache where heads are many. Pooling the sum over blocks is a product with a
+constant matrix on the tensor cores. It is split into two fp16 numbers there: a single fp16 loses the order of near-ties
+in up to 5 slots of 10,000.
 
 scores: fp32 [rows of the range, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
 """
@@ -50,32 +52,79 @@ def _pool(p, weights, carry, NBP: tl.constexpr, SPLIT: tl.constexpr):
     return pool + tl.where(tl.arange(0, NBP)[None, :] == 0, carry[:, None], 0.0)
 
 
+@triton.jit
+def _heads_tile(
+    Q, LSE, row0, first, size, g, tile, rows, q_t, q_h, shift,
+    HEADS: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+):  # fmt: skip
+    """Rows of a tile, QT queries of each of HT heads, and their lse - shift; idle ones get +inf, hence p = 0."""
+    r = tl.arange(0, HT * QT)
+    h = tile * HT + r // QT
+    t = r % QT
+    head = g * HEADS + h
+    inside = (h < HEADS) & (first + t < size)
+    d = tl.arange(0, DKP)
+    row = (row0 + first + t).to(tl.int64)
+    mask = inside[:, None]
+    if DK != DKP:
+        mask = mask & (d < DK)[None, :]
+    q = tl.load(Q + (row * q_t + head * q_h)[:, None] + d[None, :], mask=mask, other=0.0)
+    lse = tl.load(LSE + head.to(tl.int64) * rows + row, mask=inside, other=float("inf"))
+    return q, lse - shift
+
+
+@triton.jit
+def _score_step(
+    K, KD, qs, lses, c0, j, end, g, k_t, seen, weights, spill, carry, out, store, blocks, scale,
+    DK: tl.constexpr, DKP: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, HT: tl.constexpr,
+    QT: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    k = load_tile(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA, not MASK)
+    kt = tl.trans(k)
+    p = tl.exp2(tl.dot(qs[0], kt, input_precision="ieee") * scale - lses[0][:, None])
+    for x in tl.static_range(1, TILES):
+        p += tl.exp2(tl.dot(qs[x], kt, input_precision="ieee") * scale - lses[x][:, None])
+    if MASK:
+        p = tl.where(tl.arange(0, N)[None, :] < (seen - j)[:, None], p, 0.0)
+    score = _pool(p, weights, carry, NBP, SPLIT)
+    carry = tl.sum(p * spill[None, :], 1)
+    score = tl.sum(tl.reshape(score, [HT, QT, NBP]), 0)
+    b = tl.arange(0, NBP)
+    tl.store(out + j // N * NB, score, mask=store & (j // N * NB + b < blocks)[None, :])
+    return carry
+
+
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _score(
-    Q, K, QD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
+    Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
     rows, q_t, q_h, k_t, k_h, scale, shift,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
-    G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr,
+    TILES: tl.constexpr, N: tl.constexpr,
     PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
     doc, _, row0, size, first = locate_queries(
-        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, M, PACKED, STRETCH
+        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
     )
-    last = tl.minimum(first + M, size) - 1
+    last = tl.minimum(first + QT, size) - 1
     # a query that has no more than COUNT blocks selects them all: nothing to score
     if (first < size) & (last // BLOCK >= COUNT):
         if PACKED:
             c0 = tl.load(CCU + doc)
         else:
             c0 = doc * compressed_length
-        t = tl.arange(0, M)
-        seen = visible(first + t, L, S)
+        qs = ()
+        lses = ()
+        for x in tl.static_range(0, TILES):
+            q, lse = _heads_tile(Q, LSE, row0, first, size, g, x, rows, q_t, q_h, shift, HEADS, HT, QT, DK, DKP)
+            qs = qs + (q,)
+            lses = lses + (lse,)
         # blocks that are forced for every query of the tile need no score
         end = tl.minimum(visible(last, L, S), (last // BLOCK - LOCAL + 1) * (BLOCK // S))
-        inside = t < size - first
-        lses = LSE + (g * HEADS).to(tl.int64) * rows + row0 + first + t
+        seen = tl.minimum(visible(first + tl.arange(0, HT * QT) % QT, L, S), end)
+        whole = tl.minimum(visible(first, L, S), end) // N * N
         K += g.to(tl.int64) * k_h
         NB: tl.constexpr = N * S // BLOCK
         NBP: tl.constexpr = NB if NB > 16 else 16
@@ -87,30 +136,19 @@ def _score(
         overlap = tl.where((b < NB)[None, :], tl.maximum(overlap, 0), 0)
         weights = (overlap.to(tl.float32) / L).to(tl.float16 if SPLIT else tl.float32)
         spill = tl.maximum(i * S + L - N * S, 0).to(tl.float32) / L  # what reaches into the next tile's first block
-        carry = tl.zeros([M], tl.float32)
+        carry = tl.zeros([HT * QT], tl.float32)
         blocks = tl.multiple_of(blocks, 4)
-        out = SCORES + ((local_tile * M + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
+        t = tl.arange(0, QT)
+        out = SCORES + ((local_tile * QT + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
         store = (first + t < size)[:, None] & (b < NB)[None, :]
-        for j in tl.range(0, end, N):
-            k = load_tile(K, None, c0 + j, end - j, g, k_t, DK, DKP, N, False, False)
-            p = tl.zeros([M, N], tl.float32)
-            lse = tl.load(lses, mask=inside, other=float("inf"))
-            for h in tl.range(0, HEADS):
-                head = g * HEADS + h
-                q = load_tile(
-                    Q + head.to(tl.int64) * q_h, QD, row0 + first, size - first, head, q_t, DK, DKP, M, TMA, False
-                )
-                # feeding no product, this load is not fetched ahead by the compiler
-                after = tl.load(
-                    lses + tl.minimum(h + 1, HEADS - 1).to(tl.int64) * rows, mask=inside, other=float("inf")
-                )
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")
-                p += tl.exp2(s * scale - (lse - shift)[:, None])
-                lse = after
-            p = tl.where(i[None, :] < (tl.minimum(seen, end) - j)[:, None], p, 0.0)
-            score = _pool(p, weights, carry, NBP, SPLIT)
-            carry = tl.sum(p * spill[None, :], 1)
-            tl.store(out + j // N * NB, score, mask=store & (j // N * NB + b < blocks)[None, :])
+        for j in tl.range(0, whole, N):
+            carry = _score_step(
+                K, KD, qs, lses, c0, j, end, g, k_t, seen, weights, spill, carry, out, store, blocks, scale,
+                DK, DKP, N, NB, NBP, HT, QT, TILES, TMA, SPLIT, False)  # fmt: skip
+        for j in tl.range(whole, end, N):
+            carry = _score_step(
+                K, KD, qs, lses, c0, j, end, g, k_t, seen, weights, spill, carry, out, store, blocks, scale,
+                DK, DKP, N, NB, NBP, HT, QT, TILES, TMA, SPLIT, True)  # fmt: skip
 
 
 @triton.jit
@@ -265,7 +303,10 @@ def select(
     count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
     launch = launch or settings("score", q, k)
     keys = max(launch.keys, block // config.compress_stride)
-    queries = launch.rows
+    # the group's heads in at most launch.held tiles of rows: so many heads of so many queries in each
+    together = min(launch.rows, power_of_2(-(-heads // launch.held)))
+    held = -(-heads // together)
+    queries = launch.rows // together
     wanted = count - initial - local
     indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
     blocks = config.num_blocks(documents.first_query + documents.queries)
@@ -279,7 +320,7 @@ def select(
     listed = chunks * wanted
     if chunks > 1:
         shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
-    (qd,) = row_descriptors(launch.tma, queries, q)
+    (kd,) = row_descriptors(launch.tma, keys, k)
     # 2^15 p over the heads' number: their sum fits fp16, which then keeps eleven bits of it down to 2^-29 of them
     shift = 15.0 - math.ceil(math.log2(heads))
     cu, *bounds = documents.query_tokens(queries)
@@ -288,11 +329,12 @@ def select(
         here = min(step, tiles - tile0)
         if scored:
             call(
-                _score, (here, G), (q, k, qd, lse, scores, cu, documents.ccu),
+                _score, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
                 (*bounds, tile0, blocks, documents.compressed_length, B * T),
                 (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E, shift,
                 config.compress_block, config.compress_stride, block, count, local, G, heads, DK, padded(DK),
-                queries, keys, documents.packed, documents.stretch, qd is not None, q.dtype != torch.float32),
+                together, queries, held, keys, documents.packed, documents.stretch, kd is not None,
+                q.dtype != torch.float32),
                 **launch.options,
             )  # fmt: skip
         slots = power_of_2(count)

@@ -25,10 +25,18 @@ class Launch:
     tma: bool = False  # the copy engine loads whole key tiles, where strides allow it
     parts: int = 16  # at most so many query ranges, for gradients of keys that every query sees
     registers: int = 0  # at most so many per thread, for more blocks on a multiprocessor; 0: as the compiler likes
+    left: bool = False  # left sides of products in registers, in the Gluon kernels
+    held: int = 2  # at most so many tiles of rows for the heads of a group, for scores
 
     @property
     def options(self) -> dict[str, int]:
         options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
+
+    @property
+    def overlapped(self) -> dict[str, int]:
+        """For the Gluon kernels, which lay out their stages themselves."""
+        options = {"num_warps": self.warps}
         return options | {"maxnreg": self.registers} if self.registers else options
 
 
@@ -37,7 +45,7 @@ _HOPPER: dict[tuple[str, int], Launch] = {
     ("compressed_forward", 64): Launch(stages=2, tma=True),
     ("compressed_forward", 128): Launch(rows=64, stages=3, tma=True),
     ("compressed_forward", 256): Launch(rows=64),
-    ("score", 64): Launch(stages=2, tma=True),
+    ("score", 64): Launch(stages=2, tma=True, held=6, registers=168),
     ("score", 128): Launch(rows=64, stages=2, tma=True),
     ("score", 256): Launch(rows=64, stages=2),
     ("query_gradient", 64): Launch(stages=2, tma=True, registers=128),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors, row_descriptors
 from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand
+from tercet.attention.kernels.hopper import overlapped
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
 from tercet.attention.kernels.tiles import attend, finish, in_window, key_gradient, load_queries, load_tile, store_rows
@@ -152,6 +153,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     B, T, H, DK = q.shape
     G, DV = v.shape[2:]
+    if launch is None and not documents.stretch and (fast := overlapped("window_forward", q, k, v)):
+        from tercet.attention.kernels.hopper_forward import launch_forward
+
+        return launch_forward(q, k, v, (window, 0, 0), documents, fast)
     o = torch.empty(B, T, H, DV, dtype=q.dtype, device=q.device)
     lse = torch.empty(H, B, T, dtype=torch.float32, device=q.device)
     launch = launch or settings("window_forward", q, v)
@@ -174,10 +179,19 @@ def key_gradients(
     """dk, dv of window attention under do = gate · dout."""
     B, T, H, DK = q.shape
     G, DV = v.shape[2:]
-    launch = launch or settings("window_key_gradients", q, v)
-    qd, dod = query_descriptors(launch, q, dout)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if launch is None and (fast := overlapped("window_key_gradients", q, dout, v)):
+        from tercet.attention.kernels.hopper_keys import launch_key_gradients
+
+        _, *bounds = documents.tokens(fast.keys)
+        launch_key_gradients(
+            q, k, v, lse, dout, gate, row_sum, dk, dv, (documents.token_tiles(fast.keys), 1, G), bounds, 0,
+            (window, 0, 0), documents, fast,
+        )  # fmt: skip
+        return dk, dv
+    launch = launch or settings("window_key_gradients", q, v)
+    qd, dod = query_descriptors(launch, q, dout)
     cu, *bounds = documents.tokens(launch.keys)
     call(
         _key_gradients, (documents.token_tiles(launch.keys), G),
