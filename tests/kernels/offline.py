@@ -27,6 +27,7 @@ class Compiled:
     stack: int  # bytes of local memory per thread: more than none means spilled registers
     shared: int
     warps: int
+    serialised: str = ""  # the assembler's words where it makes every product of a Gluon kernel wait
 
 
 class _Absent:
@@ -63,7 +64,8 @@ def compiling(capability: int, *, resources: bool = True) -> Iterator[list[Compi
             self.ASTSource(self, signature, constants, attributes), target=target, options=chosen.__dict__
         )
         usage = _usage(kernel.asm["cubin"]) if resources else (0, 0)
-        found.append(Compiled(self.fn.__name__, *usage, kernel.metadata.shared, kernel.metadata.num_warps))
+        told = _serialised(kernel.asm["ptx"]) if resources and self.is_gluon() else ""
+        found.append(Compiled(self.fn.__name__, *usage, kernel.metadata.shared, kernel.metadata.num_warps, told))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
@@ -91,3 +93,12 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
     return int(registers), int(stack)
+
+
+def _serialised(ptx: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        file.write(ptx.encode())
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return "".join(re.findall(r"wgmma.* serialized.*", told.stdout + told.stderr))

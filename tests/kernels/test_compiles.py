@@ -109,6 +109,8 @@ def test_hopper_keeps_all_values_in_registers() -> None:
         operator("C")
     assert len(found) >= 12
     assert spilled(found, "C") == []
+    assert [c for c in found if c.serialised] == []
+    assert any(c.name.startswith("hopper") for c in found)
     assert all(c.shared <= 227 * 1024 for c in found)
 
 
@@ -132,3 +134,4 @@ def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
     assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found
     if capability == 90 and variant != "fp32" and max(SHAPES[shape][3:]) <= 128:
         assert spilled(found, shape) == []
+        assert [c for c in found if c.serialised] == []

@@ -1,0 +1,85 @@
+"""The Gluon kernels for Hopper beside the Triton kernels that do the same, on a GPU: documents of odd lengths, padding
+after compressed tokens that holds anything, windows shorter than a tile."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import tercet
+from tercet.attention.kernels.combine import row_sums
+from tercet.attention.kernels.documents import Documents, compressed_bounds
+from tercet.attention.kernels.query_gradient import query_gradients
+from tercet.attention.kernels.settings import Launch, settings
+from tercet.bench.attention import Shape, make_inputs, relative_error
+
+compressed = importlib.import_module("tercet.attention.kernels.compressed")
+window = importlib.import_module("tercet.attention.kernels.window")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+
+def everything(shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, triton: bool = False):
+    """{kernel: its results}; Triton's where their launch parameters are given, else Gluon's where they are switched on."""
+
+    def of(kernel: str) -> Launch | None:
+        return settings(kernel, x.q, x.vw) if triton else None
+
+    x = make_inputs(shape, config, "random", 0.0)
+    cu = torch.tensor(cuts, dtype=torch.int32, device="cuda") if cuts else None
+    ccu = None if cu is None else compressed_bounds(cu, config.compress_block, config.compress_stride)
+    if ccu is not None:
+        x.kc[:, int(ccu[-1]) :] = float("nan")
+        x.vc[:, int(ccu[-1]) :] = float("nan")
+    documents = Documents(shape.B, shape.T, x.kc.shape[1], cu, ccu)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    dout = torch.randn(x.q.shape, dtype=x.q.dtype, device="cuda", generator=generator)
+    found = {
+        "compressed_forward": compressed.forward(x.q, x.kc, x.vc, config, documents, of("compressed_forward")),
+        "window_forward": window.forward(x.q, x.kw, x.vw, config.window, documents, of("window_forward")),
+    }
+    (o_c, lse_c), (o_w, lse_w) = found["compressed_forward"], found["window_forward"]
+    sums, gates = row_sums([o_c, o_c, o_w], dout, x.gates)[:2]
+    by_compressed, by_window = (x.kc, x.vc, lse_c, sums[0], gates[0]), (x.kw, x.vw, lse_w, sums[2], gates[2])
+    found["query_gradient"] = (
+        query_gradients(x.q, dout, by_compressed, by_window, config, documents, of("query_gradient")),
+        query_gradients(x.q, dout, by_compressed, None, config, documents, of("query_gradient")),
+        query_gradients(x.q, dout, None, by_window, config, documents, of("query_gradient")),
+    )
+    found["compressed_key_gradients"] = compressed.key_gradients(
+        x.q, x.kc, x.vc, lse_c, dout, gates[0], sums[0], config, documents, of("compressed_key_gradients")
+    )
+    found["window_key_gradients"] = window.key_gradients(
+        x.q, x.kw, x.vw, lse_w, dout, gates[2], sums[2], config.window, documents, of("window_key_gradients")
+    )
+    return found
+
+
+@pytest.mark.parametrize("cuts", [[], [0, 20, 21, 500, 1531, 2048, 2100, 3001]], ids=["plain", "packed"])
+@pytest.mark.parametrize("changes", [{}, {"window": 40}], ids=["window 512", "window 40"])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (8, 2, 128), (3, 3, 64)])
+def test_gluon_kernels_agree_with_tritons(heads: int, groups: int, size: int, changes, cuts: list[int]) -> None:
+    config = tercet.NSAConfig(**changes)
+    shape = Shape(1, 3001, heads, groups, size)
+    found, wanted = everything(shape, config, cuts), everything(shape, config, cuts, triton=True)
+    for kernel, results in wanted.items():
+        for got, want in zip(found[kernel], results, strict=True):
+            there = want.isfinite()
+            assert torch.equal(got.isfinite(), there), kernel
+            assert relative_error(got[there], want[there]) < 3e-3, kernel
+
+
+def test_gluon_kernels_give_the_same_bits_again() -> None:
+    shape, config, cuts = Shape(1, 3001, 12, 2, 64), tercet.NSAConfig(), [0, 500, 3001]
+    first, again = everything(shape, config, cuts), everything(shape, config, cuts)
+    for kernel in first:
+        assert all(torch.equal(a, b) for a, b in zip(first[kernel], again[kernel], strict=True)), kernel
