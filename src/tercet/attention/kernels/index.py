@@ -85,7 +85,7 @@ def cut_lists(
     KEYS,  # sorted
     ORDER,  # int64: flat positions in IDX, in the order of KEYS
     LISTS,  # int32 [4, ranges * G * L]: position of first entry, past the last, first token of the block, first forced
-    PIECE,  # int32 [2, ranges, slots]: 1 + position of the piece's first entry, 0 where there is no piece; its list
+    PIECE,  # int32 [2, ranges, slots], zeros: 1 + position of the piece's first entry, 0 for no piece; its list
     lists,
     slots,
     N,
@@ -105,7 +105,7 @@ def cut_lists(
     PACKED: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
-    # Slots (lo - base) // SEGMENT + list .. (hi - base) // SEGMENT + list belong to the list, and hold its pieces.
+    # Slots (lo - base) // SEGMENT + list .. (hi - base) // SEGMENT + list are the list's own, whatever others hold.
     lst = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = lst < lists
     r = tl.minimum(lst, lists - 1) // (G * L)
@@ -129,11 +129,11 @@ def cut_lists(
     _, start = document_start(t, CU, documents, steps, T, PACKED)
     tl.store(LISTS + 2 * lists + lst, start + block * BS, mask=some)
     slot = r.to(tl.int64) * slots + (lo - base) // SEGMENT + lst % (G * L)
-    owned = (hi - base) // SEGMENT - (lo - base) // SEGMENT + 1
-    for i in range(tl.max(tl.where(ok, owned, 0))):
-        at = lo + i * SEGMENT
-        tl.store(PIECE + slot + i, tl.where(at < hi, at + 1, 0), mask=ok & (i < owned))
-        tl.store(PIECE + (lists // (G * L)).to(tl.int64) * slots + slot + i, lst, mask=ok & (i < owned))
+    # Nobody walks the padding, which may be the longest list by far: it gets no pieces.
+    pieces = tl.where(ok & (lst % L < L - 1), tl.cdiv(hi - lo, SEGMENT), 0)
+    for i in range(tl.max(pieces)):
+        tl.store(PIECE + slot + i, lo + i * SEGMENT + 1, mask=i < pieces)
+        tl.store(PIECE + (lists // (G * L)).to(tl.int64) * slots + slot + i, lst, mask=i < pieces)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 A program takes one *piece* (index.py): a stretch of one block's list, never longer than a segment, so that hot blocks
 (the first one stands in every list) are shared out. What it yields per entry (a partial output with its log-sum-exp, or
 a partial dq) is written at the entry's own place, and what it yields per block (dk, dv) at the piece's. Sums are then
-taken in a fixed order: no atomics, the same bits every time. (One program walking all runs of a segment in a loop kept
-some forty registers of loop-invariant addresses alive and spilled.)
+taken in a fixed order: no atomics, the same bits every time. dk and dv alone are kv_keys.py's. (One program walking all
+runs of a segment in a loop kept some forty registers of loop-invariant addresses alive and spilled.)
 
 K and V are loaded once per piece, and plainly: the copy engine gains nothing there, and its descriptors cost the host
 more than the launch.
@@ -33,6 +33,27 @@ def offsets(t, hh, token_stride, head_stride, WIDE: tl.constexpr):
         t = t.to(tl.int64)
         hh = hh.to(tl.int64)
     return t * token_stride + hh * head_stride
+
+
+@triton.jit
+def keep_sums(
+    SUMS, LISTS, dk, dv, lst, lists, slots, known, L, G: tl.constexpr, BS: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Keeps a piece's dk and dv. An uncut list adds to its sum at once (`known`: it has one already, from an earlier
+    range, which was an earlier launch)."""
+    key = tl.arange(0, BS)
+    dk_ = tl.arange(0, DKP)
+    dv_ = tl.arange(0, DVP)
+    whole = tl.load(LISTS + lists + lst) - tl.load(LISTS + lst) <= SEGMENT
+    slot = tl.where(whole, slots + lst % (G * L), tl.program_id(0))
+    out = SUMS + (slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (BS * (DK + DV))
+    out = out + (key * (DK + DV))[:, None]
+    before = (key < BS) & whole & known
+    dk += tl.load(out + dk_[None, :], mask=in_columns(before, dk_, DK, DKP), other=0.0)
+    tl.store(out + dk_[None, :], dk, mask=in_columns(key < BS, dk_, DK, DKP))
+    dv += tl.load(out + DK + dv_[None, :], mask=in_columns(before, dv_, DV, DVP), other=0.0)
+    tl.store(out + DK + dv_[None, :], dv, mask=in_columns(key < BS, dv_, DV, DVP))
 
 
 @triton.jit(do_not_specialize=["r", "begin", "lists", "slots", "L"])
@@ -85,7 +106,7 @@ def attend(
     dv = tl.arange(0, DVP)
     start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, tl.load(DECISION + r), G, SEGMENT)
     end = tl.minimum(end, tl.load(LISTS + 3 * lists + lst))  # free entries stand before forced ones
-    if (start < end) & (lst % L < L - 1):
+    if start < end:
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
         k = load_block(K, None, first, T, g, kb, kt, kg, BS, DK, DKP, False)
@@ -168,12 +189,10 @@ def backward(
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
     WIDE: tl.constexpr,
-    DECIDE: tl.constexpr,
-    WITH_DQ: tl.constexpr,
     GATED: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
-    # dk and dv of every entry, and its partial dq where the range's decision asks for it (WITH_DQ).
+    # dk, dv and partial dq of every entry, of the ranges whose decision asks for it.
     row = tl.arange(0, M)
     qi = row // HT
     hh = tl.program_id(1) * HT + row % HT
@@ -181,13 +200,8 @@ def backward(
     dk_ = tl.arange(0, DKP)
     dv_ = tl.arange(0, DVP)
     key = tl.arange(0, BS)
-    wanted = 1
-    if DECIDE:
-        wanted = tl.load(DECISION + r)
-        if not WITH_DQ:
-            wanted = 1 - wanted
-    start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, wanted, G, SEGMENT)
-    if (start < end) & (lst % L < L - 1):
+    start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, tl.load(DECISION + r), G, SEGMENT)
+    if start < end:
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
         forced = tl.load(LISTS + 3 * lists + lst)
@@ -236,21 +250,11 @@ def backward(
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
             ds = (p * (dp - row_sum[:, None])).to(q.dtype)
             dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-            if WITH_DQ:
-                dq = tl.dot(ds, k, input_precision="ieee")
-                to = (e - begin * (G * n)) * h + hh
-                tl.store(
-                    PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
-                    dq.to(PARTIAL_DQ.dtype.element_ty),
-                    mask=in_columns(ok, dk_, DK, DKP),
-                )
-        # An uncut list adds to its sum at once: earlier ranges were earlier launches.
-        whole = tl.load(LISTS + lists + lst) - tl.load(LISTS + lst) <= SEGMENT
-        slot = tl.where(whole, slots + lst % (G * L), tl.program_id(0))
-        out = SUMS + (slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (BS * (DK + DV))
-        out = out + (key * (DK + DV))[:, None]
-        before = (key < BS) & whole & (first < seen)
-        dk += tl.load(out + dk_[None, :], mask=in_columns(before, dk_, DK, DKP), other=0.0)
-        tl.store(out + dk_[None, :], dk, mask=in_columns(key < BS, dk_, DK, DKP))
-        dv += tl.load(out + DK + dv_[None, :], mask=in_columns(before, dv_, DV, DVP), other=0.0)
-        tl.store(out + DK + dv_[None, :], dv, mask=in_columns(key < BS, dv_, DV, DVP))
+            dq = tl.dot(ds, k, input_precision="ieee")
+            to = (e - begin * (G * n)) * h + hh
+            tl.store(
+                PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
+                dq.to(PARTIAL_DQ.dtype.element_ty),
+                mask=in_columns(ok, dk_, DK, DKP),
+            )
+        keep_sums(SUMS, LISTS, dk, dv, lst, lists, slots, first < seen, L, G, BS, DK, DV, DKP, DVP, SEGMENT)
