@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import json
 import os
 import pickle
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tercet.config.load import load
 from tercet.config.train import CheckpointConfig
 from tercet.durable import write_json
-from tercet.train import manifest, restore
+from tercet.train import hashed_file, manifest, restore
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
 from tercet.train.folder import locate
 from tercet.train.manifest import CheckpointError
@@ -206,6 +208,58 @@ def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match=f"has {size - 3} bytes, the manifest says {size}"):
         restore.choose(str(path), tmp_path, verify=True)
+
+
+def test_a_shard_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build())
+    shard = next(path.glob("*.safetensors"))
+    (path / "shard-00009-model-00001-of-00001.safetensors").write_bytes(shard.read_bytes())
+    with pytest.raises(CheckpointError, match=r"shard-00009\S+ is not in manifest\.json"):
+        manifest.verify(path)
+
+
+def test_weights_and_each_kind_of_moment_have_a_file_of_their_own(tmp_path: Path) -> None:
+    net, optimizer = build()
+    learn(net, optimizer)
+    path = save(tmp_path, 1, net, optimizer)
+    held = [
+        {name.split(".", 1)[0] + "." + name.rsplit(".", 1)[-1] for name in load_file(shard)}
+        for shard in sorted(path.glob("*.safetensors"))
+    ]
+    assert held == [
+        {"model.weight", "model.bias"}, {"optimizer.exp_avg"}, {"optimizer.exp_avg_sq"}, {"optimizer.step"},
+    ]  # fmt: skip
+
+
+def test_a_file_is_hashed_while_it_is_written_whatever_the_system_takes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = torch.arange(9999, dtype=torch.int32).numpy()
+    true = io.FileIO.write
+    monkeypatch.setattr(hashed_file.HashedFile, "_take", lambda self, part: true(self, part[:1000]))
+    with hashed_file.HashedFile(tmp_path / "a") as stream:
+        stream.write(b"head")
+        assert stream.write(content) == content.nbytes
+        with pytest.raises(io.UnsupportedOperation):
+            stream.seek(0)
+    assert (tmp_path / "a").read_bytes() == b"head" + content.tobytes()
+    assert stream.record() == manifest.file_record(tmp_path / "a")
+
+
+def test_one_file_of_several_that_cannot_be_written_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: hashed_file.HashedFile, part: Any) -> int:
+        if "00003-of" in str(self.name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return io.FileIO.write(self, part)
+
+    net, optimizer = build()
+    learn(net, optimizer)
+    monkeypatch.setattr(hashed_file.HashedFile, "_take", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path, 1, net, optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_format_version_is_refused(tmp_path: Path) -> None:

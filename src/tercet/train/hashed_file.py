@@ -30,11 +30,14 @@ class HashedFile(io.FileIO):
         try:
             done = 0
             while done < len(whole):  # the system may take less than all: at most 2 GiB at a time
-                done += super().write(whole[done:])
+                done += self._take(whole[done:])
         finally:
             hashing.join()
         self.bytes += done
         return done
+
+    def _take(self, part: memoryview) -> int:
+        return super().write(part)
 
     def seek(self, *_: Any) -> int:
         raise io.UnsupportedOperation("a file that is hashed while it is written is written front to back")
