@@ -8,6 +8,7 @@ import os
 NEED_INTERPRETER = [
     "test_decode.py",
     "test_heads.py",
+    "test_output.py",
     "test_selected.py",
     "test_selection.py",
     "test_swiglu.py",

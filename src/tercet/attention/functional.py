@@ -11,6 +11,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tercet.attention import checks, reference, stretch
 from tercet.attention.buckets import Buckets
@@ -108,12 +109,13 @@ def run_nsa(
     block_indices: Tensor | None = None,
     span: Span = WHOLE,
     select: bool = False,
-    keep_sum: bool = True,
+    output: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
     """What nsa_attention does, for callers that torch.compile traces: (out, block_indices, (backend, reason)).
 
     `select`: choose blocks also where the selected branch is left to a later call, whose keys are still on their way.
-    `keep_sum=False`: compiled, the kernels' gated sum is made again in the backward pass rather than kept.
+    `output`: (weight, bias) of the output projection: out is then the product [B, T, dim] with it, in q's type.
+    Compiled, the kernels make what is multiplied again in the backward pass rather than keep it.
 
     With a span, q, gates and given block_indices are a stretch of the sequence (and so are the results), k_selected and
     k_window others that have every token their branch reads, k_compressed and the packing those of the whole sequence.
@@ -165,10 +167,13 @@ def run_nsa(
                 block_indices=block_indices,
                 span=places,
                 select=select,
-                keep_sum=keep_sum,
+                output=output,
             )
         else:
             out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices, span, select)
+            if output is not None:
+                weight, bias = output
+                out = F.linear(out.flatten(2), weight.to(out.dtype), None if bias is None else bias.to(out.dtype))
     return out, block_indices, route
 
 

@@ -83,8 +83,8 @@ class NativeSparseAttention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(kv_sets)) if qk_norm else None
         self.stats = AttentionStats(self.config)
-        # Whether the gated sum is kept for the backward pass. It costs a tensor of q's size; making it again costs a
-        # compiled layer 2% of its time, and cannot be done within a block that is itself made again.
+        # Whether the gated sum is kept for the backward pass. It costs a tensor of q's size; a compiled layer makes it
+        # again on the way, for the time of writing it, but not within a block that is itself made again.
         self.keep_sum = True
         self._ran: dict[str, Route] | tuple[str, str | None] = {}
 
@@ -151,10 +151,10 @@ class NativeSparseAttention(nn.Module):
             projected = self._apart(x, packing, turns)
         out, block_indices, self._ran = run_nsa(
             *projected, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
-            keep_sum=self.keep_sum,
+            output=None if self.keep_sum else (self.o_proj.weight, self.o_proj.bias),
         )  # fmt: skip
         self.stats.update(projected.gates, block_indices, packing)
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(out.flatten(2)) if self.keep_sum else out
 
     # ------------------------------------------------------------ parts
 

@@ -50,8 +50,8 @@ def _combine(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _row_sums(
-    DOUT, O0, O1, O2, GATES, SUMS, PLANES, DGATES, tokens, do_t, do_h, gate_t, gate_h, gate_c,
-    HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
+    DOUT, O0, O1, O2, GATES, SUMS, PLANES, DGATES, MIXED, tokens, do_t, do_h, gate_t, gate_h, gate_c,
+    HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr, MIX: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     # R tokens of one head
@@ -65,21 +65,25 @@ def _row_sums(
     at = row[:, None] * D + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
     do = tl.load(DOUT + (token * do_t + head * do_h)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    none = tl.zeros([R], tl.float32)
-    s0 = tl.sum(do * tl.load(O0 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS0 else none
-    s1 = tl.sum(do * tl.load(O1 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS1 else none
-    s2 = tl.sum(do * tl.load(O2 + at, mask=mask, other=0.0).to(tl.float32), 1) if HAS2 else none
+    none = tl.zeros([R, DP], tl.float32)
+    o0 = tl.load(O0 + at, mask=mask, other=0.0).to(tl.float32) if HAS0 else none
+    o1 = tl.load(O1 + at, mask=mask, other=0.0).to(tl.float32) if HAS1 else none
+    o2 = tl.load(O2 + at, mask=mask, other=0.0).to(tl.float32) if HAS2 else none
+    s0, s1, s2 = tl.sum(do * o0, 1), tl.sum(do * o1, 1), tl.sum(do * o2, 1)
     tl.store(SUMS + by_head, s0, mask=inside)
     tl.store(SUMS + plane + row, s1, mask=inside)
     tl.store(SUMS + 2 * plane + by_head, s2, mask=inside)
     if GATED:
         gates = GATES + token * gate_t + head * gate_h
-        gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-        tl.store(PLANES + by_head, gate, mask=inside)
-        gate = tl.load(gates + gate_c, mask=inside, other=0.0).to(tl.float32)
-        tl.store(PLANES + plane + row, gate, mask=inside)
-        gate = tl.load(gates + 2 * gate_c, mask=inside, other=0.0).to(tl.float32)
-        tl.store(PLANES + 2 * plane + by_head, gate, mask=inside)
+        g0 = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+        g1 = tl.load(gates + gate_c, mask=inside, other=0.0).to(tl.float32)
+        g2 = tl.load(gates + 2 * gate_c, mask=inside, other=0.0).to(tl.float32)
+        tl.store(PLANES + by_head, g0, mask=inside)
+        tl.store(PLANES + plane + row, g1, mask=inside)
+        tl.store(PLANES + 2 * plane + by_head, g2, mask=inside)
+        if MIX:  # in the order of _combine
+            mixed = o0 * g0[:, None] + o1 * g1[:, None] + o2 * g2[:, None]
+            tl.store(MIXED + at, mixed.to(MIXED.dtype.element_ty), mask=mask)
         tl.store(DGATES + row * 3, s0.to(DGATES.dtype.element_ty), mask=inside)
         tl.store(DGATES + row * 3 + 1, s1.to(DGATES.dtype.element_ty), mask=inside)
         tl.store(DGATES + row * 3 + 2, s2.to(DGATES.dtype.element_ty), mask=inside)
@@ -104,26 +108,27 @@ def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
 
 
 def row_sums(
-    outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None
-) -> tuple[list[Tensor], list[Tensor] | list[None], Tensor | None]:
-    """(dout·o_c of each branch, gates of each, dgates); the sums of branches left out are 0.
+    outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None, *, mix: bool = False
+) -> tuple[list[Tensor], list[Tensor] | list[None], Tensor | None, Tensor | None]:
+    """(dout·o_c of each branch, gates of each, dgates, with `mix` the gated sum); the sums of branches left out are 0.
 
     Backward kernels read gates along with the row sums, so they get them in the same form."""
     B, T, H, D = dout.shape
     sums = torch.empty(3, B * T * H, dtype=torch.float32, device=dout.device)
-    planes = dgates = None
+    planes = dgates = mixed = None
     strides = (0, 0, 0)
     if gates is not None:
         planes, strides = torch.empty_like(sums), gates.stride()[1:]
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+        mixed = torch.empty((B, T, H, D), dtype=dout.dtype, device=dout.device) if mix else None
     call(
-        _row_sums, (-(-(B * T) // _ROWS) * H,), (dout, *outputs, gates, sums, planes, dgates), (B * T,),
-        (dout.stride(1), dout.stride(2), *strides, *(o is not None for o in outputs), gates is not None, H, D,
-         power_of_2(D), _ROWS),
+        _row_sums, (-(-(B * T) // _ROWS) * H,), (dout, *outputs, gates, sums, planes, dgates, mixed), (B * T,),
+        (dout.stride(1), dout.stride(2), *strides, *(o is not None for o in outputs), gates is not None,
+         mixed is not None, H, D, power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
     shapes = ((H, B, T), (B, T, H), (H, B, T))
     by_branch = [x.view(shape) for x, shape in zip(sums.unbind(0), shapes, strict=True)]
     if planes is None:
-        return by_branch, [None] * 3, None
-    return by_branch, [x.view(shape) for x, shape in zip(planes.unbind(0), shapes, strict=True)], dgates
+        return by_branch, [None] * 3, None, None
+    return by_branch, [x.view(shape) for x, shape in zip(planes.unbind(0), shapes, strict=True)], dgates, mixed

@@ -24,7 +24,7 @@ from tercet.attention.kernels.combine import combine, row_sums
 from tercet.attention.kernels.compressed import forward as compressed_forward
 from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
 from tercet.attention.kernels.documents import Documents, compressed_bounds
-from tercet.attention.kernels.gated_sum import made_again
+from tercet.attention.kernels.output import Multiplied, multiply
 from tercet.attention.kernels.query_gradient import query_gradients
 from tercet.attention.kernels.score import select
 from tercet.attention.kernels.selected import SAVED, selected_backward, selected_forward, selected_saved_like
@@ -146,17 +146,15 @@ def nsa_attend(
     ccu: Tensor | None,
     config: list[int],
     span: list[int],
-    mix: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, o of selected, its lse, o of window, its lse, and the index tensors that selected attention can
-    use again). Without gates and with one branch, out is that o. Without `mix`, out is only there to be differentiated:
-    it holds anything."""
+    use again). Without gates and with one branch, out is that o."""
     sizes = _config(tuple(config))
-    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, mix)
+    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span)
     return tuple(_none(q) if x is None else x for x in found)
 
 
-def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, mix):
+def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span):
     q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
     o_s = lse_s = o_w = lse_w = None
     saved: tuple[Tensor, ...] = ()
@@ -168,15 +166,13 @@ def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu
     outputs = [o_c, o_s, o_w]
     if gates is None and sum(o is not None for o in outputs) == 1 and o_c is None:
         out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
-    elif mix:
-        out = combine(outputs, gates)
     else:
-        out = torch.empty_like(next(o for o in outputs if o is not None))
+        out = combine(outputs, gates)
     return out, o_s, lse_s, o_w, lse_w, *saved, *(None,) * (SAVED - len(saved))
 
 
 @nsa_attend.register_fake
-def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span, mix=True):
+def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span):
     out, lse = _rows_like(q, next(v for v in (vc, vs, vw) if v is not None))
     alone = gates is None and o_c is None and (ks is None) != (kw is None)
     o_s = _none(q) if ks is None or alone else torch.empty_like(out)
@@ -216,21 +212,23 @@ def nsa_backward(
     saved: list[Tensor],
     config: list[int],
     span: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are."""
+    mix: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, kc, vc, ks, vs, kw, vw, gates; with `mix` the gated sum again, which passes by on the way. A
+    branch is there when its keys are."""
     grads = _gradients(
         dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved,
-        _config(tuple(config)), span,
+        _config(tuple(config)), span, mix,
     )  # fmt: skip
     return tuple(_none(q) if x is None else x for x in grads)
 
 
 def _gradients(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes,
-    span,
+    span, mix=False,
 ):  # fmt: skip
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
-    sums, planes, dgates = row_sums([o_c, o_s, o_w], dout, gates)
+    sums, planes, dgates, mixed = row_sums([o_c, o_s, o_w], dout, gates, mix=mix)
     g_c, g_s, g_w = planes
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
     by_compressed = None if kc is None else (kc, vc, lse_c, sums[0], g_c)
@@ -252,19 +250,20 @@ def _gradients(
         dq, dks, dvs = selected_backward(
             q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, blocks, saved, dq=dq
         )
-    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
+    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates, mixed
 
 
 @nsa_backward.register_fake
 def _(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
-    span,
+    span, mix=False,
 ):  # fmt: skip
-    return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in (q, kc, vc, ks, vs, kw, vw, gates))
+    like = (q, kc, vc, ks, vs, kw, vw, gates, dout if mix and gates is not None else None)
+    return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in like)
 
 
 def _keep(ctx, inputs, output) -> None:
-    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config, ctx.span, _ = inputs
+    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config, ctx.span = inputs
     out, o_s, lse_s, o_w, lse_w, *saved = output
     # a branch alone and without gates: its output is the result
     if ks is not None and (o_s is None or o_s.numel() == 0):
@@ -283,10 +282,10 @@ _KEPT = 17  # tensors before `saved`
 
 def _attend_gradient(ctx, dout, *_unused):
     if dout is None:
-        return (None,) * 16
+        return (None,) * 15
     kept = ctx.saved_tensors
     grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)
-    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 8
+    return *(None if x is None else g for x, g in zip(kept[:8], grads[:8], strict=True)), *(None,) * 7
 
 
 nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
@@ -306,8 +305,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         kept = ctx.saved_tensors
         if dout is None:
-            return (None,) * 16
-        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span), *(None,) * 8
+            return (None,) * 15
+        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)[:8], *(None,) * 7
 
 
 def _watched() -> bool:
@@ -353,9 +352,10 @@ def nsa(
     block_indices: Tensor | None = None,
     span: Sequence[int] = (),
     select: bool = False,
-    keep_sum: bool = True,
+    output: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`keep_sum=False`: compiled, the gated sum is made again in the backward pass."""
+    """`output`: (weight, bias) of a product with the result, [B, T, size of its rows]. Compiled, what is multiplied is
+    not kept: see output.py."""
     choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
@@ -375,14 +375,12 @@ def nsa(
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    mix = keep_sum or not torch.compiler.is_compiling()
-    found = ops.nsa_attend(
-        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span, mix
-    )
-    if not mix:
-        selected, window = (found[1] if ks is not None else None), (found[3] if kw is not None else None)
-        return made_again(found[0], [o_c, selected, window], gates), block_indices
-    return found[0] if watched else found, block_indices
+    inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span)
+    if output is not None and torch.compiler.is_compiling():
+        return Multiplied.apply(*output, *inputs), block_indices
+    found = ops.nsa_attend(*inputs)
+    out = found[0] if watched else found
+    return out if output is None else multiply(out, *output), block_indices
 
 
 class _Direct:

@@ -1,0 +1,62 @@
+"""The operator and the output projection after it, so that what is multiplied need not be kept.
+
+The branches' outputs are kept for the gradients of gates and scores; their gated sum is the projection's input, whose
+weights' gradient asks for it too. Kept, it is one more tensor of q's size per layer: 1.1 GiB of the M7C model's 65,536
+tokens. The backward pass reads the branches' outputs anyway, for the sums of their rows: it writes the gated sum again
+in the same pass. For that, one function has to own both gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+_INPUTS = 15  # of nsa_attend; the first eight have gradients
+
+
+def multiply(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[B, T, H, Dv] -> [B, T, rows of the weight], in out's type."""
+    return F.linear(out.flatten(2), weight.to(out.dtype), None if bias is None else bias.to(out.dtype))
+
+
+class Multiplied(torch.autograd.Function):
+    """multiply(nsa_attend(...)), for the compiler to trace. `inputs` are nsa_attend's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, *inputs: Any) -> Tensor:
+        out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*inputs)
+        *tensors, ctx.config, ctx.span = inputs
+        ctx.has_bias = bias is not None
+        ctx.there = [x is not None for x in tensors]
+        ctx.save_for_backward(weight, *(x for x in tensors if x is not None), o_s, lse_s, o_w, lse_w, *saved)
+        return multiply(out, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = upstream
+        weight, *kept = ctx.saved_tensors
+        there = list(ctx.there)
+        found = kept[: sum(there)]
+        tensors: list[Tensor | None] = []
+        for present in there:
+            tensors.append(found.pop(0) if present else None)
+        o_s, lse_s, o_w, lse_w, *saved = kept[sum(there) :]
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu = tensors
+        assert q is not None
+        rows = dy.flatten(0, 1)
+        dout = rows @ weight.to(dy.dtype)
+        *grads, mixed = torch.ops.tercet.nsa_backward(
+            dout.view(*q.shape[:3], -1), q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c,
+            None if ks is None else o_s, None if ks is None else lse_s,
+            None if kw is None else o_w, None if kw is None else lse_w,
+            block_indices, cu, ccu, saved, ctx.config, ctx.span, True,
+        )  # fmt: skip
+        d_weight = (rows.t() @ mixed.flatten(2).flatten(0, 1)).to(weight.dtype)
+        d_bias = rows.sum(0).to(weight.dtype) if ctx.has_bias else None
+        inputs = (None if x is None else grad for x, grad in zip(tensors[:8], grads, strict=True))
+        return d_weight, d_bias, *inputs, *(None,) * (_INPUTS - 8)

@@ -1,0 +1,66 @@
+"""The output projection with the operator: the gated sum is made again, the same, and not kept; interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+pytest.importorskip("triton")
+
+import tercet
+from tercet.model.attention import NativeSparseAttention
+
+CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
+TOKENS = 40
+
+
+def make(*, keep_sum: bool, **options: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(24, 6, 2, 16, config=CONFIG, **options)
+    torch.nn.init.normal_(layer.gate.proj.weight)
+    layer.keep_sum = keep_sum
+    return layer
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"branches": ("compressed", "window")}, {"branches": ("selected",)}], ids=str
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_value_and_gradients_are_those_of_the_sum_that_is_kept(options: dict[str, Any], packed: bool) -> None:
+    results = []
+    bounds = torch.tensor([0, 17, TOKENS], dtype=torch.int32) if packed else None
+    for keep_sum in (True, False):
+        layer, x = make(keep_sum=keep_sum, **options), torch.linspace(-1, 1, TOKENS * 24).view(1, TOKENS, 24).sin()
+        torch._dynamo.reset()
+        leaf = x.requires_grad_()
+        out = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)(leaf, bounds)
+        used = [p for n, p in layer.named_parameters() if layer.branches[0] == "compressed" or "compress" not in n]
+        results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *used])])
+        assert layer.routes[layer.branches[0]] == "triton"
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_uncompiled_it_is_the_projection_of_the_result() -> None:
+    x = torch.randn(1, TOKENS, 24)
+    torch.testing.assert_close(make(keep_sum=False)(x), make(keep_sum=True)(x))
+
+
+@pytest.mark.parametrize("keep_sum", [False, True])
+def test_the_sum_is_not_kept(keep_sum: bool) -> None:
+    kept: list[tuple[int, ...]] = []
+
+    def forward(module: Any, _: Any) -> Any:
+        (result,) = (n for n in module.graph.nodes if n.op == "output")
+        kept.extend(tuple(n.meta["val"].shape) for n in result.args[0] if n is not None and "val" in n.meta)
+        return module
+
+    backend = aot_autograd(fw_compiler=forward, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    torch.compile(make(keep_sum=keep_sum), backend=backend, fullgraph=True)(torch.randn(1, TOKENS, 24))
+    size = TOKENS * 6 * 16
+    of_qs_size = sum(torch.Size(shape).numel() == size for shape in kept)
+    assert of_qs_size == (5 if keep_sum else 4), kept  # q, the three branches' outputs, and the sum
