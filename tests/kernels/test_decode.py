@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ import tercet
 from kernels.caches import filled
 from tercet.attention.kernels import decode
 from tercet.attention.kernels.decode_attend import read_stages
+from tercet.attention.kernels.decode_select import score
+from tercet.attention.reference import block_importance
 
 CFG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
@@ -139,6 +142,29 @@ def test_scores_that_are_equal_in_different_splits_are_a_tie():
     with torch.no_grad():
         layer(torch.randn(1, 1, 16), cache=cache)
     assert cache.block_indices[0, 0].tolist() in ([0, 1, 2, 3, 24, 25], [0, 1, 20, 21, 24, 25])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "d", "block"),
+    [(900, 16, 4, 16), (2100, 16, 4, 16), (4300, 40, 4, 16), (1300, 16, 16, 16), (1300, 5, 1, 16)],
+)
+def test_blocks_are_chosen_as_sorting_them_all_would(tokens, count, d, block):
+    """By one program, by the last of several from their lists, and from lists too long for comparing each with each."""
+    config = replace(CFG, compress_block=max(2, d), compress_stride=d, select_block=block, select_count=count)
+    heads, groups, current, seen = 4, 2, tokens // block, config.num_compressed(tokens + 1)
+    logits = torch.randn(2, heads, config.num_compressed(tokens + 70))
+    logits[1] = 0  # all equal: the first ones
+    lse = torch.logsumexp(logits[..., :seen] * math.log(2), -1, keepdim=True) / math.log(2)
+    indices = torch.full((2, groups, count), -7, dtype=torch.int32)
+    lengths, arrived = torch.tensor([tokens] * 2), torch.zeros(2 * groups, dtype=torch.int32)
+    score(logits, lse, indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
+    p = torch.exp2(logits[..., :seen].double() - lse.double()).unflatten(1, (groups, -1)).sum(2)
+    scores = block_importance(p, 0, current + 1, config)[..., 1 : current - 1]
+    order = scores.sort(descending=True, stable=True).indices[..., : count - 3] + 1
+    chosen = [[[0, *sorted(blocks), current - 1, current] for blocks in row] for row in order.tolist()]
+    assert indices.tolist() == chosen
+    assert chosen[1] == [[*range(count - 2), current - 1, current]] * groups
+    assert not arrived.any()
 
 
 def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing():

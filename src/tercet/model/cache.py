@@ -47,6 +47,11 @@ class Step:
         """[B, C]: which tokens are not padding."""
         return torch.arange(self.positions.shape[1], device=self.counts.device) < self.counts[:, None]
 
+    @property
+    def begin(self) -> int | None:
+        """Where the new tokens of all rows begin; None where rows differ in that or have padding."""
+        return self.longest - self.positions.shape[1] if self.level and not self.padded else None
+
     def without_padding(self, x: Tensor) -> Tensor:
         """x with zeros for padding, which may hold anything: 0 · NaN is NaN behind every mask."""
         return torch.where(self.real[..., None], x, 0) if self.padded else x
@@ -276,6 +281,15 @@ class _Cache:
             grown[:, :held] = store[:, :held]
         return grown
 
+    def _keep(self, name: str, value: Tensor, step: Step) -> None:
+        """Token t in slot t."""
+        store = self._stores[name]
+        if step.begin is None:
+            self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
+        else:
+            # a slice, where it will do: writing by index takes seven launches
+            store[:, step.begin : step.longest] = value
+
     def _write(self, store: Tensor, slot: Tensor, value: Tensor) -> None:
         """slot: [B, C]; the last slot takes what is not to be kept."""
         row = torch.arange(self.batch, device=self.device)[:, None]
@@ -330,24 +344,25 @@ class NSACache(_Cache):
         """Keep the new tokens. Returns (index [B, E], raw keys, raw values [B, E, l, G, D]) of the compressed tokens
         that are now complete, E for the row that completes most; None where no row does, and for a first prefill."""
         self.block_indices = None
-        if "window" in self.key["branches"]:
+        if "window" in self.key["branches"] and not step.fresh:
             step.window_k = self._window_context("k", keys["window"], step)
             step.window_v = self._window_context("v", values["window"], step)
         if self.keeps_all:
-            for name, value in (("k_selected", keys["selected"]), ("v_selected", values["selected"])):
-                store = self._stores[name]
-                self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
+            self._keep("k_selected", keys["selected"], step)
+            self._keep("v_selected", values["selected"], step)
         if self.keeps_ring:
             self._turn_ring("k_window", keys["window"], step)
             self._turn_ring("v_window", values["window"], step)
         if not self.compresses:
             return None
         l, d = self.config.compress_block, self.config.compress_stride
-        k = self._before("k_tail", l, step, raw_k)
-        v = self._before("v_tail", l, step, values["compressed"])
+        none = step.emitted == 0 or step.fresh  # a first prefill compresses its whole sequence at once
+        if not none:
+            k = self._before("k_tail", l, step, raw_k)
+            v = self._before("v_tail", l, step, values["compressed"])
         self._turn_ring("k_tail", raw_k, step)
         self._turn_ring("v_tail", values["compressed"], step)
-        if step.emitted == 0 or step.fresh:  # a first prefill compresses its whole sequence at once
+        if none:
             return None
         index = self._first_new(step)[:, None] + torch.arange(step.emitted, device=self.device)
         first = index * d - (step.start[:, None] - (l - 1))
@@ -359,6 +374,11 @@ class NSACache(_Cache):
     def append_compressed(self, step: Step, k: Tensor, v: Tensor) -> None:
         """Keep the compressed tokens that this step completed. k, v: [B, E, G, D]"""
         if not self.compresses:
+            return
+        if step.begin is not None:
+            first = self.config.num_compressed(step.begin)
+            for name, value in (("k_compressed", k), ("v_compressed", v)):
+                self._stores[name][:, first : first + value.shape[1]] = value
             return
         index = self._first_new(step)[:, None] + torch.arange(k.shape[1], device=self.device)
         complete = index < self._visible(step.start + step.counts)[:, None]
@@ -409,6 +429,13 @@ class NSACache(_Cache):
         """Token t stands in slot t mod size: those of the new ones stay that are the newest."""
         ring = self._stores[name]
         size = ring.shape[1] - 1
+        if step.begin is not None:
+            value = value[:, -size:]
+            slot = (step.longest - value.shape[1]) % size
+            before_end = value[:, : size - slot]
+            ring[:, slot : slot + before_end.shape[1]] = before_end
+            ring[:, : value.shape[1] - before_end.shape[1]] = value[:, size - slot :]
+            return
         newest = step.real & (step.positions >= (step.start + step.counts)[:, None] - size)
         self._write(ring, torch.where(newest, step.positions % size, size), value)
 
@@ -421,9 +448,8 @@ class DenseCache(_Cache):
         return {"k": (groups, self.key["head_dim"], tokens), "v": (groups, self.key["value_dim"], tokens)}
 
     def append(self, step: Step, k: Tensor, v: Tensor) -> None:
-        for name, value in (("k", k), ("v", v)):
-            store = self._stores[name]
-            self._write(store, torch.where(step.real, step.positions, store.shape[1] - 1), value)
+        self._keep("k", k, step)
+        self._keep("v", v, step)
 
     def all(self, step: Step) -> tuple[Tensor, Tensor]:
         return self._stores["k"][:, : step.longest], self._stores["v"][:, : step.longest]

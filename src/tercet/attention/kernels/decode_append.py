@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.decode_compress import ROWS, CompressionWeights, compress, slices
-from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
+from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import padded, power_of_2
 from tercet.attention.spec import NSAConfig
@@ -200,6 +200,7 @@ def append(
     # stores have a spare slot, and dense stores no compressed tokens
     slots = 0 if held.selected is None else held.selected[0].shape[1]
     compressed_slots = 0 if held.compressed is None else held.compressed[0].shape[1]
+    early = overlap(q, batch * groups)
     call(
         _append, (programs + batch * groups,),
         (q, kv, out, held.turns, held.lengths, counts, None if norms is None else norms.q, *keys,
@@ -211,7 +212,7 @@ def append(
          padded(key_size), padded(value_size), norms is not None, counts is not None, mlp,
          held.selected is not None, held.window is not None, held.raw is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
-         overlaps(q)),
-        num_warps=8 if programs else 4, num_stages=2, launch_pdl=overlaps(q),
+         early),
+        num_warps=8 if programs else 4, num_stages=2, launch_pdl=early > 0,
     )  # fmt: skip
     return out

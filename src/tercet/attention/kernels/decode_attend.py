@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels import settings
-from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
+from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, padded
 from tercet.attention.spec import NSAConfig
@@ -152,7 +152,7 @@ def _read(
     t = tl.load(LENGTHS + b).to(tl.int32)
     real = goes_on(COUNTS, b, MASKED)
     # q and the window's keys are the first launch's: where another has come since, they are there without waiting
-    wait_for_the_launch_before(OVERLAP and not AHEAD)
+    wait_for_the_launch_before(0 if AHEAD else OVERLAP)
     if real:
         q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
         m = tl.full([RP], float("-inf"), tl.float32)
@@ -161,7 +161,7 @@ def _read(
         read = 0
         if SELECTED:
             if part < selected_parts:
-                wait_for_the_launch_before(OVERLAP and AHEAD)
+                wait_for_the_launch_before(OVERLAP if AHEAD else 0)
                 i = tl.arange(0, BLOCK)
                 pair = b.to(tl.int64) * G + g
                 at = b.to(tl.int64) * slots * G + g
@@ -191,10 +191,10 @@ def _read(
                     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                     m, l, acc = _step(s, v, some, m, l, acc)
                     read += tl.sum(some.to(tl.int32), 0)
-        wait_for_the_launch_before(OVERLAP and AHEAD)
+        wait_for_the_launch_before(OVERLAP if AHEAD else 0)
         _leave(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
     else:
-        wait_for_the_launch_before(OVERLAP and AHEAD)
+        wait_for_the_launch_before(OVERLAP if AHEAD else 0)
         tl.store(READ + (b.to(tl.int64) * G + g) * parts + after + part, 0)
 
 
@@ -212,14 +212,15 @@ def attend(
     batch, heads, size = q.shape
     slots, groups, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
+    early = overlap(q, batch * groups)
     call(
         _attend, (splits, groups, batch),
         (q, keys, values, lengths, counts, parts.o, parts.lse, parts.read, logits),
         (slots, 0 if logits is None else logits.shape[2], splits, parts.count),
         (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
          value_size, padded(value_size), tile(q, value_size), counts is not None,
-         logits is not None, out, overlaps(q)),
-        num_warps=4, num_stages=3, launch_pdl=overlaps(q),
+         logits is not None, out, early),
+        num_warps=4, num_stages=3, launch_pdl=early > 0,
     )  # fmt: skip
 
 
@@ -236,6 +237,7 @@ def read(
     groups, value_size = keys.shape[2], values.shape[3]
     stages = read_stages(q.device, q.dtype, heads // groups, size, value_size, config)
     assert stages is not None  # decode.unsupported has refused it
+    early = overlap(q, batch * groups)
     call(
         _read, (selected_parts + window_parts, groups, batch),
         (q, ks, vs, kw, vw, indices, lengths, counts, parts.o, parts.lse, parts.read),
@@ -243,8 +245,8 @@ def read(
         (size**-0.5 * LOG2E, config.select_block, config.select_count, config.window, groups, heads // groups,
          padded(heads // groups), size, padded(size), value_size,
          padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
-         counts is not None, overlaps(q), after > 0),
-        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=overlaps(q),
+         counts is not None, early, after > 0),
+        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=early > 0,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.decode_attend import Parts
-from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
+from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import power_of_2
 
@@ -86,10 +86,11 @@ def merge(
     batch, heads, count, size = parts.o.shape
     assert ends[2] == count
     out = torch.empty(batch, heads * size, dtype=dtype, device=parts.o.device)
+    early = overlap(parts.o, batch * parts.read.shape[1])
     call(
         _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), ends,
         (heads, size, power_of_2(size), max(16, power_of_2(count)), gates is not None,
-         softmax, counts is not None, overlaps(parts.o)),
-        num_warps=8 if count > 64 else 4, launch_pdl=overlaps(parts.o),
+         softmax, counts is not None, early),
+        num_warps=8 if count > 64 else 4, launch_pdl=early > 0,
     )  # fmt: skip
     return out

@@ -17,12 +17,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tercet.attention.kernels import settings
 
-ENABLED = False
+ENABLED = True
+FEW_PAIRS = 8
+MANY = 0
 
 
-def overlaps(x: Tensor) -> bool:
-    """Whether launches on x's device overlap."""
-    return ENABLED and settings.generation(x) >= 9
+def overlap(x: Tensor, pairs: int) -> int:
+    """How launches for so many pairs of a row and a KV head follow one another on x's device: 0 one by one, 1 beginning
+    early, 2 beginning when the one before ends."""
+    if not ENABLED or settings.generation(x) < 9:
+        return 0
+    return 1 if pairs <= FEW_PAIRS else MANY
 
 
 @triton.jit
@@ -38,4 +43,5 @@ def goes_on(COUNTS, b, MASKED: tl.constexpr):
 def wait_for_the_launch_before(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
+    if OVERLAP == 1:
         gdc_launch_dependents()

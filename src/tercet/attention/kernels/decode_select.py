@@ -4,7 +4,11 @@ choice of the best (Eq. 11).
 Scores are normalised with the log-sum-exp over all parts here, not part by part there: equal keys then give equal
 numbers to the last bit wherever they stand, and ties are decided by index.
 
-logits: fp32 [B, H, room], in powers of two   scores: fp32 [B, G, blocks]   arrived: int32 [B·G], 0 between steps
+A program names the best of its own blocks, by comparing each with each; the last program of a row and KV head to have
+done so chooses among all that were named. One program alone names the answer.
+
+logits: fp32 [B, H, room], in powers of two   keys, places: int32 [B, G, programs · kept]: blocks that were named, in
+their order, -1 for none   arrived: int32 [B·G], 0 between steps
 """
 
 from __future__ import annotations
@@ -14,30 +18,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.decode_overlap import goes_on, overlaps, wait_for_the_launch_before
+from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.score import _choose_range
+from tercet.attention.kernels.score import _best
 from tercet.attention.kernels.settings import power_of_2
 from tercet.attention.spec import NSAConfig
 
 
 @triton.jit
-def _scores(LOGITS, i, mask, room, HEADS: tl.constexpr, RP: tl.constexpr):
-    """[RP, …]: of compressed tokens i with each head of a group."""
+def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.constexpr):
+    """p of compressed tokens i, summed over the heads of a group."""
     r = tl.arange(0, RP)
-    return tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
-                   other=float("-inf"))  # fmt: skip
+    s = tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
+                other=float("-inf"))  # fmt: skip
+    return tl.sum(tl.exp2(s - lse[:, None]), 0)
 
 
-@triton.jit(do_not_specialize=["room", "blocks", "splits", "parts"])
+@triton.jit
+def _better(mine, i, other, j):
+    """Whether block j comes before block i: the larger key, the lower place among equals."""
+    return ((other > mine) | ((other == mine) & (j < i))).to(tl.int32)
+
+
+@triton.jit
+def _best_of_few(key, WANTED: tl.constexpr, N: tl.constexpr):
+    """Which of N keys are the WANTED largest, the lowest place first among equals: those that fewer are better than."""
+    i = tl.arange(0, N)
+    return (tl.sum(_better(key[:, None], i[:, None], key[None, :], i[None, :]), 1) < WANTED) & (key >= 0)
+
+
+@triton.jit
+def _best_listed(KEYS, count, WANTED: tl.constexpr, N: tl.constexpr):
+    """The same of N keys in memory, of which the first `count` are there."""
+    i = tl.arange(0, N)
+    key = tl.load(KEYS + i, mask=i < count, other=-1)
+    if N <= 256:
+        # no round waits for another, as those of a bisection do
+        CHUNK: tl.constexpr = 16
+        better = tl.zeros([N, CHUNK], tl.int32)
+        for first in tl.static_range(0, N, CHUNK):
+            j = first + tl.arange(0, CHUNK)
+            other = tl.load(KEYS + j, mask=j < count, other=-1)
+            better += _better(key[:, None], i[:, None], other[None, :], j[None, :])
+        taken = (tl.sum(better, 1) < WANTED) & (key >= 0)
+    else:
+        taken = _best(key[None, :], WANTED).reshape(N)
+    return taken
+
+
+@triton.jit(do_not_specialize=["room", "listed", "splits", "parts"])
 def _score(
-    LOGITS, LSE, SCORES, INDICES, LENGTHS, COUNTS, ARRIVED, room, blocks, splits, parts,
+    LOGITS, LSE, KEYS, PLACES, INDICES, LENGTHS, COUNTS, ARRIVED, room, listed, splits, parts,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
-    HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, MASKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, KEPT: tl.constexpr,
+    MASKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * NB
+    program = tl.program_id(0)
+    first = program * NB
     g = tl.program_id(1)
     b = tl.program_id(2)
     after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
@@ -47,30 +85,18 @@ def _score(
         current = (after - 1) // BLOCK
         WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
         pair_of = b.to(tl.int64) * G + g
+        INDICES += pair_of * COUNT
         if first == 0:
             # the list but for those that are chosen by score: all blocks, or the forced ones at both ends
             slot = tl.arange(0, CP)
             forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
             known = tl.where(current >= COUNT, forced, tl.where(slot <= current, slot, -1))
             free = (current >= COUNT) & (slot >= INITIAL) & (slot < COUNT - LOCAL)
-            tl.store(INDICES + pair_of * COUNT + slot, known, mask=(slot < COUNT) & (free == 0))
+            tl.store(INDICES + slot, known, mask=(slot < COUNT) & (free == 0))
         # a query with no more than COUNT blocks selects them all, and the last LOCAL are forced
         if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
             seen = tl.where(after < L, 0, (after - L) // S + 1)
             pair = (b.to(tl.int64) * G + g) * HEADS
-            # In units of S tokens: a compressed token covers A of them, a block has U.
-            A: tl.constexpr = L // S
-            U: tl.constexpr = BLOCK // S
-            x = tl.arange(0, NB * U)
-            u = x % U
-            i = first * U + x
-            # all loads first: the log-sum-exp's would hold up those behind it
-            own = _scores(LOGITS + pair * room, i, i < seen, room, HEADS, RP)
-            if A > 1:
-                # what reaches over from the block before
-                over = tl.maximum(u + A - U, 0)
-                mask = (over > 0) & (i >= U) & (i - U < seen)
-                other = _scores(LOGITS + pair * room, i - U, mask, room, HEADS, RP)
             r = tl.arange(0, RP)
             p = tl.arange(0, SP)
             lse = tl.load(LSE + (pair + r)[:, None] * parts + p[None, :],
@@ -79,19 +105,46 @@ def _score(
             top = tl.where(top > float("-inf"), top, 0.0)
             lse = top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
             lse = tl.where(r < HEADS, lse, 0.0)
-            lse = lse[:, None]
+            # In units of S tokens: a compressed token covers A of them, a block has U.
+            A: tl.constexpr = L // S
+            U: tl.constexpr = BLOCK // S
+            x = tl.arange(0, NB * U)
+            u = x % U
+            i = first * U + x
+            own = _probabilities(LOGITS + pair * room, i, i < seen, lse, room, HEADS, RP)
             weight = (tl.minimum(u + A, U) - u).to(tl.float32) / A
-            score = tl.sum((tl.sum(tl.exp2(own - lse), 0) * weight).reshape(NB, U), 1)
+            score = tl.sum((own * weight).reshape(NB, U), 1)
             if A > 1:
-                score += tl.sum((tl.sum(tl.exp2(other - lse), 0) * (over.to(tl.float32) / A)).reshape(NB, U), 1)
-            j = first + tl.arange(0, NB)
-            tl.store(SCORES + pair_of * blocks + j, score, mask=j < blocks)
-            tl.debug_barrier()  # all threads have written before one of them says so
-            if tl.atomic_add(ARRIVED + pair_of, 1, sem="acq_rel") == (current - LOCAL) // NB:
-                tl.store(ARRIVED + pair_of, 0)
-                if WANTED > 0:
-                    _choose_range(SCORES + pair_of * blocks, INDICES + pair_of * COUNT + INITIAL, current - LOCAL + 1,
-                                  INITIAL, WANTED, NP)  # fmt: skip
+                # what reaches over from the block before
+                over = tl.maximum(u + A - U, 0)
+                mask = (over > 0) & (i >= U) & (i - U < seen)
+                other = _probabilities(LOGITS + pair * room, i - U, mask, lse, room, HEADS, RP)
+                score += tl.sum((other * (over.to(tl.float32) / A)).reshape(NB, U), 1)
+            block = first + tl.arange(0, NB)
+            score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
+            # whole numbers of the same order; -1 where a block is forced or not there
+            free = (block >= INITIAL) & (block <= current - LOCAL)
+            key = tl.where(free, score.to(tl.int32, bitcast=True), -1)
+            taken = _best_of_few(key, WANTED, NB)
+            to = tl.cumsum(taken.to(tl.int32), 0) - 1
+            if current - LOCAL < NB:
+                tl.store(INDICES + INITIAL + to, block, mask=taken)
+            else:
+                number = tl.sum(taken.to(tl.int32), 0)
+                slot = tl.arange(0, KEPT)
+                KEYS += pair_of * listed
+                PLACES += pair_of * listed
+                tl.store(KEYS + program * KEPT + slot, -1, mask=slot >= number)
+                tl.store(KEYS + program * KEPT + to, key, mask=taken)
+                tl.store(PLACES + program * KEPT + to, block, mask=taken)
+                tl.debug_barrier()  # all threads have written before one of them says so
+                last = (current - LOCAL) // NB
+                if tl.atomic_add(ARRIVED + pair_of, 1, sem="acq_rel") == last:
+                    tl.store(ARRIVED + pair_of, 0)
+                    named = tl.arange(0, NP)
+                    best = _best_listed(KEYS, (last + 1) * KEPT, WANTED, NP)
+                    place = tl.load(PLACES + named, mask=best, other=0)
+                    tl.store(INDICES + INITIAL + tl.cumsum(best.to(tl.int32), 0) - 1, place, mask=best)
 
 
 def score(
@@ -101,18 +154,21 @@ def score(
     """Fills indices, int32 [B, G, n]: ascending, -1 at the end. The last program of a pair to have its scores
     chooses."""
     batch, groups, count = indices.shape
-    scores = torch.empty(batch, groups, blocks, dtype=torch.float32, device=logits.device)
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block
-    # as many compressed tokens to a program as registers hold the scores of
-    per = max(1, min(256, 4096 // power_of_2(heads)) * d // block)
+    # Blocks of a program, and how many of them it can name: all that are wanted, if it has as many.
+    per = max(1, min(64, 256 * d // block))
+    kept = min(per, power_of_2(max(1, count - config.select_initial - config.select_local)))
+    programs = -(-blocks // per)
+    named = torch.empty(2, batch, groups, programs * kept, dtype=torch.int32, device=logits.device)
     # sizes a factor of four apart: a handful of variants for all lengths
-    listed = next(n for n in (256, 1024, 4096, 16384) if n >= blocks)
+    listed = next(n for n in (64, 256, 1024, 4096, 16384) if n >= programs * kept)
+    early = overlap(logits, batch * groups)
     call(
-        _score, (-(-blocks // per), groups, batch), (logits, lse, scores, indices, lengths, counts, arrived),
-        (logits.shape[2], blocks, splits, lse.shape[2]),
+        _score, (programs, groups, batch), (logits, lse, *named, indices, lengths, counts, arrived),
+        (logits.shape[2], programs * kept, splits, lse.shape[2]),
         (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
          power_of_2(heads),
-         max(16, power_of_2(splits)), per, counts is not None, overlaps(logits)),
-        num_warps=8 if listed > 4096 else 4, launch_pdl=overlaps(logits),
+         max(16, power_of_2(splits)), per, kept, counts is not None, early),
+        num_warps=8 if listed > 4096 else 4, launch_pdl=early > 0,
     )  # fmt: skip
