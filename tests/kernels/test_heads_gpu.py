@@ -1,4 +1,5 @@
-"""One product taken apart on a GPU: what several products give, bit for bit from run to run; SwiGLU's gradient."""
+"""What stands around the kernels on a GPU: one product taken apart is what several give, bit for bit from run to run;
+SwiGLU's gradient; a compiled layer's gradients, the output projection's among them."""
 
 from __future__ import annotations
 
@@ -63,3 +64,22 @@ def test_swiglus_gradient_is_that_of_the_formula() -> None:
     (wanted,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, exact, dh.double())
     for dtype, limit in ((torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
         assert relative_error(swiglu_gradient(y.to(dtype), dh.to(dtype)), wanted) < limit
+
+
+def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled() -> None:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(256, 12, 2, 64, bias=True).cuda()
+    torch.nn.init.normal_(layer.gate.proj.weight, std=0.05)
+    layer.keep_sum = False
+    x = torch.randn(1, 4096, 256, device="cuda")
+    bounds = torch.tensor([0, 1000, 4096], dtype=torch.int32, device="cuda")
+    torch._dynamo.reset()
+    found = []
+    for run in (torch.compile(layer, fullgraph=True), layer):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = run(leaf, bounds)
+        noise = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(out.dtype)
+        found.append([out, *torch.autograd.grad(out, [leaf, *layer.parameters()], noise)])
+    # a near-tie may select another block: then a few rows differ, not the whole
+    assert max(relative_error(a, b) for a, b in zip(*found, strict=True)) < 3e-2
