@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def everything(shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, triton: bool = False):
-    """{kernel: its results}; Triton's where their launch parameters are given, else Gluon's where they are switched on."""
+    """{kernel: its results}; by Triton's kernels, or by Gluon's where they are switched on."""
 
     def of(kernel: str) -> Launch | None:
         return settings(kernel, x.q, x.vw) if triton else None
