@@ -434,7 +434,8 @@ class NSACache(_Cache):
             slot = (step.longest - value.shape[1]) % size
             before_end = value[:, : size - slot]
             ring[:, slot : slot + before_end.shape[1]] = before_end
-            ring[:, : value.shape[1] - before_end.shape[1]] = value[:, size - slot :]
+            if before_end.shape[1] < value.shape[1]:
+                ring[:, : value.shape[1] - before_end.shape[1]] = value[:, size - slot :]
             return
         newest = step.real & (step.positions >= (step.start + step.counts)[:, None] - size)
         self._write(ring, torch.where(newest, step.positions % size, size), value)
