@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tercet.model.cache import HostLengths
+from tercet.model.cache_rows import HostLengths
 
 
 def filled(layer, lengths: list[int], room: int):

@@ -14,7 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 from tercet.attention.reference import block_importance, combine, select
 from tercet.attention.spec import NSAConfig
 from tercet.attention.tiled import compute_dtype
-from tercet.model.cache import DenseCache, NSACache, Step
+from tercet.model.cache import DenseCache, NSACache
+from tercet.model.cache_rows import Step
 
 # Numbers gathered or scored at once: bounds the memory of a long chunk.
 _CHUNK_NUMBERS = 1 << 24

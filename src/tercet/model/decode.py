@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tercet.attention.dispatch import TRITON_INSTALLED
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Span
-from tercet.model.cache import DenseCache, HostLengths, NSACache, Step
+from tercet.model.cache import DenseCache, NSACache
+from tercet.model.cache_rows import HostLengths, Step
 from tercet.model.compression import Compression
 
 if TYPE_CHECKING:
