@@ -27,9 +27,10 @@ def make(*, keep_sum: bool, **options: Any) -> NativeSparseAttention:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": True}, {"branches": ("compressed", "window")}, {"branches": ("selected",)}], ids=str
+    ("options", "packed"),
+    [({"bias": True}, True), ({"branches": ("compressed", "window")}, False), ({"branches": ("selected",)}, True)],
+    ids=str,
 )
-@pytest.mark.parametrize("packed", [False, True])
 def test_value_and_gradients_are_those_of_the_sum_that_is_kept(options: dict[str, Any], packed: bool) -> None:
     results = []
     bounds = torch.tensor([0, 17, TOKENS], dtype=torch.int32) if packed else None
