@@ -75,19 +75,6 @@ def test_the_operator_and_its_gradient_keep_their_promises() -> None:
     torch.library.opcheck(torch.ops.tercet.heads_apart, arguments)
 
 
-def test_the_whole_layer_is_one_graph_and_equals_itself_uncompiled() -> None:
-    layer, x = make(), torch.randn(1, 40, 24)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    results = []
-    for run in (layer, compiled):
-        leaf = x.clone().requires_grad_()
-        out = run(leaf, torch.tensor([0, 17, 40], dtype=torch.int32))
-        results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])])
-    torch.testing.assert_close(results[1], results[0])
-    assert layer.routes["window"] == "triton"
-
-
 def test_angles_of_other_tokens_are_refused() -> None:
     y = torch.randn(2, 20, heads.columns(6, 2, 16))
     turn = [torch.randn(19, 1, 8) for _ in range(2)]
