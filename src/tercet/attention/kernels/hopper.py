@@ -4,7 +4,8 @@ Triton waits for a product before anything uses it, and fetches tiles anew for e
 order is ours: products run on while the warps do exponentials, and one walk over all tiles fetches ahead throughout.
 Two rules of the assembler shape the kernels; where they are broken, it makes every product wait (ptxas -v says so, and
 a test reads it): registers that feed a product, or hold its sum, are written only while none runs; and what is in
-flight at the end of a loop's body is a sum that the next round adds to.
+flight at the end of a loop's body is a sum that the next round adds to. What stays throughout a loop is in shared
+memory: the assembler (12.8) overwrote a left side that stayed in registers with another product's.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ if gluon is not None:
 
 # (kernel, head size) -> Launch, for compute capability 9 and heads whose keys and values are alike
 OVERLAPPED: dict[tuple[str, int], Launch] = {
+    ("compressed_forward", 64): Launch(),
+    ("compressed_forward", 128): Launch(),
+    ("window_forward", 64): Launch(),
+    ("window_forward", 128): Launch(),
+    ("query_gradient", 128): Launch(),  # at 64 Triton's is as fast at 2k and 8k tokens, and faster at 64k
     ("compressed_key_gradients", 64): Launch(stages=3, parts=48),
     ("compressed_key_gradients", 128): Launch(rows=32, stages=3),
-    ("window_key_gradients", 64): Launch(stages=2),
-    ("window_key_gradients", 128): Launch(rows=32, stages=2),
+    ("window_key_gradients", 64): Launch(stages=3),
+    ("window_key_gradients", 128): Launch(rows=32, stages=3),
 }
 
 

@@ -54,7 +54,7 @@ def hopper_forward(
     O, LSE, QD, KD, VD, CU, CCU, docs, length, per_sequence, rows,
     compressed_length, scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, COMPRESSED: gl.constexpr, PACKED: gl.constexpr, LEFT: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, COMPRESSED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -111,12 +111,8 @@ def hopper_forward(
         none = gl.zeros([M, N], gl.float32, layout=scores)
         acc = gl.zeros([M, D], gl.float32, layout=sums)
         mbarrier.wait(q_bar, 0)
-        if LEFT:
-            q = q_s.load(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=2))
-        else:
-            q = q_s
         mbarrier.wait(k_bars.index(0), 0, count > 0)
-        token = warpgroup_mma(q, k_s.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
+        token = warpgroup_mma(q_s, k_s.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(token,))
         m, l, _, p = _softmax(s, m, l, begin, lower, upper, (begin < whole) | (begin >= edge), scale, N, scores)
         weights = gl.convert_layout(p.to(dtype), operand)
@@ -124,7 +120,7 @@ def hopper_forward(
         mbarrier.wait(k_bars.index(1), 0, count > 1)
         mbarrier.wait(v_bars.index(0), 0, count > 0)
         for n in range(1, count):
-            token = warpgroup_mma(q, k_s.index(n % 2).permute((1, 0)), none, use_acc=False, is_async=True)
+            token = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), none, use_acc=False, is_async=True)
             total = warpgroup_mma(weights, v_s.index((n + 1) % 2), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(token,))
             i = begin + n * N
@@ -175,8 +171,7 @@ def launch_forward(
         hopper_forward, (documents.token_tiles(launch.rows) * H,),
         (o, lse, descriptor(q, launch.rows), descriptor(k, launch.keys), descriptor(v, launch.keys), cu, documents.ccu),
         (*bounds, B * T, documents.compressed_length),
-        (D**-0.5 * LOG2E, *sizes, G, H // G, D, launch.rows, launch.keys, sizes[0] == 0, documents.packed,
-         launch.left),
+        (D**-0.5 * LOG2E, *sizes, G, H // G, D, launch.rows, launch.keys, sizes[0] == 0, documents.packed),
         **launch.overlapped,
     )  # fmt: skip
     return o, lse

@@ -63,7 +63,7 @@ def hopper_key_gradients(
     token_length, span, k_t, k_h, v_t, v_h, scale, softmax_scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr,
-    PACKED: gl.constexpr, STRETCH: gl.constexpr, GATED: gl.constexpr, LEFT: gl.constexpr,
+    PACKED: gl.constexpr, STRETCH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -130,14 +130,6 @@ def hopper_key_gradients(
             mbarrier.init(do_bars.index(b), count=1)
         fence_async_shared()
         meet()
-        # the left sides from registers: half of what the two products read from shared memory
-        left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores, k_width=2)
-        if LEFT:
-            k_l = k_s.load(left)
-            v_l = v_s.load(left)
-        else:
-            k_l = k_s
-            v_l = v_s
         base = row0 + origin
         head0 = g * HEADS
         for b in gl.static_range(STAGES - 1):
@@ -150,8 +142,8 @@ def hopper_key_gradients(
             slot = n % STAGES
             mbarrier.wait(q_bars.index(slot), n // STAGES & 1)
             mbarrier.wait(do_bars.index(slot), n // STAGES & 1)
-            s = warpgroup_mma(k_l, q_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dp = warpgroup_mma(v_l, do_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma(k_s, q_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v_s, do_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             score, dv_, dk_ = warpgroup_mma_wait(1, deps=(s, dv, dk))
             # all warps are done with the slot before: it can be filled
             async_copy.wait_group(STAGES - 2)
@@ -204,6 +196,6 @@ def launch_key_gradients(
         (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
         (k.stride(1), k.stride(2), v.stride(1), v.stride(2), D**-0.5 * LOG2E, D**-0.5,
          *sizes, G, H // G, D, launch.rows, launch.keys, launch.stages, sizes[0] == 0,
-         documents.packed, documents.stretch, gate is not None, launch.left),
+         documents.packed, documents.stretch, gate is not None),
         **launch.overlapped,
     )  # fmt: skip

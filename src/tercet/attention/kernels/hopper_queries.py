@@ -61,7 +61,7 @@ def hopper_query_gradients(
     CU, CCU, docs, length, per_sequence, rows, compressed_length, scale, softmax_scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr,
-    PACKED: gl.constexpr, GATED: gl.constexpr, LEFT: gl.constexpr,
+    PACKED: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -136,13 +136,6 @@ def hopper_query_gradients(
         acc = warpgroup_mma_init(gl.zeros([M, D], gl.float32, layout=sums))
         mbarrier.wait(q_bar, 0)
         mbarrier.wait(do_bar, 0)
-        left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores, k_width=2)
-        if LEFT:
-            q = q_s.load(left)
-            do_ = do_s.load(left)
-        else:
-            q = q_s
-            do_ = do_s
         for n in range(count):
             slot = n % STAGES
             if COMPRESSED and WINDOW:
@@ -167,8 +160,8 @@ def hopper_query_gradients(
                     v_s.index(slot).store(v)
                     fence_async_shared()
                     meet()
-            s_ = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-            dp_ = warpgroup_mma(do_, v_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            s_ = warpgroup_mma(q_s, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            dp_ = warpgroup_mma(do_s, v_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
             s, dq = warpgroup_mma_wait(1, deps=(s_, acc))
             _fetch(KCD, VCD, KWD, VWD, k_s, v_s, k_bars, v_bars, n + STAGES - 1, count_c, count, row_c, row_w, g,
                    D, N, STAGES, COMPRESSED, WINDOW)  # fmt: skip
@@ -215,7 +208,7 @@ def launch_query_gradients(
         (*bounds, B * T, documents.compressed_length),
         (D**-0.5 * LOG2E, D**-0.5, config.window, config.compress_block, config.compress_stride, G, H // G, D,
          launch.rows, launch.keys, launch.stages, kc is not None, kw is not None, documents.packed,
-         (gate_w if kc is None else gate_c) is not None, launch.left),
+         (gate_w if kc is None else gate_c) is not None),
         **launch.overlapped,
     )  # fmt: skip
     return dq

@@ -25,7 +25,6 @@ class Launch:
     tma: bool = False  # the copy engine loads whole key tiles, where strides allow it
     parts: int = 16  # at most so many query ranges, for gradients of keys that every query sees
     registers: int = 0  # at most so many per thread, for more blocks on a multiprocessor; 0: as the compiler likes
-    left: bool = False  # left sides of products in registers, in the Gluon kernels
     held: int = 2  # at most so many tiles of rows for the heads of a group, for scores
 
     @property
