@@ -149,6 +149,7 @@ def run_nsa(
             from tercet.attention import kernels
 
             cu_seqlens, places = None if packing is None else packing.cu_seqlens, []
+            compressed_cu_seqlens = None if packing is None else packing.compressed_cu_seqlens
             if span is not WHOLE:
                 cu_seqlens = stretch.bounds(k_selected, k_window, span, packing)
                 places = stretch.places(q, span, packing)
@@ -168,6 +169,7 @@ def run_nsa(
                 span=places,
                 select=select,
                 output=output,
+                compressed_cu_seqlens=compressed_cu_seqlens,
             )
         else:
             out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices, span, select)

@@ -353,22 +353,26 @@ def nsa(
     span: Sequence[int] = (),
     select: bool = False,
     output: tuple[Tensor, Tensor | None] | None = None,
+    compressed_cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`output`: (weight, bias) of a product with the result, [B, T, size of its rows]. Compiled, what is multiplied is
-    not kept: see output.py."""
+    not kept: see output.py. `compressed_cu_seqlens`: the bounds of compressed tokens, where the caller has them."""
     choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
     sizes = _sizes(config) if watched else config
     span = list(span)
     o_c = lse_c = None
-    ccu = _bounds(cu_seqlens, config, ops)
+    ccu = _bounds(cu_seqlens, config, ops) if compressed_cu_seqlens is None else compressed_cu_seqlens
+    traced = output is not None and torch.compiler.is_compiling()
     # the gradient of these belongs to nsa_attend: autograd must not follow it twice
     with torch.no_grad():
         if choose or "compressed" in branches:
             o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes, span)
         if choose:
-            block_indices = ops.keep_selection(ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes, span))
+            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes, span)
+            if not traced:  # what is asked to make the sum again is not itself made again (NativeSparseAttention)
+                block_indices = ops.keep_selection(block_indices)
     if "compressed" not in branches:
         kc = vc = o_c = lse_c = None
     if "selected" not in branches:
@@ -376,7 +380,7 @@ def nsa(
     if "window" not in branches:
         kw = vw = None
     inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span)
-    if output is not None and torch.compiler.is_compiling():
+    if traced:
         return Multiplied.apply(*output, *inputs), block_indices
     found = ops.nsa_attend(*inputs)
     out = found[0] if watched else found
