@@ -14,6 +14,7 @@ def attention(
     budget: float = 0.6,
     profile: bool = False,
     graph: bool = True,
+    dense_once: bool = False,
 ) -> int:
     """The operator beside dense attention, in one process on this machine's GPU: correctness first, then times.
 
@@ -28,12 +29,14 @@ def attention(
         budget: Seconds for each median.
         profile: Also print the time of every kernel.
         graph: At head 64 also time CUDA graphs.
+        dense_once: Time dense attention beside a shape's first kind of inputs only.
     """
     from tercet.bench.attention import main
 
     arguments = ["--shapes", shapes, "--inputs", inputs, "--correlation", str(correlation), "--dense", dense]
     arguments += ["--dense-limit", str(dense_limit), "--rows", str(rows), "--budget", str(budget)]
     arguments += ["--graph" if graph else "--no-graph"]
+    arguments += ["--dense-once"] if dense_once else []
     return main(arguments + (["--profile"] if profile else []))
 
 
