@@ -26,8 +26,6 @@ SHAPES = {
 # "backward" is the selected branch's: fused dq at one stage beat every setting without spills.
 CHOSEN: dict[tuple[str, str], int] = {
     ("backward", "P"): 80,
-    ("backward", "C"): 88,  # rows 128: 1.02 ms against 1.14 before dp came first, at C 32×2k
-    ("backward", "one head per group"): 56,
     # 128 registers, for a fourth block on a multiprocessor: .524 ms against .549 at C 32×2k
     ("tile_dq", "C"): 40,
     ("tile_dq", "one head per group"): 8,

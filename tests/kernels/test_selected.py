@@ -27,6 +27,7 @@ def small(limit=None, **changes):
         "backward_rows": 16,
         "fused_rows": 16,
         "segment_rows": 64,
+        "keys_down": True,
         "union_stages": 1,
         "attend_stages": 1,
         **changes,
@@ -164,6 +165,13 @@ def test_ranges_of_tokens_sum_to_the_whole():
     c = case([0, 30, 120], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
     _, saved = check(c, settings)
     assert saved[2].shape[1] >= 3
+
+
+@pytest.mark.parametrize("keys_down", [True, False])
+def test_key_gradients_of_union_tiles_sum_over_ranges_and_pieces(keys_down):
+    """Lists longer than a segment, several ranges, in both orientations of the scores."""
+    c = case([0, 30, 120], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
+    check(c, small(UNION, range_bytes=1 << 14, segment_rows=32, keys_down=keys_down))
 
 
 def test_each_range_decides_for_itself():

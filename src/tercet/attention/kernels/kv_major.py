@@ -3,8 +3,8 @@
 A program takes one *piece* (index.py): a stretch of one block's list, never longer than a segment, so that hot blocks
 (the first one stands in every list) are shared out. What it yields per entry (a partial output with its log-sum-exp, or
 a partial dq) is written at the entry's own place, and what it yields per block (dk, dv) at the piece's. Sums are then
-taken in a fixed order: no atomics, the same bits every time. dk and dv alone are kv_keys.py's. (One program walking all
-runs of a segment in a loop kept some forty registers of loop-invariant addresses alive and spilled.)
+taken in a fixed order: no atomics, the same bits every time. At small heads dk and dv alone are kv_keys.py's. (One
+program walking all runs of a segment in a loop kept some forty registers of loop-invariant addresses alive and spilled).
 
 K and V are loaded once per piece, and plainly: the copy engine gains nothing there, and its descriptors cost the host
 more than the launch.
@@ -189,10 +189,12 @@ def backward(
     DVP: tl.constexpr,
     SEGMENT: tl.constexpr,
     WIDE: tl.constexpr,
+    DECIDE: tl.constexpr,
+    WITH_DQ: tl.constexpr,
     GATED: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
-    # dk, dv and partial dq of every entry, of the ranges whose decision asks for it.
+    # dk and dv of every entry, and its partial dq where the range's decision asks for it (WITH_DQ).
     row = tl.arange(0, M)
     qi = row // HT
     hh = tl.program_id(1) * HT + row % HT
@@ -200,7 +202,12 @@ def backward(
     dk_ = tl.arange(0, DKP)
     dv_ = tl.arange(0, DVP)
     key = tl.arange(0, BS)
-    start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, tl.load(DECISION + r), G, SEGMENT)
+    wanted = 1
+    if DECIDE:
+        wanted = tl.load(DECISION + r)
+        if not WITH_DQ:
+            wanted = 1 - wanted
+    start, end, lst = this_piece(PIECE, LISTS, lists, slots, L, r, wanted, G, SEGMENT)
     if start < end:
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
@@ -250,11 +257,12 @@ def backward(
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
             ds = (p * (dp - row_sum[:, None])).to(q.dtype)
             dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-            dq = tl.dot(ds, k, input_precision="ieee")
-            to = (e - begin * (G * n)) * h + hh
-            tl.store(
-                PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
-                dq.to(PARTIAL_DQ.dtype.element_ty),
-                mask=in_columns(ok, dk_, DK, DKP),
-            )
+            if WITH_DQ:
+                dq = tl.dot(ds, k, input_precision="ieee")
+                to = (e - begin * (G * n)) * h + hh
+                tl.store(
+                    PARTIAL_DQ + (to * DK)[:, None] + dk_[None, :],
+                    dq.to(PARTIAL_DQ.dtype.element_ty),
+                    mask=in_columns(ok, dk_, DK, DKP),
+                )
         keep_sums(SUMS, LISTS, dk, dv, lst, lists, slots, first < seen, L, G, BS, DK, DV, DKP, DVP, SEGMENT)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.kernels import hopper, index, kv_keys, kv_major, kv_sums, union
+from tercet.attention.kernels import index, kv_keys, kv_major, kv_sums, union
 from tercet.attention.kernels import settings as launch_settings
-from tercet.attention.kernels.copy_engine import describable, key_descriptors
+from tercet.attention.kernels.copy_engine import key_descriptors
 from tercet.attention.kernels.launching import launch
 from tercet.attention.kernels.selected_plan import Plan, SelectedSettings, default_settings, make_plan
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2
@@ -66,23 +66,6 @@ class Call:
     @property
     def tma(self) -> bool:
         return self.k_tiles is not None
-
-    @property
-    def hopper(self) -> bool:
-        """Whether the Gluon kernels take this call."""
-        p = self.plan
-        return (
-            hopper.gluon is not None
-            and launch_settings.generation(self.q) == 9
-            and self.q.element_size() == 2
-            and p.dk == p.dv
-            and p.dk in (64, 128)
-            and p.select_block == 64
-            and p.head_tiles == 1 == p.kv_head_tiles
-            and p.tile_rows == 64
-            and describable(self.k)
-            and describable(self.v)
-        )
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], args: tuple, *variant: Any, **options: Any) -> None:
         """`variant`: what this launch's constants depend on besides the plan and the inputs' layout."""
@@ -203,21 +186,13 @@ def selected_forward(
     if not p.union_only:
         decision = _decide(c, counts)
         saved = (lists, counts, decision, *_build_index(c))
-    if c.hopper and s.hopper_tiles:
-        kd, vd = hopper.descriptor(k, p.select_block), hopper.descriptor(v, p.select_block)
-        args = (
-            q, kd, vd, lists, counts, decision, o, lse, p.N, *c.tokens, p.tiles, p.range_tokens, scale, *c.strides[:3],
-            p.G, p.h, p.tile_tokens, p.tile_rows, p.n, p.forced, p.select_block, p.dk, s.hopper_tiles_left, c.stretch,
-        )  # fmt: skip
-        c.launch(hopper_kernels()[0], (p.tiles, p.G, 1), args, num_warps=4, **_capped(s.hopper_tiles_registers))
-    else:
-        args = (
-            q, k, v, c.k_tiles, c.v_tiles, lists, counts, decision, o, lse, p.N, *c.tokens, p.tiles, p.range_tokens,
-            scale, *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes[1:], c.tma,
-            c.stretch,
-        )  # fmt: skip
-        grid = (p.tiles, p.G, p.head_tiles)
-        c.launch(union.tile_forward, grid, args, **_options(s.warps, s.union_stages, s.union_registers))
+    args = (
+        q, k, v, c.k_tiles, c.v_tiles, lists, counts, decision, o, lse, p.N, *c.tokens, p.tiles, p.range_tokens,
+        scale, *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes[1:], c.tma,
+        c.stretch,
+    )  # fmt: skip
+    grid = (p.tiles, p.G, p.head_tiles)
+    c.launch(union.tile_forward, grid, args, **_options(s.warps, s.union_stages, s.union_registers))
     if p.union_only:
         return o, lse, saved
     order, list_table, pieces, span = saved[3:]
@@ -270,28 +245,18 @@ def selected_backward(
     scale, softmax_scale = LOG2E / math.sqrt(p.dk), 1 / math.sqrt(p.dk)
     sizes = (p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
     inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, row_sum, gates)
-    records = c.empty(*q.shape[:3], 4, dtype=torch.float32)
-    if c.hopper and s.hopper_dq_stages:
-        kd, vd = hopper.descriptor(k, p.select_block), hopper.descriptor(v, p.select_block)
-        args = (
-            q, kd, vd, dout, lse, row_sum, gates, lists, counts, chosen, dq, records, p.N, *c.tokens, p.tiles,
-            p.range_tokens, scale, softmax_scale, *c.strides[:3], *c.strides[9:], p.G, p.h, p.tile_tokens, p.tile_rows,
-            p.n, p.forced, p.select_block, p.dk, s.hopper_dq_stages, s.hopper_tiles_left, gated, add, c.stretch,
-        )  # fmt: skip
-        c.launch(hopper_kernels()[1], (p.tiles, p.G, 1), args, gated, add, num_warps=4,
-                 **_capped(s.hopper_dq_registers))  # fmt: skip
-    else:
-        args = (
-            *inputs, lists, counts, chosen, dq, records, p.N, *c.tokens, p.tiles, p.range_tokens, scale, softmax_scale,
-            *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
-            c.stretch,
-        )  # fmt: skip
-        grid = (p.tiles, p.G, p.head_tiles)
-        c.launch(union.tile_dq, grid, args, gated, add, **_options(s.warps, s.union_dq_stages, s.union_dq_registers))
+    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if s.keys_down else None
+    args = (
+        *inputs, lists, counts, chosen, dq, records, p.N, *c.tokens, p.tiles, p.range_tokens, scale, softmax_scale,
+        *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
+        c.stretch,
+    )  # fmt: skip
+    grid = (p.tiles, p.G, p.head_tiles)
+    c.launch(union.tile_dq, grid, args, gated, add, **_options(s.warps, s.union_dq_stages, s.union_dq_registers))
     sums = c.empty(p.slots + p.G * p.L, p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
     partial = dq if p.union_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
     heads, pairs = _sum_tile(p.h)
-    wide = _wide(c, q, dout, gates, records)
+    wide = _wide(c, q, dout, gates, *(() if records is None else (records,)))
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
     for r, begin, end in p.each_range():
@@ -299,27 +264,23 @@ def selected_backward(
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         tables = (order, piece_table, list_table, chosen)
         where = (r, begin, known, p.lists, p.slots, p.L, *c.tokens, scale)
-        if c.hopper and s.hopper_rows > 0 and not wide:
-            args = (
-                q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, s.hopper_rows, p.n,
-                p.select_block, p.dk, p.segment, s.hopper_stages, s.hopper_held, s.hopper_fence, not p.union_only,
-                c.stretch,
-            )  # fmt: skip
-            c.launch(hopper_kernels()[2], grid, args, num_warps=4, **_capped(s.hopper_registers))
-        else:
+        if records is not None:
             args = (
                 q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
                 s.backward_rows, p.n, *sizes, p.segment, wide, not p.union_only, c.stretch,
             )  # fmt: skip
-            options = _options(s.warps, s.backward_stages, s.backward_registers)
-            c.launch(kv_keys.key_gradients, grid, args, wide, **options)
+            c.launch(kv_keys.key_gradients, grid, args, wide, num_warps=s.warps, num_stages=s.backward_stages)
+        designs = [(False, s.backward_rows, s.backward_stages)] if records is None else []
         if not p.union_only:
+            designs.append((True, s.fused_rows, s.fused_stages))
+        for with_dq, rows, stages in designs:
             args = (
-                q, k, v, dout, lse, row_sum, gates, order, piece_table, list_table, chosen, partial, sums, r, begin,
-                known, p.lists, p.slots, p.L, *c.tokens, scale, *c.strides, p.G, p.h, p.kv_head_tile,
-                s.fused_rows // p.kv_head_tile, s.fused_rows, p.n, *sizes, p.segment, wide, gated, c.stretch,
+                q, k, v, dout, lse, row_sum, gates, *tables, partial, sums, *where, *c.strides, p.G, p.h,
+                p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.union_only, with_dq,
+                gated, c.stretch,
             )  # fmt: skip
-            c.launch(kv_major.backward, grid, args, gated, wide, num_warps=s.warps, num_stages=s.fused_stages)
+            c.launch(kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
+        if not p.union_only:
             total = (end - begin) * p.G
             args = (
                 partial, span, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk), heads,
@@ -338,17 +299,8 @@ def selected_backward(
 
 
 def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
-    return {"num_warps": warps, "num_stages": stages} | _capped(registers)
-
-
-def _capped(registers: int) -> dict[str, int]:
-    return {"maxnreg": registers} if registers else {}
-
-
-def hopper_kernels() -> tuple[Any, Any, Any]:
-    from tercet.attention.kernels import hopper_selected, hopper_tiles
-
-    return hopper_tiles.forward_kernel, hopper_tiles.query_gradients_kernel, hopper_selected.key_gradients_kernel
+    options = {"num_warps": warps, "num_stages": stages}
+    return options | {"maxnreg": registers} if registers else options
 
 
 def _sum_tile(h: int) -> tuple[int, int]:

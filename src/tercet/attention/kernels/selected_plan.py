@@ -25,17 +25,7 @@ class SelectedSettings:
     union_dq_stages: int = 2
     union_registers: int = 0  # at most so many per thread, for more blocks on a multiprocessor; 0: as it comes
     union_dq_registers: int = 0
-    backward_registers: int = 0
-    hopper_rows: int = 0
-    hopper_stages: int = 3
-    hopper_held: bool = True
-    hopper_fence: bool = True
-    hopper_tiles: bool = False
-    hopper_tiles_left: bool = False
-    hopper_tiles_registers: int = 0
-    hopper_dq_stages: int = 0
-    hopper_dq_registers: int = 0
-    hopper_registers: int = 0
+    keys_down: bool = False  # the backward without dq has keys down the rows (kv_keys.py)
     attend_stages: int = 1
     backward_stages: int = 2
     fused_stages: int = 1
@@ -63,10 +53,10 @@ def default_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) ->
         return SelectedSettings(warps=8, union_stages=2, union_dq_stages=1, backward_stages=1)
     if max(dk, dv) <= 64:
         return SelectedSettings(
-            backward_stages=3, union_stages=2, union_dq_registers=128, attend_stages=3, fused_stages=2,
-            segment_rows=4096, forward_limit=2.6, backward_limit=1.6,
+            keys_down=True, backward_stages=3, union_stages=2, union_dq_registers=128, attend_stages=3,
+            fused_stages=2, segment_rows=4096, forward_limit=2.6, backward_limit=1.6,
         )  # fmt: skip
-    return SelectedSettings(backward_rows=32)
+    return SelectedSettings()
 
 
 _identities: dict[tuple, int] = {}

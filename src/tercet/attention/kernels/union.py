@@ -250,7 +250,7 @@ def tile_dq(
     COUNTS,
     DECISION,
     DQ,
-    RECORDS,  # fp32 [N, G * h, 4]: log-sum-exp, gate, row sum, number of the query: for key_gradients
+    RECORDS,  # fp32 [N, G * h, 4]: log-sum-exp, gate, row sum, number of the query: for kv_keys.py, or None
     N,
     T,
     queries,
@@ -320,15 +320,16 @@ def tile_dq(
         )
         lse = tl.load(LSE + row, mask=ok, other=1e30)
         row_sum = tl.load(ROW_SUM + row, mask=ok, other=0.0)
-        # The gate is read again after the loop, which is short of registers.
-        gate = tl.full([M], 1.0, tl.float32)
-        if GATED:
-            gate = tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0).to(tl.float32)
-        record = RECORDS + row * 4
-        tl.store(record, lse, mask=ok)
-        tl.store(record + 1, gate, mask=ok)
-        tl.store(record + 2, row_sum, mask=ok)
-        tl.store(record + 3, i.to(tl.float32, bitcast=True), mask=ok)
+        if RECORDS is not None:
+            # The gate is read again after the loop, which is short of registers.
+            gate = tl.full([M], 1.0, tl.float32)
+            if GATED:
+                gate = tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0).to(tl.float32)
+            record = RECORDS + row * 4
+            tl.store(record, lse, mask=ok)
+            tl.store(record + 1, gate, mask=ok)
+            tl.store(record + 2, row_sum, mask=ok)
+            tl.store(record + 3, i.to(tl.float32, bitcast=True), mask=ok)
         slot = g * tiles + tile
         count = tl.load(COUNTS + slot)
         entry = LISTS + slot.to(tl.int64) * (2 * QT * (n + F))
