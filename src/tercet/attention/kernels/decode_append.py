@@ -213,6 +213,6 @@ def append(
          held.selected is not None, held.window is not None, held.raw is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
          early),
-        num_warps=8 if programs else 4, num_stages=2, launch_pdl=early > 0,
+        num_warps=8 if programs else 4, num_stages=2, launch_pdl=early,
     )  # fmt: skip
     return out

@@ -152,7 +152,7 @@ def _read(
     t = tl.load(LENGTHS + b).to(tl.int32)
     real = goes_on(COUNTS, b, MASKED)
     # q and the window's keys are the first launch's: where another has come since, they are there without waiting
-    wait_for_the_launch_before(0 if AHEAD else OVERLAP)
+    wait_for_the_launch_before(OVERLAP and not AHEAD)
     if real:
         q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
         m = tl.full([RP], float("-inf"), tl.float32)
@@ -161,7 +161,7 @@ def _read(
         read = 0
         if SELECTED:
             if part < selected_parts:
-                wait_for_the_launch_before(OVERLAP if AHEAD else 0)
+                wait_for_the_launch_before(OVERLAP and AHEAD)
                 i = tl.arange(0, BLOCK)
                 pair = b.to(tl.int64) * G + g
                 at = b.to(tl.int64) * slots * G + g
@@ -191,10 +191,10 @@ def _read(
                     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                     m, l, acc = _step(s, v, some, m, l, acc)
                     read += tl.sum(some.to(tl.int32), 0)
-        wait_for_the_launch_before(OVERLAP if AHEAD else 0)
+        wait_for_the_launch_before(OVERLAP and AHEAD)
         _leave(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
     else:
-        wait_for_the_launch_before(OVERLAP if AHEAD else 0)
+        wait_for_the_launch_before(OVERLAP and AHEAD)
         tl.store(READ + (b.to(tl.int64) * G + g) * parts + after + part, 0)
 
 
@@ -220,7 +220,7 @@ def attend(
         (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
          value_size, padded(value_size), tile(q, value_size), counts is not None,
          logits is not None, out, early),
-        num_warps=4, num_stages=3, launch_pdl=early > 0,
+        num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def read(
          padded(heads // groups), size, padded(size), value_size,
          padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
          counts is not None, early, after > 0),
-        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=early > 0,
+        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=early,
     )  # fmt: skip
 
 

@@ -91,6 +91,6 @@ def merge(
         _merge, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), ends,
         (heads, size, power_of_2(size), max(16, power_of_2(count)), gates is not None,
          softmax, counts is not None, early),
-        num_warps=8 if count > 64 else 4, launch_pdl=early > 0,
+        num_warps=8 if count > 64 else 4, launch_pdl=early,
     )  # fmt: skip
     return out

@@ -18,16 +18,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tercet.attention.kernels import settings
 
 ENABLED = True
+# Pairs of a row and a KV head. Programs placed while others still run lie unevenly over the multiprocessors: with 32
+# pairs and more, whose programs are many and long, that cost more than it gained.
 FEW_PAIRS = 8
-MANY = 0
 
 
-def overlap(x: Tensor, pairs: int) -> int:
-    """How launches for so many pairs of a row and a KV head follow one another on x's device: 0 one by one, 1 beginning
-    early, 2 beginning when the one before ends."""
-    if not ENABLED or settings.generation(x) < 9:
-        return 0
-    return 1 if pairs <= FEW_PAIRS else MANY
+def overlap(x: Tensor, pairs: int) -> bool:
+    """Whether the launches of a step for so many pairs overlap on x's device."""
+    return ENABLED and pairs <= FEW_PAIRS and settings.generation(x) >= 9
 
 
 @triton.jit
@@ -43,5 +41,4 @@ def goes_on(COUNTS, b, MASKED: tl.constexpr):
 def wait_for_the_launch_before(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
-    if OVERLAP == 1:
         gdc_launch_dependents()
