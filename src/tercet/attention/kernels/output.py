@@ -40,12 +40,10 @@ class Multiplied(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = upstream
         weight, *kept = ctx.saved_tensors
-        there = list(ctx.there)
-        found = kept[: sum(there)]
-        tensors: list[Tensor | None] = []
-        for present in there:
-            tensors.append(found.pop(0) if present else None)
-        o_s, lse_s, o_w, lse_w, *saved = kept[sum(there) :]
+        # by place: what is not there was not kept
+        places = [sum(ctx.there[:i]) for i in range(len(ctx.there) + 1)]
+        tensors = [kept[places[i]] if present else None for i, present in enumerate(ctx.there)]
+        o_s, lse_s, o_w, lse_w, *saved = kept[places[-1] :]
         q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu = tensors
         assert q is not None
         rows = dy.flatten(0, 1)
