@@ -208,6 +208,10 @@ def key_gradients(
     # enough programs to fill the device even where the first tiles see all queries and the last ones almost none
     parts = max(1, min(launch.parts, -(-documents.queries * (H // G) // (16 * M)), -(-2048 // (tiles * G))))
     span = -(-documents.queries // (parts * M)) * M
+    # ranges of a packed batch are longer than most of its documents: sets of heads divide those whatever their lengths
+    sets = max(n for n in range(1, 9) if H // G % n == 0) if fast and documents.packed and documents.count >= 4 else 1
+    if sets > 1:
+        parts, span = sets, documents.queries
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
     ccu, *bounds = documents.compressed(N)
@@ -216,7 +220,7 @@ def key_gradients(
 
         launch_key_gradients(
             q, k, v, lse, dout, gate, row_sum, pk, pv, (tiles, parts, G), bounds, span,
-            (0, config.compress_block, config.compress_stride), documents, fast,
+            (0, config.compress_block, config.compress_stride), documents, fast, sets,
         )  # fmt: skip
     else:
         qd, dod = query_descriptors(launch, q, dout)

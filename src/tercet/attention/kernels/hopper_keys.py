@@ -62,7 +62,7 @@ def hopper_key_gradients(
     K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries, rows,
     token_length, span, k_t, k_h, v_t, v_h, scale, softmax_scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, SETS: gl.constexpr,
     PACKED: gl.constexpr, STRETCH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
@@ -85,8 +85,9 @@ def hopper_key_gradients(
         row0, origin, last = queries_at_hand(doc, token0, tokens, first_query, queries, PACKED, STRETCH)
         ahead = first * S + L - 1 - origin
         whole = (gl.maximum(ahead + (N - 1) * S, 0) + M - 1) // M * M
-        begin = gl.maximum(part * span, gl.maximum(ahead, 0) // M * M)
-        end = gl.minimum(part * span + span, last - origin)
+        # a part is a range of queries and, of SETS sets of heads, one
+        begin = gl.maximum(part // SETS * span, gl.maximum(ahead, 0) // M * M)
+        end = gl.minimum(part // SETS * span + span, last - origin)
         edge = end // M * M
     else:
         doc, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
@@ -97,7 +98,7 @@ def hopper_key_gradients(
         end = gl.minimum(ahead + N - 1 + W, last - origin)
         edge = gl.minimum((ahead + W) // M * M, (last - origin) // M * M)
     count = (gl.maximum(end - begin, 0) + M - 1) // M
-    steps = gl.where(first < size, count * HEADS, 0)
+    steps = gl.where(first < size, count * (HEADS // SETS), 0)
     count = gl.maximum(count, 1)
     zeros = gl.zeros([N, M], gl.float32, layout=scores)
     none = gl.zeros([N, D], gl.float32, layout=sums)
@@ -131,7 +132,7 @@ def hopper_key_gradients(
         fence_async_shared()
         meet()
         base = row0 + origin
-        head0 = g * HEADS
+        head0 = g * HEADS + part % SETS * (HEADS // SETS)
         for b in gl.static_range(STAGES - 1):
             _fetch(QD, DOD, LSE, SUM, GATE, q_s, do_s, rows_s, q_bars, do_bars, gl.to_tensor(b), steps, count, begin,
                    head0, base, rows, D, M, STAGES, GATED, by_value)  # fmt: skip
@@ -183,10 +184,10 @@ def hopper_key_gradients(
 def launch_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, gate: Tensor | None, row_sum: Tensor,
     dk: Tensor, dv: Tensor, grid: tuple[int, int, int], bounds: list[int], span: int, sizes: tuple[int, int, int],
-    documents: Documents, launch: Launch,
+    documents: Documents, launch: Launch, sets: int = 1,
 ) -> None:  # fmt: skip
-    """Into dk and dv; grid: (tiles of keys, ranges of queries, groups). sizes: (window, or 0 for compressed tokens of
-    which each program writes fp32 sums over its range, then their block and stride)."""
+    """Into dk and dv; grid: (tiles of keys, ranges of queries × sets of heads, groups). sizes: (window, or 0 for
+    compressed tokens, of which each program writes the fp32 sums of its part, then their block and stride)."""
     B, T, H, D = q.shape
     G = k.shape[2]
     call(
@@ -195,7 +196,7 @@ def launch_key_gradients(
          documents.ccu),
         (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
         (k.stride(1), k.stride(2), v.stride(1), v.stride(2), D**-0.5 * LOG2E, D**-0.5,
-         *sizes, G, H // G, D, launch.rows, launch.keys, launch.stages, sizes[0] == 0,
+         *sizes, G, H // G, D, launch.rows, launch.keys, launch.stages, sizes[0] == 0, sets,
          documents.packed, documents.stretch, gate is not None),
         **launch.overlapped,
     )  # fmt: skip
