@@ -1,0 +1,51 @@
+"""What stands around the operator compiles for Ampere, Hopper and Blackwell without a GPU, and spills nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.conftest import INTERPRETING
+from kernels.offline import compiling
+from tercet.attention.kernels import combine, heads
+from tercet.model import swiglu
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "dtype"),
+    [
+        (90, [12, 2, 64, 16], torch.bfloat16),
+        (90, [64, 4, 128, 16], torch.bfloat16),
+        (80, [12, 2, 96, 16], torch.float16),
+        (100, [12, 2, 64, 16], torch.float32),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_product_is_taken_apart_and_put_together(
+    capability: int, sizes: list[int], dtype: torch.dtype, packed: bool
+) -> None:
+    tokens = 1000
+    y = torch.empty(1 if packed else 2, tokens, heads.columns(*sizes[:3]), dtype=dtype)
+    turn = [torch.empty(tokens, 1, sizes[2] // 2)] * 2
+    in_chunks = tokens // 16 * 16
+    maps = [torch.empty(in_chunks, dtype=torch.int64), torch.empty(in_chunks, dtype=torch.bool)]
+    maps += [torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)]
+    there, is_there, back, is_back = maps if packed else [None] * 4
+    with compiling(capability) as found:
+        parts = heads.heads_apart._init_fn(y, *turn, there, is_there, back, is_back, sizes)
+        heads.heads_together._init_fn(*parts, *turn, back, is_back, sizes)
+    assert [c.name for c in found] == ["_apart", "_together"]
+    assert [c.stack for c in found] == [0, 0]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_swiglus_gradient_and_the_sum_on_the_way(capability: int) -> None:
+    o, gates = torch.empty(1, 64, 12, 64, dtype=torch.bfloat16), torch.empty(1, 64, 12, 3)
+    with compiling(capability) as found:
+        swiglu.swiglu_gradient._init_fn(torch.empty(8, 4096), torch.empty(8, 2048))
+        combine.row_sums([o, o, o], o, gates, mix=True)
+    assert [(c.name, c.stack) for c in found] == [("_gradient", 0), ("_row_sums", 0)]
