@@ -16,15 +16,14 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
 
 @pytest.mark.parametrize(
-    ("capability", "sizes", "dtype"),
+    ("capability", "sizes", "dtype", "packed"),
     [
-        (90, [12, 2, 64, 16], torch.bfloat16),
-        (90, [64, 4, 128, 16], torch.bfloat16),
-        (80, [12, 2, 96, 16], torch.float16),
-        (100, [12, 2, 64, 16], torch.float32),
+        (90, [12, 2, 64, 16], torch.bfloat16, True),
+        (90, [64, 4, 128, 16], torch.bfloat16, False),
+        (80, [12, 2, 96, 16], torch.float16, True),
+        (100, [12, 2, 64, 16], torch.float32, False),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
 def test_one_product_is_taken_apart_and_put_together(
     capability: int, sizes: list[int], dtype: torch.dtype, packed: bool
 ) -> None:
