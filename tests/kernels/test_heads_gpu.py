@@ -72,13 +72,14 @@ def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled() -> None:
     torch.nn.init.normal_(layer.gate.proj.weight, std=0.05)
     layer.keep_sum = False
     x = torch.randn(1, 4096, 256, device="cuda")
-    bounds = torch.tensor([0, 1000, 4096], dtype=torch.int32, device="cuda")
+    # as the trainer does it: where documents stand is worked out before, and not compiled
+    packing = Packing(torch.tensor([0, 1000, 4096], dtype=torch.int32, device="cuda"), 4096, 256, layer.config)
     torch._dynamo.reset()
     found = []
     for run in (torch.compile(layer, fullgraph=True), layer):
         leaf = x.clone().requires_grad_()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = run(leaf, bounds)
+            out = run(leaf, packing)
         noise = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(out.dtype)
         found.append([out, *torch.autograd.grad(out, [leaf, *layer.parameters()], noise)])
     # a near-tie may select another block: then a few rows differ, not the whole
