@@ -3,8 +3,9 @@
 A program takes one *piece* (index.py): a stretch of one block's list, never longer than a segment, so that hot blocks
 (the first one stands in every list) are shared out. What it yields per entry (a partial output with its log-sum-exp, or
 a partial dq) is written at the entry's own place, and what it yields per block (dk, dv) at the piece's. Sums are then
-taken in a fixed order: no atomics, the same bits every time. At small heads dk and dv alone are kv_keys.py's. (One
-program walking all runs of a segment in a loop kept some forty registers of loop-invariant addresses alive and spilled).
+taken in a fixed order: no atomics, the same bits every time. At small heads dk and dv alone are kv_keys.py's.
+(One program walking all runs of a segment in a loop kept some forty registers of loop-invariant addresses alive, and
+spilled.)
 
 K and V are loaded once per piece, and plainly: the copy engine gains nothing there, and its descriptors cost the host
 more than the launch.
