@@ -39,7 +39,7 @@ def place_chunks(
     bounds = torch.zeros_like(cu_seqlens)
     bounds[1:] = ((cu_seqlens[1:] - cu_seqlens[:-1]) // stride).cumsum(0)
     slot = torch.arange(length // stride, device=device)
-    document = torch.searchsorted(bounds[1:].contiguous(), slot.to(bounds.dtype), right=True)
+    document = torch.searchsorted(bounds, slot.to(bounds.dtype), right=True) - 1
     real = document <= last
     document = document.clamp(max=last)
     index = slot - bounds[document]

@@ -120,5 +120,6 @@ def _read_bounds(cu_seqlens: Tensor, compressed_cu_seqlens: Tensor) -> list[tupl
 
 def _document(cu_seqlens: Tensor, length: int) -> Tensor:
     index = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    # right=True skips empty documents: a token belongs to the last document that starts at or before it
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
+    # right=True skips empty documents: a token belongs to the last document that starts at or before it.
+    # All bounds, not the ends alone: inductor (torch 2.11, CUDA) does not compile a search in a slice.
+    return torch.searchsorted(cu_seqlens, index, right=True) - 1
