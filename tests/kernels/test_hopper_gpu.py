@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
-from tercet.attention.kernels.combine import row_sums
+from tercet.attention.kernels.combine import by_branch, row_sums
 from tercet.attention.kernels.documents import Documents, compressed_bounds
 from tercet.attention.kernels.query_gradient import query_gradients
 from tercet.attention.kernels.settings import Launch, settings
@@ -48,7 +48,7 @@ def everything(shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, trito
         "window_forward": window.forward(x.q, x.kw, x.vw, config.window, documents, of("window_forward")),
     }
     (o_c, lse_c), (o_w, lse_w) = found["compressed_forward"], found["window_forward"]
-    sums, gates = row_sums([o_c, o_c, o_w], dout, x.gates)[:2]
+    sums, gates = (by_branch(planes, dout.shape) for planes in row_sums([o_c, o_c, o_w], dout, x.gates)[:2])
     by_compressed, by_window = (x.kc, x.vc, lse_c, sums[0], gates[0]), (x.kw, x.vw, lse_w, sums[2], gates[2])
     found["query_gradient"] = (
         query_gradients(x.q, dout, by_compressed, by_window, config, documents, of("query_gradient")),

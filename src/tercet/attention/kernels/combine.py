@@ -109,10 +109,10 @@ def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
 
 def row_sums(
     outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None, *, mix: bool = False
-) -> tuple[list[Tensor], list[Tensor] | list[None], Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dout·o_c of each branch, gates of each, dgates, with `mix` the gated sum); the sums of branches left out are 0.
 
-    Backward kernels read gates along with the row sums, so they get them in the same form."""
+    Backward kernels read gates along with the row sums, so they get them in the same form: `by_branch` of both."""
     B, T, H, D = dout.shape
     sums = torch.empty(3, B * T * H, dtype=torch.float32, device=dout.device)
     planes = dgates = mixed = None
@@ -127,8 +127,13 @@ def row_sums(
          mixed is not None, H, D, power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
-    shapes = ((H, B, T), (B, T, H), (H, B, T))
-    by_branch = [x.view(shape) for x, shape in zip(sums.unbind(0), shapes, strict=True)]
+    return sums, planes, dgates, mixed
+
+
+def by_branch(planes: Tensor | None, shape: torch.Size) -> list[Tensor] | list[None]:
+    """Row sums or gates of the compressed, the selected and the window branch. shape: dout's."""
     if planes is None:
-        return by_branch, [None] * 3, None, None
-    return by_branch, [x.view(shape) for x, shape in zip(planes.unbind(0), shapes, strict=True)], dgates, mixed
+        return [None] * 3
+    B, T, H, _ = shape
+    compressed, selected, window = planes.unbind(0)
+    return [compressed.view(H, B, T), selected.view(B, T, H), window.view(H, B, T)]

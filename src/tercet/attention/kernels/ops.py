@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tercet.attention.kernels.combine import combine, row_sums
+from tercet.attention.kernels.combine import by_branch, combine, row_sums
 from tercet.attention.kernels.compressed import forward as compressed_forward
 from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
 from tercet.attention.kernels.documents import Documents, compressed_bounds
@@ -189,6 +189,22 @@ def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, conf
 # ------------------------------------------------------------ backward
 
 
+@torch.library.custom_op("tercet::nsa_row_sums", mutates_args=())
+def nsa_row_sums(
+    dout: Tensor, gates: Tensor, o_c: Tensor | None, o_s: Tensor | None, o_w: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(row sums, gates by branch, gradient of the gates, the gated sum again), all that the backward pass asks of the
+    branches' outputs: apart from the rest, so that they can be let go before it."""
+    dout, gates = _flat(dout, gates)
+    return row_sums([o_c, o_s, o_w], dout, gates, mix=True)
+
+
+@nsa_row_sums.register_fake
+def _(dout, gates, o_c, o_s, o_w):
+    sums = dout.new_empty(3, dout.shape[0] * dout.shape[1] * dout.shape[2], dtype=torch.float32)
+    return sums, torch.empty_like(sums), gates.new_empty(gates.shape), dout.new_empty(dout.shape)
+
+
 @torch.library.custom_op("tercet::nsa_backward", mutates_args=())
 def nsa_backward(
     dout: Tensor,
@@ -212,24 +228,27 @@ def nsa_backward(
     saved: list[Tensor],
     config: list[int],
     span: list[int],
-    mix: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, kc, vc, ks, vs, kw, vw, gates; with `mix` the gated sum again, which passes by on the way. A
-    branch is there when its keys are."""
+    sums: Tensor | None = None,
+    planes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are. With `sums` and `planes`, as
+    nsa_row_sums made them, the branches' outputs are not asked for, and the gates' gradient is not given."""
     grads = _gradients(
         dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved,
-        _config(tuple(config)), span, mix,
+        _config(tuple(config)), span, sums, planes,
     )  # fmt: skip
     return tuple(_none(q) if x is None else x for x in grads)
 
 
 def _gradients(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes,
-    span, mix=False,
+    span, sums=None, planes=None,
 ):  # fmt: skip
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
-    sums, planes, dgates, mixed = row_sums([o_c, o_s, o_w], dout, gates, mix=mix)
-    g_c, g_s, g_w = planes
+    dgates = None
+    if sums is None:
+        sums, planes, dgates, _ = row_sums([o_c, o_s, o_w], dout, gates)
+    sums, (g_c, g_s, g_w) = by_branch(sums, dout.shape), by_branch(planes, dout.shape)
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
     by_compressed = None if kc is None else (kc, vc, lse_c, sums[0], g_c)
     by_window = None if kw is None else (kw, vw, lse_w, sums[2], g_w)
@@ -250,15 +269,15 @@ def _gradients(
         dq, dks, dvs = selected_backward(
             q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, blocks, saved, dq=dq
         )
-    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates, mixed
+    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
 
 
 @nsa_backward.register_fake
 def _(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
-    span, mix=False,
+    span, sums=None, planes=None,
 ):  # fmt: skip
-    like = (q, kc, vc, ks, vs, kw, vw, gates, dout if mix and gates is not None else None)
+    like = (q, kc, vc, ks, vs, kw, vw, gates if sums is None else None)
     return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in like)
 
 
@@ -285,7 +304,7 @@ def _attend_gradient(ctx, dout, *_unused):
         return (None,) * 15
     kept = ctx.saved_tensors
     grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)
-    return *(None if x is None else g for x, g in zip(kept[:8], grads[:8], strict=True)), *(None,) * 7
+    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 7
 
 
 nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
@@ -306,7 +325,7 @@ class _Attend(torch.autograd.Function):
         kept = ctx.saved_tensors
         if dout is None:
             return (None,) * 15
-        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)[:8], *(None,) * 7
+        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span), *(None,) * 7
 
 
 def _watched() -> bool:

@@ -3,7 +3,8 @@
 The branches' outputs are kept for the gradients of gates and scores; their gated sum is the projection's input, whose
 weights' gradient asks for it too. Kept, it is one more tensor of q's size per layer: 1.1 GiB of the M7C model's 65,536
 tokens. The backward pass reads the branches' outputs anyway, for the sums of their rows: it writes the gated sum again
-in the same pass. For that, one function has to own both gradients.
+in the same pass. For that, one function has to own both gradients. Row sums come first, and the projection's gradient
+right after them: the branches' outputs and the sum are gone before the kernels ask for their workspace.
 """
 
 from __future__ import annotations
@@ -48,13 +49,17 @@ class Multiplied(torch.autograd.Function):
         assert q is not None
         rows = dy.flatten(0, 1)
         dout = rows @ weight.to(dy.dtype)
-        *grads, mixed = torch.ops.tercet.nsa_backward(
-            dout.view(*q.shape[:3], -1), q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c,
-            None if ks is None else o_s, None if ks is None else lse_s,
-            None if kw is None else o_w, None if kw is None else lse_w,
-            block_indices, cu, ccu, saved, ctx.config, ctx.span, True,
-        )  # fmt: skip
+        dout = dout.view(*q.shape[:3], -1)
+        sums, planes, dgates, mixed = torch.ops.tercet.nsa_row_sums(
+            dout, gates, o_c, None if ks is None else o_s, None if kw is None else o_w
+        )
         d_weight = (rows.t() @ mixed.flatten(2).flatten(0, 1)).to(weight.dtype)
         d_bias = rows.sum(0).to(weight.dtype) if ctx.has_bias else None
-        inputs = (None if x is None else grad for x, grad in zip(tensors[:8], grads, strict=True))
+        none = None  # the branches' outputs: their row sums are all that is needed of them
+        grads = torch.ops.tercet.nsa_backward(
+            dout, q, kc, vc, ks, vs, kw, vw, gates, none, lse_c, none, None if ks is None else lse_s,
+            none, None if kw is None else lse_w, block_indices, cu, ccu, saved, ctx.config, ctx.span, sums, planes,
+        )  # fmt: skip
+        of_tensors = (*grads[:7], dgates)
+        inputs = (None if x is None else grad for x, grad in zip(tensors[:8], of_tensors, strict=True))
         return d_weight, d_bias, *inputs, *(None,) * (_INPUTS - 8)
