@@ -1,0 +1,155 @@
+"""What the host spends on one layer's operators, without a GPU: launches are stubbed, the host's code runs as it ships.
+
+    python scripts/host_cost.py [--tokens 65536] [--document 2048] [--plain]
+
+For each operator of a layer (M7C's heads, bf16, settings of Hopper): launches, tensor descriptors, tensors allocated,
+microseconds in our own Python (under the profiler, which doubles them), and what the dispatcher adds to a call. Not
+counted: Triton's launcher in C and the driver, the compiler's wrapper around the operators, ATen's kernels.
+Microseconds are this machine's: shares travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import timeit
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tercet.attention.kernels import heads, ops, settings
+from tercet.attention.layout import Packing
+from tercet.attention.spec import NSAConfig
+from tercet.model import swiglu
+
+H, G, D, FFN = 12, 2, 64, 2048
+CALLS, TRIES = 10, 5
+launched: list[str] = []
+
+
+class Stub:
+    """A compiled kernel, and the driver of a GPU that is not there."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args: launched.append(self.name)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_nothing(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Stub:
+    launched.append(self.fn.__name__)
+    return Stub(self.fn.__name__)
+
+
+def measured(name: str, call: Callable[[], Any]) -> None:
+    call()
+    launched.clear()
+    call()
+    launches = len(launched)
+    tries = [profiled(call) for _ in range(TRIES)]
+    own, allocated, descriptors = min(tries, key=lambda found: sum(found[0].values()))
+    first = ", ".join(f"{f} {t:.0f}" for f, t in sorted(own.items(), key=lambda item: -item[1])[:4])
+    counts = f"{launches:3d} launches {descriptors:3d} descriptors {allocated:3d} tensors"
+    print(f"{name:16} {counts} {sum(own.values()):5.0f} us: {first}")
+
+
+def profiled(call: Callable[[], Any]) -> tuple[dict[str, float], int, int]:
+    """(microseconds of each of our functions, tensors allocated, descriptors made) of one call."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(CALLS):
+        call()
+    profile.disable()
+    own: dict[str, float] = {}
+    allocated = descriptors = 0
+    for (file, _, function), (_, calls, total, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "tercet" in file:
+            own[f"{file.rsplit('/', 1)[-1]}:{function}"] = total / CALLS * 1e6
+        allocated += calls // CALLS if "torch.empty" in function or "torch.zeros" in function else 0
+        descriptors += calls // CALLS if function in ("_descriptor", "descriptor") else 0
+    return own, allocated, descriptors
+
+
+def dispatcher() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    plain = torch.library.Library("host_cost", "DEF")
+    plain.define("same(Tensor x) -> Tensor")
+    plain.impl("same", lambda x: x.clone(), "CompositeExplicitAutograd")
+
+    def each(call: Callable[[], Any]) -> float:
+        return min(timeit.repeat(call, number=2000, repeat=5)) / 2000 * 1e6
+
+    with torch.no_grad():
+        base = each(x.clone)
+        custom = each(lambda: torch.ops.tercet.keep_selection.default(x)) - base
+        cheap = each(lambda: torch.ops.host_cost.same.default(x)) - base
+    print(f"the dispatcher adds {custom:.0f} us to an operator of custom_op, {cheap:.0f} to a plain one")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--document", type=int, default=2048)
+    parser.add_argument("--plain", action="store_true", help="a row for each document instead of one packed row")
+    a = parser.parse_args()
+    JITFunction.run = compile_nothing  # type: ignore[method-assign, assignment]
+    settings.generation = lambda x: 9  # type: ignore[assignment]
+    settings.shared_memory = lambda device: 227 * 1024  # type: ignore[assignment]
+    driver.set_active(Stub())
+    config = NSAConfig()
+    B, T = (a.tokens // a.document, a.document) if a.plain else (1, a.tokens)
+    sizes, none = list(astuple(config)), [None] * 4
+
+    def tensor(tokens: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(B, tokens, n, D, dtype=dtype)
+
+    q, gates = tensor(T, H), torch.zeros(B, T, H, 3)
+    cu = None if a.plain else torch.arange(0, a.tokens + 1, a.document, dtype=torch.int32)
+    packing = None if cu is None else Packing(cu, T, T // 16, config)
+    ccu = None if packing is None else packing.compressed_cu_seqlens
+    maps = none if packing is None else list(packing.into_chunks)
+    kc = vc = tensor(T // 16 if packing else config.num_compressed(T), G)
+    ks = vs = kw = vw = tensor(T, G)
+    y, cos = torch.zeros(B, T, heads.columns(H, G, D), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)
+    split = [H, G, D, 16]
+    parts = heads.heads_apart._init_fn(y, cos, cos, *maps, split)
+    lse = torch.zeros(H, B, T)
+    blocks = torch.zeros(B, T, G, config.select_count, dtype=torch.int32)
+    inputs = (q, kc, vc, ks, vs, kw, vw, gates, q, lse, blocks, cu, ccu, sizes, [])
+    _, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(*inputs)
+    sums, planes, *_ = ops.nsa_row_sums._init_fn(q, gates, q, o_s, o_w)
+    kept = (q, kc, vc, ks, vs, kw, vw, gates, None, lse, None, lse_s, None, lse_w, blocks, cu, ccu)
+    wide = torch.zeros(a.tokens, 2 * FFN, dtype=torch.bfloat16)
+    print(f"{B} rows of {T} tokens, documents of {a.document}; torch {torch.__version__}")
+    for name, call in (
+        ("heads_apart", lambda: heads.heads_apart._init_fn(y, cos, cos, *maps, split)),
+        ("nsa_compressed", lambda: ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, sizes, [])),
+        ("nsa_select", lambda: ops.nsa_select._init_fn(q, kc, lse, cu, ccu, sizes, [])),
+        ("nsa_attend", lambda: ops.nsa_attend._init_fn(*inputs)),
+        ("swiglu_gradient", lambda: swiglu.swiglu_gradient._init_fn(wide, wide[:, :FFN])),
+        ("nsa_row_sums", lambda: ops.nsa_row_sums._init_fn(q, gates, q, o_s, o_w)),
+        ("nsa_backward", lambda: ops.nsa_backward._init_fn(q, *kept, saved, sizes, [], sums, planes)),
+        ("heads_together", lambda: heads.heads_together._init_fn(*parts, cos, cos, *maps[2:], split)),
+    ):
+        measured(name, call)
+    dispatcher()
+
+
+if __name__ == "__main__":
+    main()
