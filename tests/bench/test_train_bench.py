@@ -137,7 +137,7 @@ def test_kernels_are_compared_for_the_documents_that_the_cells_have(
     def check(*_: Any, packed: bool) -> dict[str, float]:
         return {"out": 1.0 if packed else 0.0}
 
-    monkeypatch.setattr(train_cell, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(train_cell, "pick_device", lambda *_, **__: torch.device("cuda"))
     monkeypatch.setattr(train_cell, "device_name", lambda _: "a GPU")
     monkeypatch.setattr(train_cell, "check_gradients", check)
     assert train_cell.parity(*parities[0])["correct"] != asked

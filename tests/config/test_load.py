@@ -159,9 +159,12 @@ def test_a_configuration_cannot_be_changed():
         config.model.nsa.window = 1  # type: ignore[misc]
 
 
-def test_describe_shows_what_is_not_a_default():
+def test_describe_shows_what_is_not_a_default_and_is_toml(tmp_path):
     loaded = load(flags={"train.lr": 1e-3})
-    assert describe(loaded.config, loaded.origins) == ["train.lr = 0.001  (flag)"]
+    assert describe(loaded.config, loaded.origins) == ["train.lr = 0.001  # flag"]
+    lines = describe(loaded.config, loaded.origins, changed_only=False)
+    again = load(file=write(tmp_path, "\n".join(lines)))
+    assert again.config == loaded.config
     assert len(describe(loaded.config, loaded.origins, changed_only=False)) == len(all_keys())
 
 
@@ -169,7 +172,7 @@ def test_describe_of_a_repeated_run_is_no_longer_than_the_first(tmp_path):
     loaded = load("tiny", None, {"train.clip": 1.0})
     write_config(loaded.config, loaded.origins, tmp_path)
     again = load(file=tmp_path / "config.toml")
-    first, second = ([line.split("  (")[0].strip() for line in describe(x.config, x.origins)] for x in (loaded, again))
+    first, second = ([line.split("  # ")[0].strip() for line in describe(x.config, x.origins)] for x in (loaded, again))
     assert "train.clip = 1.0" in first
     assert set(second) == set(first) - {"train.clip = 1.0"}
 

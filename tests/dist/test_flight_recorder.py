@@ -122,6 +122,11 @@ def test_a_folder_without_records_says_when_they_are_written(tmp_path):
         read(tmp_path)
 
 
+def test_a_run_that_is_not_there_is_told_as_such(tmp_path):
+    with pytest.raises(TercetError, match="nope does not exist: name the folder of a run"):
+        flight(str(tmp_path / "nope"))
+
+
 def test_a_damaged_record_does_not_hide_the_others(tmp_path):
     folder = keep(tmp_path, {0: record(entry(6), entry(7, done=False)), 1: record(entry(6))})
     (folder / "rank_2.json").write_text('{"entries": [')

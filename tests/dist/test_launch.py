@@ -43,6 +43,20 @@ def test_several_ranks_without_torchrun_are_refused_with_the_line_to_use():
     assert "torchrun --standalone --nproc-per-node=4 -m tercet train" in str(told.value)
 
 
+def test_where_no_gpus_are_counted_the_line_starts_all_ranks_on_one_machine():
+    with pytest.raises(LaunchError) as told:
+        check_launch(ParallelConfig(strategy="ddp", world_size=2), ALONE, "cpu", 0)
+    assert "torchrun --standalone --nproc-per-node=2 -m tercet train" in str(told.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "cp"])
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, "N"), (1, "N"), (4, "4")])
+def test_a_strategy_of_ranks_in_one_process_is_refused_with_the_line_to_use(strategy, gpus, ranks):
+    with pytest.raises(LaunchError, match=f"strategy={strategy} needs torchrun") as told:
+        check_launch(ParallelConfig(strategy=strategy), ALONE, "cuda" if gpus else "cpu", gpus)
+    assert f"torchrun --standalone --nproc-per-node={ranks} -m tercet train" in str(told.value)
+
+
 def test_ranks_share_a_gpu_only_when_told_to_and_say_so():
     launch = Launch(0, 0, 2, 2, by_torchrun=True)
     for transport in ("auto", "gloo"):

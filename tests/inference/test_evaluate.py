@@ -81,11 +81,28 @@ def test_a_needle_in_text_is_read_from_held_out_documents():
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"depths": (1.5,)}, "depths"), ({"lengths": (4,)}, "take 12 tokens"), ({"trials": 0}, "trials=0")],
+    [
+        ({"depths": (1.5,)}, "depths"),
+        ({"lengths": (4,)}, "take 12 tokens"),
+        ({"trials": 0}, "trials=0"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+    ],
 )
 def test_needles_that_cannot_be_are_refused(options, said):
     with pytest.raises(TercetError, match=said):
         list(needle(language_model(**RECALL), **{"lengths": (32,), "depths": (0.5,), **options}))
+
+
+@pytest.mark.parametrize("name", ["sequences", "seq_len", "batch"])
+def test_held_out_data_of_no_size_are_refused_by_name(name):
+    with pytest.raises(TercetError, match=f"{name}=0 must be at least 1"):
+        list(held_out(language_model(), **{"sequences": 1, name: 0}))
+
+
+@pytest.mark.parametrize("name", ["length", "documents", "batch"])
+def test_recall_of_nothing_is_refused_by_name(name):
+    with pytest.raises(TercetError, match=f"{name}=0 must be at least 1"):
+        recall_by_distance(language_model(**RECALL), **{"length": 128, "documents": 1, name: 0})
 
 
 def test_loss_by_position_adds_up_to_the_loss_of_the_batch():

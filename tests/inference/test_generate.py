@@ -7,6 +7,7 @@ import torch
 
 import tercet
 from inference.models import language_model
+from tercet.cli import main
 from tercet.errors import TercetError
 from tercet.inference.decoder import PlainDecoder
 from tercet.inference.generate import Timing, stream
@@ -164,6 +165,26 @@ def test_what_cannot_be_read_is_refused_in_one_line(prompts, options, said):
         tercet.generate(language_model(), prompts, **{"max_new_tokens": 16, **options})
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--temperature -1", "temperature=-1.0 must be"),
+        ("--top-p 3", "top_p=3.0 must be"),
+        ("--max-new-tokens 0", "max_new_tokens=0 must be at least 1"),
+        ("--prefill-chunk 0", "prefill_chunk=0 must be at least 1"),
+        ("--max-new-tokens 200", "or say context=203 (--context 203) to read"),
+    ],
+)
+def test_the_command_echoes_no_prompt_before_its_options_are_checked(monkeypatch, capsys, flags, said):
+    monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: language_model())
+    assert main(["generate", "run", "--prompt", "abc", *flags.split()]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
 
 
 def test_a_longer_context_can_be_asked_for():

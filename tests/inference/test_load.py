@@ -33,6 +33,12 @@ def test_a_checkpoint_gives_itself(run):
     assert torch.equal(newest.embedding.weight, late.embedding.weight)
 
 
+def test_a_gpu_that_is_not_there_is_told_with_the_flag_that_asked_for_it(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TercetError, match=r"^--device cuda, but torch sees no CUDA device: use --device cpu"):
+        tercet.load_model(run, device="cuda")
+
+
 def test_loading_leaves_the_random_numbers_alone(run):
     before = torch.get_rng_state()
     tercet.load_model(run)

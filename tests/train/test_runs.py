@@ -212,8 +212,16 @@ def test_a_stage_of_longer_sequences_takes_over_weights_and_moments(done: Path, 
 )
 def test_a_start_that_is_not_there_is_one_line(tmp_path: Path, source: str, said: str) -> None:
     config = small(run__dir=str(tmp_path / "run"), train__init_from=str(tmp_path / source))
-    with pytest.raises(TercetError, match=said):
+    with pytest.raises(TercetError, match=said) as told:
         train(config, origins={})
+    assert str(told.value).startswith(f"train.init_from={tmp_path / source}: ")
+    assert "--resume" not in str(told.value)
+
+
+def test_a_checkpoint_to_go_on_from_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TercetError, match=r"neither a checkpoint folder .* or use --resume auto") as told:
+        train(small(run__dir=str(tmp_path / "run")), origins={}, resume=str(tmp_path / "nowhere"))
+    assert str(told.value).startswith(f"--resume {tmp_path / 'nowhere'}: ")
 
 
 def test_deterministic_mode_trains_to_the_same_numbers(done: Path, tmp_path: Path) -> None:

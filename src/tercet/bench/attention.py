@@ -399,18 +399,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs at head 64")
     args = parser.parse_args(argv)
     names, kinds = args.shapes.split(","), args.inputs.split(",")
-    for value, known in ((names, SHAPES), (kinds, ("random", "smooth"))):
-        if unknown := [v for v in value if v not in known]:
-            parser.error(f"{unknown[0]!r} is unknown: pick from {', '.join(known)}")
+    for value, choices in ((names, SHAPES), (kinds, ("random", "smooth"))):
+        if unknown := [v for v in value if v not in choices]:
+            parser.error(f"{unknown[0]!r} is unknown: pick from {', '.join(choices)}")
     if not torch.cuda.is_available():
-        print("tercet bench attention needs a CUDA device: none is visible", file=sys.stderr)
+        print(
+            "error: tercet bench attention needs a CUDA device, and none is visible: run it on a machine with a GPU",
+            file=sys.stderr,
+        )
         return 2
     config = NSAConfig()
     device = torch.cuda.get_device_name()
     # a model's backward hands over to autograd's thread once, not once per operator
     torch.autograd.set_multithreading_enabled(False)
     print(f"{device}, torch {torch.__version__}, bf16, {config}")
-    results = []
+    results: list[dict[str, Any]] = []
     for name in names:
         for kind in kinds:
             known = None

@@ -53,7 +53,7 @@ def layer(
     """
     from tercet.bench.layer import main
 
-    return main([int(length) for length in lengths.split(",")], tokens, compile, repeats)
+    return main(_numbers("--lengths", lengths), tokens, compile, repeats)
 
 
 def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: int = 8) -> int:
@@ -101,8 +101,10 @@ def decode(
     if heads not in HEADS:
         raise TercetError(f"heads={heads!r} is unknown: pick one of {', '.join(HEADS)}")
     return main(
-        batches=_numbers(batches), contexts=_numbers(contexts), heads=heads, attention=attention, preset=preset,
-        model_batches=_numbers(model_batches), model_contexts=_numbers(model_contexts), steps=steps, profile=profile,
+        batches=_numbers("--batches", batches), contexts=_numbers("--contexts", contexts), heads=heads,
+        attention=attention, preset=preset,
+        model_batches=_numbers("--model-batches", model_batches),
+        model_contexts=_numbers("--model-contexts", model_contexts), steps=steps, profile=profile,
     )  # fmt: skip
 
 
@@ -167,8 +169,9 @@ def train(
     from tercet.bench.train import main
 
     return main(
-        preset=preset, kinds=kinds.split(","), lengths=_numbers(lengths), tokens=tokens, batches=_numbers(batches),
-        batch_length=batch_length, steps=steps, repeats=repeats, checkpointing=checkpointing,
+        preset=preset, kinds=kinds.split(","), lengths=_numbers("--lengths", lengths), tokens=tokens,
+        batches=_numbers("--batches", batches), batch_length=batch_length, steps=steps, repeats=repeats,
+        checkpointing=checkpointing,
         packed=[kind for kind in packed.split(",") if kind], plain=[kind for kind in plain.split(",") if kind],
         statistics=statistics, seconds=seconds,
         flags={"train.compile": compile} | ({} if device == "auto" else {"run.device": device}),
@@ -176,5 +179,14 @@ def train(
     )  # fmt: skip
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+def _numbers(flag: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            from tercet.config.load import ConfigError
+
+            raise ConfigError(
+                f"{flag} {text}: {part} is no whole number of at least 1: give such numbers with commas between them, "
+                f"as in {flag} 1024,2048"
+            )
+    return [int(part) for part in parts]

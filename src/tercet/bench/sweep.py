@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tercet.errors import TercetError
 from tercet.telemetry.events import StepLogged, events_file, read_events
@@ -82,8 +82,16 @@ def sweep(
         out: Folder for sweep.jsonl, sweep.md and the heat maps.
         device: auto, cpu or cuda.
     """
-    from tercet.config.load import load
+    from tercet.config.load import ConfigError, load
+    from tercet.config.parallel import StrategyName
+    from tercet.config.train import ActivationCheckpointing
 
+    for flag, given, known in (
+        ("--strategies", strategies, get_args(StrategyName)),
+        ("--checkpointing", checkpointing, get_args(ActivationCheckpointing)),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            raise ConfigError(f"{flag} {unknown[0]} is unknown: pick of {', '.join(known)}")
     base = load(preset=preset).config
     grid = points(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tercet.config.load import load
 from tercet.durable import write_text
 from tercet.errors import TercetError
 
@@ -229,6 +230,8 @@ def main(
     for flag, file in (("--out", out), ("--picture", picture)):
         check_place(flag, file)
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
+    for name in dict.fromkeys(cell["preset"] for cell in cells):
+        load(preset=name, flags=flags)  # a preset that is not there is told as such, before any process is started
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags, "nsa" in packed] if "nsa" in kinds else None

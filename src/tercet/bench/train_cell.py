@@ -124,7 +124,7 @@ def parity(preset: str, flags: dict[str, Any], packed: bool) -> dict[str, Any]:
     chose, for packed documents if the cells are. On a CPU there is nothing to compare: the reference is all there is.
     """
     config = load(preset=preset, flags=flags).config
-    device, model = pick_device(config.run.device), config.model
+    device, model = pick_device(config.run.device, flag="--device"), config.model
     about = {"device": device_name(device), "torch": torch.__version__, "packed": packed}
     if device.type != "cuda":
         return {"parity": 0.0, "of": "no kernels here", "correct": True, **about}

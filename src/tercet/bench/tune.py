@@ -136,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", help=argparse.SUPPRESS)  # "i/n": this process only compiles its share
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("tercet bench tune needs a CUDA device: none is visible", file=sys.stderr)
+        print(
+            "error: tercet bench tune needs a CUDA device, and none is visible: run it on a machine with a GPU",
+            file=sys.stderr,
+        )
         return 2
     names, kernels = args.shapes.split(","), args.kernels.split(",")
     if unknown := [n for n in names if n not in SHAPES] + [k for k in kernels if k not in CANDIDATES]:

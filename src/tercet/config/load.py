@@ -125,7 +125,7 @@ def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
 
 
 def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True) -> list[str]:
-    """`key = value  (origin)`, one line each; by default what differs from the defaults or was given as a flag.
+    """`key = value  # origin`, TOML of one line each; by default what differs from the defaults or was given as a flag.
 
     A saved configuration gives every value, and repeating it should not print them all.
     """
@@ -136,7 +136,7 @@ def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: boo
         if not changed_only or value != defaults[path] or origins.get(path) == FLAG
     ]
     width = min(max((len(text) for text, _ in shown), default=0), 60)
-    return [f"{text:<{width}}  ({origin})" for text, origin in shown]
+    return [f"{text:<{width}}  # {origin}" for text, origin in shown]
 
 
 def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]:

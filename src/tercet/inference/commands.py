@@ -62,8 +62,9 @@ def generate(
     if json:
         _print_json(generate(model, prompts, **options))
     elif len(prompts) == 1:
+        pieces = stream(model, prompts, **options)  # what is wrong is refused here, before anything is printed
         print(prompts[0], end="", flush=True)
-        for piece in stream(model, prompts, **options):
+        for piece in pieces:
             print(piece.text, end="", flush=True)
         print()
     else:

@@ -112,7 +112,9 @@ def recall(
     curves, records, reach = {}, [], None
     for run in runs:
         model = load_model(run, device=device, dtype=dtype)
-        found = recall_by_distance(model, length=length or model.context, documents=documents, batch=batch)
+        found = recall_by_distance(
+            model, length=model.context if length is None else length, documents=documents, batch=batch
+        )
         reach = window_reach(model)
         print(f"{run}: windows alone reach {reach} tokens back")
         for r in found:

@@ -108,7 +108,7 @@ def stream(
     graph: bool = True,
     timing: Timing | None = None,
 ) -> Iterator[Piece]:
-    """Pieces as they come, of all rows in turn.
+    """Pieces as they come, of all rows in turn. What cannot be is refused at once, before the first is asked for.
 
     temperature, top_k, top_p, repetition_penalty  how tokens are drawn; temperature 0 is greedy
     stop           texts that end a row; what is given ends before them
@@ -135,18 +135,22 @@ def stream(
     end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
     # Rows of the embedding that no token has are never trained, and must not be drawn.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
-    decoder: Decoder = PlainDecoder(model)
-    if cache:
-        decoder = CachedDecoder(model, len(rows), room, chunk=prefill_chunk, graph=graph)
     texts = [None if tokenizer is None else TextStream(tokenizer, stop) for _ in rows]
     device = model.embedding.weight.device
-    was_training = model.training
-    model.eval()
-    try:
-        run = _Run(decoder, sampling, rows, seed, max_new_tokens, vocabulary, end, device, timing or Timing())
-        yield from _pieces(run, texts)
-    finally:
-        model.train(was_training)
+
+    def pieces() -> Iterator[Piece]:
+        was_training = model.training
+        model.eval()
+        try:
+            decoder: Decoder = PlainDecoder(model)
+            if cache:
+                decoder = CachedDecoder(model, len(rows), room, chunk=prefill_chunk, graph=graph)
+            run = _Run(decoder, sampling, rows, seed, max_new_tokens, vocabulary, end, device, timing or Timing())
+            yield from _pieces(run, texts)
+        finally:
+            model.train(was_training)
+
+    return pieces()
 
 
 class _Run:

@@ -75,7 +75,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
         found = _checkpoint(path, verify)
         model = _empty(_config_of(found), found.path, int(found.run_state["step"]))
         restore.load_tensors(found.path, model, None)
-    where = pick_device(device)
+    where = pick_device(device, flag="--device")
     return model.to(where, _pick_dtype(dtype, model.run, where)).eval()
 
 

@@ -56,6 +56,7 @@ def needle(
         ("lengths", lengths, bool(lengths), "at least one"),
         ("depths", depths, bool(depths) and all(0 <= d <= 1 for d in depths), "numbers from 0 to 1"),
         ("trials", trials, trials >= 1, "at least 1"),
+        ("batch", batch, batch >= 1, "at least 1"),
     ):
         if not kept:
             raise TercetError(f"{name}={value} must be {rule}")

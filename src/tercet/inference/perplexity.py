@@ -85,8 +85,9 @@ def overall(stretches: list[Stretch]) -> Stretch:
 
 def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1) -> Iterator[Batch]:
     """Validation documents of the model's own data, packed as in training."""
-    if sequences < 1 or batch < 1:
-        raise TercetError(f"sequences={sequences} and batch={batch} must be at least 1")
+    for name, value in (("sequences", sequences), ("seq_len", seq_len), ("batch", batch)):
+        if value is not None and value < 1:
+            raise TercetError(f"{name}={value} must be at least 1")
     data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
     with build_loader(
         data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer

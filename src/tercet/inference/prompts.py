@@ -41,15 +41,16 @@ def check_room(rows: list[list[int]], max_new_tokens: int, context: int | None) 
         raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1")
     sizes = [len(row) for row in rows]
     longest = max(sizes)
-    if context is not None and longest + max_new_tokens > context:
+    needed = longest + max_new_tokens
+    if context is not None and needed > context:
         name = _names(len(rows))[sizes.index(longest)]
         fits = f"ask for at most {context - longest} new tokens, " if longest < context else "shorten it, "
         raise PromptError(
-            f"{name} has {longest} tokens, with max_new_tokens={max_new_tokens} that is {longest + max_new_tokens}, "
+            f"{name} has {longest} tokens, with max_new_tokens={max_new_tokens} that is {needed}, "
             f"over the context of {context} that the model was trained with: {fits}"
-            f"or say context={longest + max_new_tokens} to read further than it has learnt to"
+            f"or say context={needed} (--context {needed}) to read further than it has learnt to"
         )
-    return longest + max_new_tokens
+    return needed
 
 
 def _names(count: int) -> list[str]:

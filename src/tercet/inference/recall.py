@@ -66,6 +66,9 @@ def judge(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int
 
 def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[Recall]:
     """Accuracy on documents of `length` tokens that training never saw, by distance of the fact: 64-127, 128-255, …"""
+    for name, value in (("length", length), ("documents", documents), ("batch", batch)):
+        if value < 1:
+            raise TercetError(f"{name}={value} must be at least 1")
     data = model.run.data
     if data.synthetic.task != "recall":
         raise TercetError(

@@ -68,6 +68,8 @@ def flight(run: str) -> int:
     Args:
         run: Run folder.
     """
+    if not Path(run).is_dir():
+        raise TercetError(f"{run} does not exist: name the folder of a run")
     folder = Path(run) / FOLDER
     earlier = sorted(folder.glob(f"{EARLIER}*"))
     if earlier and not _records(folder):

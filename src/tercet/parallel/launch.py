@@ -68,7 +68,13 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
         raise LaunchError(
             f"parallel.world_size={parallel.world_size}, but {launch.world_size} rank"
             f"{'s were' if launch.world_size > 1 else ' was'} launched: start with\n"
-            f"  {torchrun_line(parallel.world_size, min(parallel.world_size, max(gpus, 1)))}"
+            f"  {torchrun_line(parallel.world_size, min(parallel.world_size, gpus or parallel.world_size))}"
+        )
+    if parallel.strategy != "single" and not launch.by_torchrun:
+        ranks = gpus if gpus > 1 else 0
+        raise LaunchError(
+            f"parallel.strategy={parallel.strategy} needs torchrun, which starts a process for each rank: start with\n"
+            f"  {torchrun_line(ranks, ranks)}"
         )
     if device != "cuda":
         return []
@@ -92,11 +98,11 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
 
 
 def torchrun_line(ranks: int, local: int) -> str:
-    """The command that would have started this one on so many ranks."""
+    """The command that would have started this one on so many ranks; 0: on N, for a person to fill in."""
     arguments = [a for a in sys.argv[1:] if a != "--allow-single-rank"]
     strategy = [] if any(a.startswith("--parallel.strategy") for a in arguments) else ["--parallel.strategy", "ddp"]
     nodes = ["--standalone"] if ranks == local else [f"--nnodes={-(-ranks // local)}"]
-    return shlex.join(["torchrun", *nodes, f"--nproc-per-node={local}", "-m", "tercet", *arguments, *strategy])
+    return shlex.join(["torchrun", *nodes, f"--nproc-per-node={local or 'N'}", "-m", "tercet", *arguments, *strategy])
 
 
 def backend_of(parallel: ParallelConfig, device: str) -> str:

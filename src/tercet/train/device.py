@@ -12,15 +12,14 @@ import torch
 from tercet.errors import TercetError
 
 
-def pick_device(name: str, local_rank: int = 0, *, share: bool = False) -> torch.device:
-    """`auto` takes a GPU if there is one; asking for one that is not there is an error. `share`: ranks go round."""
+def pick_device(name: str, local_rank: int = 0, *, share: bool = False, flag: str = "--run.device") -> torch.device:
+    """`auto` takes a GPU if there is one; asking for one that is not there is an error that names the flag.
+    `share`: ranks go round."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise TercetError(
-                "run.device=cuda, but torch sees no CUDA device: use --run.device cpu, or mend the driver"
-            )
+            raise TercetError(f"{flag} cuda, but torch sees no CUDA device: use {flag} cpu, or mend the driver")
         gpus = torch.cuda.device_count()
         device = torch.device("cuda", local_rank % gpus if share else local_rank)
         if device.index < gpus:  # a rank too many is refused in words where ranks are counted (parallel/launch.py)

@@ -96,8 +96,7 @@ def _resolve(path: Path) -> Path:
         if found:
             return found[-1]
     raise CheckpointError(
-        f"--resume {path}: neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one; "
-        "name one, or use --resume auto"
+        f"{path} is neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one: name one"
     )
 
 

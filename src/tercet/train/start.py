@@ -25,7 +25,12 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
             )
         return None, []
     manifest.sweep(folder.checkpoints)
-    start = restore.choose(resume, folder.checkpoints, verify=config.checkpoint.verify)
+    try:
+        start = restore.choose(resume, folder.checkpoints, verify=config.checkpoint.verify)
+    except manifest.CheckpointError as error:
+        if resume == "auto":
+            raise
+        raise manifest.CheckpointError(f"--resume {resume}: {error}; or use --resume auto") from None
     if start is None:
         for other in _forked_from(folder):
             if other is not None and other.parent != folder.checkpoints.resolve():
