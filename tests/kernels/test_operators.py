@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tercet
 from cases import attend, inputs
 from tercet.attention import kernels
+from tercet.attention.kernels.settings import Launch
 
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
@@ -100,3 +103,18 @@ def test_what_the_kernels_cannot_do_has_a_reason(changes: dict[str, int], reason
     assert reason in kernels.unsupported(*x.tensors()[:7], cfg)
     double = x.map(lambda t: t.double())
     assert "float64" in kernels.unsupported(*double.tensors()[:7], CONFIG)
+
+
+def test_partial_sums_of_key_gradients_are_no_more_than_fill_a_device() -> None:
+    divided, launch = importlib.import_module("tercet.attention.kernels.compressed").divided, Launch(parts=48)
+    # 65,536 tokens, 2 groups of 6 heads, tiles of 64: in 128 documents all heads apart, in 4,096 none
+    assert divided(launch, 65536, 6, 2 * (64 + 128), by_heads=True) == (6, 6)
+    assert divided(launch, 65536, 6, 2 * (64 + 160), by_heads=True) == (3, 3)
+    assert divided(launch, 65536, 6, 2 * (64 + 4096), by_heads=True) == (1, 1)
+    assert divided(launch, 65536, 16, 4, by_heads=True) == (8, 8)
+    assert divided(launch, 65536, 6, 2 * 64, by_heads=False) == (16, 1)
+    for programs in (1, 100, 2047, 2048, 5000):
+        for heads in (1, 6, 7, 16):
+            parts, sets = divided(launch, 65536, heads, programs, by_heads=True)
+            assert parts == 1 or (parts - 1) * programs < 2048
+            assert heads % sets == 0

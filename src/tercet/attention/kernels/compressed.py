@@ -192,6 +192,18 @@ def forward(
     return o, lse
 
 
+def divided(launch: Launch, queries: int, heads: int, programs: int, by_heads: bool) -> tuple[int, int]:
+    """(partial sums per tile, sets of a group's heads that make them). One set: ranges of queries make them."""
+    # enough programs to fill the device even where the first tiles see all queries and the last ones almost none;
+    # no more: each has its partial sums in memory
+    most = -(-2048 // programs)
+    # ranges of a packed batch are longer than most of its documents: sets of heads divide those whatever their lengths
+    sets = max(n for n in range(1, min(8, most) + 1) if heads % n == 0) if by_heads else 1
+    if sets > 1:
+        return sets, sets
+    return max(1, min(launch.parts, -(-queries * heads // (16 * launch.rows)), most)), 1
+
+
 def key_gradients(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, gate: Tensor | None, row_sum: Tensor,
     config: NSAConfig, documents: Documents, launch: Launch | None = None,
@@ -205,13 +217,9 @@ def key_gradients(
     tiles = documents.compressed_tiles(N)
     if tiles == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
-    # enough programs to fill the device even where the first tiles see all queries and the last ones almost none
-    parts = max(1, min(launch.parts, -(-documents.queries * (H // G) // (16 * M)), -(-2048 // (tiles * G))))
-    span = -(-documents.queries // (parts * M)) * M
-    # ranges of a packed batch are longer than most of its documents: sets of heads divide those whatever their lengths
-    sets = max(n for n in range(1, 9) if H // G % n == 0) if fast and documents.packed and documents.count >= 4 else 1
-    if sets > 1:
-        parts, span = sets, documents.queries
+    by_heads = fast is not None and documents.packed and documents.count >= 4
+    parts, sets = divided(launch, documents.queries, H // G, tiles * G, by_heads)
+    span = documents.queries if sets > 1 else -(-documents.queries // (parts * M)) * M
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
     ccu, *bounds = documents.compressed(N)
