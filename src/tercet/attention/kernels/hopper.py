@@ -36,7 +36,7 @@ OVERLAPPED: dict[tuple[str, int], Launch] = {
     ("compressed_forward", 128): Launch(),
     ("window_forward", 64): Launch(),
     ("window_forward", 128): Launch(),
-    ("query_gradient", 128): Launch(),  # at 64 Triton's is as fast at 2k and 8k tokens, and faster at 64k
+    ("query_gradient", 128): Launch(),  # of plain batches; at 64 Triton is as fast at 2k and 8k, and faster at 64k
     ("compressed_key_gradients", 64): Launch(stages=3, parts=48),
     ("compressed_key_gradients", 128): Launch(rows=32, stages=3),
     ("window_key_gradients", 64): Launch(stages=3),

@@ -7,7 +7,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tercet.attention.kernels.documents import Documents
 from tercet.attention.kernels.hopper import descriptor, meet
-from tercet.attention.kernels.hopper_forward import locate, visible
+from tercet.attention.kernels.hopper_forward import visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch
 from tercet.attention.spec import NSAConfig
@@ -55,13 +54,13 @@ def _row_values(SUM, GATE, at, inside, M: gl.constexpr, GATED: gl.constexpr, sco
     return gate, gate * total
 
 
-@gluon.jit(do_not_specialize=["docs", "length", "per_sequence", "rows", "compressed_length"])
+@gluon.jit(do_not_specialize=["length", "per_sequence", "rows", "compressed_length"])
 def hopper_query_gradients(
     DQ, QD, DOD, KCD, VCD, LSEC, SUMC, GATEC, KWD, VWD, LSEW, SUMW, GATEW,
-    CU, CCU, docs, length, per_sequence, rows, compressed_length, scale, softmax_scale,
+    length, per_sequence, rows, compressed_length, scale, softmax_scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr,
-    PACKED: gl.constexpr, GATED: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -73,7 +72,10 @@ def hopper_query_gradients(
     tile = gl.num_programs(0) // H - 1 - gl.program_id(0) // H
     head = gl.program_id(0) % H
     g = head // HEADS
-    doc, start, size, first = locate(CU, docs, tile, length, per_sequence, M, PACKED)
+    doc = tile // per_sequence
+    start = doc * length
+    size = length
+    first = (tile - doc * per_sequence) * M
     if first < size:
         q_s = gl.allocate_shared_memory(dtype, [M, D], QD.layout)
         do_s = gl.allocate_shared_memory(dtype, [M, D], DOD.layout)
@@ -101,10 +103,7 @@ def hopper_query_gradients(
         row_c = 0
         count = 0
         if COMPRESSED:
-            if PACKED:
-                row_c = gl.load(CCU + doc)
-            else:
-                row_c = doc * compressed_length
+            row_c = doc * compressed_length
             count_c = (visible(last - 1, L, S) + N - 1) // N
             count = count_c
         if WINDOW:
@@ -147,19 +146,6 @@ def hopper_query_gradients(
                     lower = upper - W
             mbarrier.wait(k_bars.index(slot), n // STAGES & 1)
             mbarrier.wait(v_bars.index(slot), n // STAGES & 1)
-            if COMPRESSED and PACKED:
-                if n == count_c - 1:
-                    # padding after the last document's compressed tokens may hold anything
-                    there = (n * N + gl.arange(0, N, layout=gl.SliceLayout(1, by_row)) < visible(last - 1, L, S))[
-                        :, None
-                    ]
-                    k = gl.where(there, k_s.index(slot).load(by_row), 0.0)
-                    v = gl.where(there, v_s.index(slot).load(by_row), 0.0)
-                    meet()
-                    k_s.index(slot).store(k)
-                    v_s.index(slot).store(v)
-                    fence_async_shared()
-                    meet()
             s_ = warpgroup_mma(q_s, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
             dp_ = warpgroup_mma(do_s, v_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
             s, dq = warpgroup_mma_wait(1, deps=(s_, acc))
@@ -193,21 +179,21 @@ def launch_query_gradients(
     window: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None,
     config: NSAConfig, documents: Documents, launch: Launch,
 ) -> Tensor:  # fmt: skip
-    """dq of the given branches, each (k, v, lse, row_sum, gate). No stretch of queries."""
+    """dq of the given branches, each (k, v, lse, row_sum, gate), of a plain batch of whole sequences."""
     B, T, H, D = q.shape
     kc, vc, lse_c, sum_c, gate_c = compressed or (None,) * 5
     kw, vw, lse_w, sum_w, gate_w = window or (None,) * 5
     G = (kw if kc is None else kc).shape[2]
     kcd, vcd, kwd, vwd = (None if x is None else descriptor(x, launch.keys) for x in (kc, vc, kw, vw))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cu, *bounds = documents.tokens(launch.rows)
+    _, _, *bounds = documents.tokens(launch.rows)
     call(
         hopper_query_gradients, (documents.token_tiles(launch.rows) * H,),
         (dq, descriptor(q, launch.rows), descriptor(dout, launch.rows), kcd, vcd, lse_c, sum_c, gate_c, kwd, vwd, lse_w,
-         sum_w, gate_w, cu, documents.ccu),
+         sum_w, gate_w),
         (*bounds, B * T, documents.compressed_length),
         (D**-0.5 * LOG2E, D**-0.5, config.window, config.compress_block, config.compress_stride, G, H // G, D,
-         launch.rows, launch.keys, launch.stages, kc is not None, kw is not None, documents.packed,
+         launch.rows, launch.keys, launch.stages, kc is not None, kw is not None,
          (gate_w if kc is None else gate_c) is not None),
         **launch.overlapped,
     )  # fmt: skip

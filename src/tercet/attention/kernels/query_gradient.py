@@ -110,7 +110,9 @@ def query_gradients(
     branches = [b for b in (compressed, window) if b is not None]
     G, DV = branches[0][1].shape[2:]
     keys = [x for k, v, *_ in branches for x in (k, v)]
-    if launch is None and not documents.stretch and (fast := overlapped("query_gradient", q, dout, *keys)):
+    # padding after packed documents' compressed tokens would have to be cleared, and then no product runs on
+    plain = not documents.stretch and not documents.packed
+    if launch is None and plain and (fast := overlapped("query_gradient", q, dout, *keys)):
         from tercet.attention.kernels.hopper_queries import launch_query_gradients
 
         return launch_query_gradients(q, dout, compressed, window, config, documents, fast)
