@@ -3,6 +3,7 @@ after compressed tokens that holds anything, windows shorter than a tile."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import pytest
@@ -28,8 +29,21 @@ pytestmark = [
 ]
 
 
-def everything(shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, triton: bool = False):
-    """{kernel: its results}; by Triton's kernels, or by Gluon's where they are switched on."""
+def assert_alike(shape: Shape, config: tercet.NSAConfig, cuts: list[int], **stretch: int) -> None:
+    found = everything(shape, config, cuts, **stretch)
+    wanted = everything(shape, config, cuts, triton=True, **stretch)
+    for kernel, results in wanted.items():
+        for got, want in zip(found[kernel], results, strict=True):
+            there = want.isfinite()
+            assert torch.equal(got.isfinite(), there), kernel
+            assert relative_error(got[there], want[there]) < 3e-3, kernel
+
+
+def everything(
+    shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, triton: bool = False, first: int = 0, queries: int = -1
+):
+    """{kernel: its results}; by Triton's kernels, or by Gluon's where they are switched on. `first` and `queries`: only
+    so many queries of each sequence, from that token on."""
 
     def of(kernel: str) -> Launch | None:
         return settings(kernel, x.q, x.vw) if triton else None
@@ -40,7 +54,9 @@ def everything(shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, trito
     if ccu is not None:
         x.kc[:, int(ccu[-1]) :] = float("nan")
         x.vc[:, int(ccu[-1]) :] = float("nan")
-    documents = Documents(shape.B, shape.T, x.kc.shape[1], cu, ccu)
+    documents = Documents(shape.B, shape.T, x.kc.shape[1], cu, ccu, first, queries)
+    own = slice(first, first + documents.queries)
+    x = dataclasses.replace(x, q=x.q[:, own].contiguous(), gates=x.gates[:, own].contiguous())
     generator = torch.Generator(device="cuda").manual_seed(1)
     dout = torch.randn(x.q.shape, dtype=x.q.dtype, device="cuda", generator=generator)
     found = {
@@ -68,14 +84,22 @@ def everything(shape: Shape, config: tercet.NSAConfig, cuts: list[int], *, trito
 @pytest.mark.parametrize("changes", [{}, {"window": 40}], ids=["window 512", "window 40"])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (8, 2, 128), (3, 3, 64)])
 def test_gluon_kernels_agree_with_tritons(heads: int, groups: int, size: int, changes, cuts: list[int]) -> None:
-    config = tercet.NSAConfig(**changes)
-    shape = Shape(1, 3001, heads, groups, size)
-    found, wanted = everything(shape, config, cuts), everything(shape, config, cuts, triton=True)
-    for kernel, results in wanted.items():
-        for got, want in zip(found[kernel], results, strict=True):
-            there = want.isfinite()
-            assert torch.equal(got.isfinite(), there), kernel
-            assert relative_error(got[there], want[there]) < 3e-3, kernel
+    assert_alike(Shape(1, 3001, heads, groups, size), tercet.NSAConfig(**changes), cuts)
+
+
+@pytest.mark.parametrize("shape", [Shape(3, 1001, 12, 2, 64), Shape(2, 777, 8, 2, 128)], ids=str)
+def test_gluon_kernels_agree_with_tritons_on_several_sequences(shape: Shape) -> None:
+    assert_alike(shape, tercet.NSAConfig(), [])
+
+
+@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 128)])
+def test_gluon_kernels_agree_with_tritons_on_a_stretch_of_queries(heads: int, size: int) -> None:
+    assert_alike(Shape(2, 1001, heads, 2, size), tercet.NSAConfig(), [], first=300, queries=257)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 128)])
+def test_gluon_kernels_agree_with_tritons_around_an_empty_document(heads: int, size: int) -> None:
+    assert_alike(Shape(1, 3001, heads, 2, size), tercet.NSAConfig(), [0, 20, 500, 500, 1531, 3001])
 
 
 def test_gluon_kernels_give_the_same_bits_again() -> None:
