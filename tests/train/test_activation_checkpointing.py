@@ -97,3 +97,26 @@ def test_every_block_recomputes_itself_and_not_the_last_one() -> None:
 
 def test_parameter_names_stay_as_they_are() -> None:
     assert list(build("none").state_dict()) == list(build("full").state_dict())
+
+
+class Product(torch.nn.Module):
+    """gelu of a batched product of [2, 6, wide] and [2, wide, narrow], or of the other way round."""
+
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, given, made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(torch.bmm(x, self.weight))
+
+
+@pytest.mark.parametrize(("given", "made", "kept"), [(16, 4, True), (4, 16, False)], ids=["φ's", "scores"])
+def test_batched_products_are_kept_where_they_are_no_wider_than_what_they_are_made_of(
+    given: int, made: int, kept: bool
+) -> None:
+    blocks = torch.nn.ModuleList([Product(given, made)])
+    apply_activation_checkpointing(blocks, "selective")
+    out = blocks[0](torch.randn(2, 6, given, requires_grad=True))
+    with counted() as backward:
+        out.sum().backward()
+    assert backward.calls["aten::bmm"] == 2 + (not kept)  # gradients of both sides, and the product again

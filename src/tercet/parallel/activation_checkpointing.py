@@ -26,7 +26,7 @@ from tercet.errors import TercetError
 SELECTION_OP = "tercet::keep_selection"
 
 # Worth their memory: products with weights, and attention in any of its implementations. Norms, RoPE and SwiGLU are
-# not; nor are batched products, which in attention written out in PyTorch are all its scores.
+# not; nor are most batched products, which in attention written out in PyTorch are all its scores.
 COSTLY = frozenset(
     {
         "aten::mm",
@@ -53,6 +53,9 @@ def _keep_costly(
     name = op.name().split(".")[0]
     # tercet::heads_apart is not one of them: it lays out a product that is kept
     kept = name in COSTLY or name.startswith(("tercet::nsa_", "tercet::keep_"))
+    if op is torch.ops.aten.bmm.default:
+        # φ's, of keys and values at once, gives no wider rows than it takes; scores do: a row of keys for each query
+        kept = args[1].shape[2] <= args[0].shape[2]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
