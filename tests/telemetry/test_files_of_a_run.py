@@ -11,9 +11,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tercet.report.read import read_run
 from tercet.telemetry.events import Noted
+from tercet.telemetry.memory import device_memory
 from watched import corpus, run, settings
 
 
@@ -64,6 +66,11 @@ def test_optimizer_state_and_types(made):
     assert f"parameters: float32 {parameters}" in lines
     assert f"gradients: float32 {parameters}" in lines
     assert f"optimizer: float32 {2 * parameters}" in lines
+
+
+def test_a_device_that_has_not_begun_holds_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: False)
+    assert set(device_memory(torch.device("cuda")).values()) == {0.0}
 
 
 def test_memory_by_part(made):

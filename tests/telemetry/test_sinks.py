@@ -11,8 +11,8 @@ import pytest
 
 from tercet.errors import TercetError
 from tercet.telemetry.background import InBackground
-from tercet.telemetry.events import LayersObserved, Noted, decode, encode
-from tercet.telemetry.sinks import WandbSink
+from tercet.telemetry.events import LayersObserved, Noted, RunEnded, Validated, decode, encode
+from tercet.telemetry.sinks import TensorBoardSink, WandbSink
 from tercet.telemetry.tables import STATISTICS
 from tercet.train.folder import LOCK
 from tercet.train.loop import train
@@ -97,6 +97,16 @@ def test_a_slow_reader_does_not_hold_up_the_log_and_a_broken_one_is_named(tmp_pa
     behind.close()
     assert seen == ["one", "two"]
     assert said == ["warning: TensorBoard stopped (OSError: no room); the events in the run folder have everything"]
+
+
+def test_tensorboard_hears_nothing_after_the_end(tmp_path):
+    sink = TensorBoardSink(tmp_path, 0)
+    sink(Validated(step=1, loss=1.0, tokens=5, seconds=0.1))
+    sink(RunEnded(step=1, outcome="completed", reason="all steps made", seconds=1.0))
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    sink(Validated(step=2, loss=1.0, tokens=5, seconds=0.1))
+    sink(RunEnded(step=2, outcome="failed", reason="", seconds=1.0))
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_numbers_that_json_has_not_survive_in_any_column():

@@ -41,6 +41,8 @@ def device_memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         # as nested: memory_allocated() and its like each make a sorted table of 150 numbers for the one they return
         stats = torch.cuda.memory_stats_as_nested_dict(device)
+        if not stats:  # CUDA has not begun
+            return {"allocated_gib": 0.0, "reserved_gib": 0.0, "peak_gib": 0.0}
         allocated = stats["allocated_bytes"]["all"]
         return {
             "allocated_gib": allocated["current"] / GIB,

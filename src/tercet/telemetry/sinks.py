@@ -90,12 +90,16 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._record: Any = Summary
+        self._closed = False
 
     def __call__(self, event: Event) -> None:
+        if self._closed:  # a thread's late word: the writer would open another file for it, or fail
+            return
         if isinstance(event, Sampled):
             self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, walltime=event.time)
         elif isinstance(event, RunEnded):
             self._writer.close()
+            self._closed = True
         elif named := scalars(event):
             # One record for all of an event's numbers: add_scalar makes one for each, and the 150 of a log line would
             # hold the interpreter for tens of milliseconds, while training waits for it.
