@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from runs import Nursery, losses, small
 from tercet.data import loader
 from tercet.doctor import machine
 from tercet.errors import TercetError
-from tercet.telemetry.events import CheckpointFailed, RunEnded, events_file, read_events
+from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
+from tercet.train import loop
 from tercet.train.loop import train
 from tercet.train.manifest import complete_checkpoints, step_of
 
@@ -102,6 +103,33 @@ def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pyt
     assert train(small(run__dir=str(folder), **config), resume="auto") == 0
     assert train(small(run__dir=str(straight), **config)) == 0
     assert losses(folder) == losses(straight)
+
+
+def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, true, chosen = tmp_path / "run", loop.sample_text, 0
+
+    def interrupted(*args: Any, agree: Callable[[Callable[[], int]], int], **options: Any) -> str:
+        assert saved_steps(folder)[-1] == 6
+
+        def counting(choose: Callable[[], int]) -> int:
+            nonlocal chosen
+            chosen += 1
+            if chosen == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return agree(choose)
+
+        return true(*args, agree=counting, **options)
+
+    config = small(run__dir=str(folder), train__steps=6, train__sample_tokens=50)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "sample_text", interrupted)
+        assert train(config) == 0
+    assert chosen == 3
+    assert ended(folder).outcome == "completed"
+    assert train(config, resume="auto") == 0  # makes no step, and the sample that was cut short
+    assert [e.step for e in read_events(events_file(folder)) if isinstance(e, Sampled)] == [6]
 
 
 def ended_step(folder: Path) -> int:

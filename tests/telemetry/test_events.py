@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,19 @@ def test_what_a_model_writes_cannot_command_the_terminal() -> None:
     out = io.StringIO()
     Screen(stream=out)(events.Sampled(step=1, prompt="[bold]", text="\x1b[2Jx\x00"))
     assert "[bold]\ufffd[2Jx\ufffd" in out.getvalue()
+
+
+def test_a_run_whose_output_nobody_reads_any_more_goes_on() -> None:
+    code = "from tercet.telemetry.progress import Screen\ns = Screen()\ninput()\n[s.say('x' * 9999) for _ in range(99)]"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    child.stdout = None
+    _, said = child.communicate(b"go\n")
+    assert child.returncode == 0, said
+    assert said == b"nobody reads the output any more: the run goes on without it\n"
 
 
 def test_figures_for_people() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from typing import TextIO
@@ -25,11 +27,25 @@ from tercet.telemetry.events import (
 from tercet.telemetry.units import duration, quantity
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read the output is gone. rich would leave with SystemExit(1); a run goes on, and its folder has all
+        that would have been said."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, or stderr gone as well
+            if self.file is sys.stdout:
+                # what is still buffered would fail again when the process ends
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())
+                os.close(nowhere)
+            os.write(sys.stderr.fileno(), b"nobody reads the output any more: the run goes on without it\n")
+
+
 class Screen:
     """Follows the events of rank 0. Other ranks have a quiet one."""
 
     def __init__(self, mode: str = "auto", *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stdout, quiet=quiet, soft_wrap=True, highlight=False)
+        self._console = _Console(file=stream or sys.stdout, quiet=quiet, soft_wrap=True, highlight=False)
         self._live = not quiet and (mode == "on" or (mode == "auto" and self._console.is_terminal))
         self._bar: Progress | None = None
         self._steps = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.doctor.before import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token
+from tercet.model.sampling import NOTHING
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
@@ -309,6 +310,11 @@ class Trainer:
         if not config.sample_tokens or ("sample", self.state.step) in self._told:
             return
         self.beat.at(self.state.step, "sampling")
+
+        def agree(choose: Callable[[], int]) -> int:
+            """Rank 0's choice; a signal there ends the sample, which may take longer than a machine is given."""
+            return self.strategy.first(lambda: choose() if self.stop.signal is None else NOTHING)
+
         with self.state.interval.excluded():
             text = sample_text(
                 self.state.model,
@@ -320,8 +326,10 @@ class Trainer:
                 device=self.state.device,
                 precision=config.precision,
                 seed=self.config.run.seed,
-                agree=self.strategy.first,
+                agree=agree,
             )
+        if self.strategy.any_rank(self.stop.signal is not None):
+            return  # half a sample says nothing of the model
         self.log.emit(events.Sampled(step=self.state.step, prompt=config.sample_prompt, text=text))
 
     def _save(self) -> None:
@@ -338,10 +346,11 @@ class Trainer:
             if state.interval.read():
                 self._log()
             self._validate()
-            self._sample()
         if not self.saving.up_to_date:
             self._save()
         self.saving.finish()
+        if completed:
+            self._sample()  # can take minutes on a slow machine, and nothing waits for it
         self.screen.end()
         self._end(outcome, reason)
         if self.strategy.rank == 0:
