@@ -166,8 +166,9 @@ class _CommittingWriter(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """This rank's tensors, then its own state with the checksums of its files.
 
-        A thread per file: serialising, hashing and writing all let other threads run. DCP's own threads would do the
-        same, but an error in one of them (a full disk) is lost there.
+        Two files at a time: serialising, hashing and writing all let other threads run; but each file under way is
+        serialised in memory as a whole, and all at once would be a second copy of everything. DCP's own threads would
+        do the same, but an error in one of them (a full disk) is lost there.
         """
         assert self.fqn_to_index_mapping is not None
         items: dict[int, list[WriteItem]] = defaultdict(list)
@@ -180,7 +181,7 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             sync(self.writing / written[0].storage_data.relative_path)
             return written
 
-        with ThreadPoolExecutor(max(len(parts), 1), "tercet-save") as threads:
+        with ThreadPoolExecutor(2, "tercet-save") as threads:
             results = [result for written in threads.map(write, parts) for result in written]
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: self._files.record(self.writing / name) for name in names}
