@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+GRACE_SECONDS = 40.0  # torchrun itself gives its ranks 30
 
 
 def free_port() -> int:
@@ -27,7 +28,7 @@ def torchrun(
     ranks: int, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None, options: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --standalone` with this interpreter, to its end. What it says is passed on line by line: of a run that
-    is cut off, or whose ranks crash, what came before can be read."""
+    is cut off, or whose ranks crash, what came before can be read. Cut off means subprocess.TimeoutExpired."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
@@ -36,7 +37,17 @@ def torchrun(
     said: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(env))
-        limit = threading.Timer(timeout, process.terminate)  # torchrun then ends its ranks
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.terminate()  # torchrun then ends its ranks
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+        limit = threading.Timer(timeout, end)
         limit.start()
         assert process.stdout is not None
         with process.stdout as lines:
@@ -46,6 +57,8 @@ def torchrun(
         code = process.wait()
         limit.cancel()
         errors.seek(0)
+        if late.is_set():
+            raise subprocess.TimeoutExpired(command, timeout, "".join(said), errors.read())
         return subprocess.CompletedProcess(command, code, "".join(said), errors.read())
 
 
