@@ -65,16 +65,17 @@ class Launch:
 def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: int) -> list[str]:
     """Refuse a launch that would leave GPUs idle or ranks without one. Returns warnings."""
     if launch.world_size != parallel.world_size:
+        local = min(parallel.world_size, gpus or parallel.world_size)
         raise LaunchError(
             f"parallel.world_size={parallel.world_size}, but {launch.world_size} rank"
             f"{'s were' if launch.world_size > 1 else ' was'} launched: start with\n"
-            f"  {torchrun_line(parallel.world_size, min(parallel.world_size, gpus or parallel.world_size))}"
+            f"  {torchrun_line(parallel.world_size, local, parallel.strategy)}"
         )
     if parallel.strategy != "single" and not launch.by_torchrun:
         ranks = gpus if gpus > 1 else 0
         raise LaunchError(
             f"parallel.strategy={parallel.strategy} needs torchrun, which starts a process for each rank: start with\n"
-            f"  {torchrun_line(ranks, ranks)}"
+            f"  {torchrun_line(ranks, ranks, parallel.strategy)}"
         )
     if device != "cuda":
         return []
@@ -93,16 +94,18 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
     if os.environ.get("CI"):
         return [f"{sentence} (a warning only, since CI is set)"]
     raise LaunchError(
-        f"{sentence}; start with\n  {torchrun_line(gpus, gpus)}\nor pass --allow-single-rank to use one on purpose"
+        f"{sentence}; start with\n  {torchrun_line(gpus, gpus, parallel.strategy)}\n"
+        "or pass --allow-single-rank to use one on purpose"
     )
 
 
-def torchrun_line(ranks: int, local: int) -> str:
+def torchrun_line(ranks: int, local: int, strategy: str) -> str:
     """The command that would have started this one on so many ranks; 0: on N, for a person to fill in."""
     arguments = [a for a in sys.argv[1:] if a != "--allow-single-rank"]
-    strategy = [] if any(a.startswith("--parallel.strategy") for a in arguments) else ["--parallel.strategy", "ddp"]
+    said = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
+    added = [] if said else ["--parallel.strategy", "ddp"]
     nodes = ["--standalone"] if ranks == local else [f"--nnodes={-(-ranks // local)}"]
-    return shlex.join(["torchrun", *nodes, f"--nproc-per-node={local or 'N'}", "-m", "tercet", *arguments, *strategy])
+    return shlex.join(["torchrun", *nodes, f"--nproc-per-node={local or 'N'}", "-m", "tercet", *arguments, *added])
 
 
 def backend_of(parallel: ParallelConfig, device: str) -> str:
