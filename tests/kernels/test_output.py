@@ -63,3 +63,13 @@ def test_the_sum_is_not_kept(keep_sum: bool) -> None:
     size = TOKENS * 6 * 16
     of_qs_size = sum(torch.Size(shape).numel() == size for shape in kept)
     assert of_qs_size == (5 if keep_sum else 4), kept  # q, the three branches' outputs, and the sum
+
+
+def test_the_biass_gradient_is_not_rounded_to_the_weights_type() -> None:
+    layer = make(keep_sum=False, bias=True)
+    layer.o_proj.weight.data = layer.o_proj.weight.data.bfloat16()
+    torch._dynamo.reset()
+    out = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)(torch.randn(1, TOKENS, 24))
+    upstream = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, layer.o_proj.bias, upstream)
+    torch.testing.assert_close(found, upstream.sum((0, 1)))

@@ -31,7 +31,7 @@ class Multiplied(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, *inputs: Any) -> Tensor:
         out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*inputs)
         *tensors, ctx.config, ctx.span = inputs
-        ctx.has_bias = bias is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.there = [x is not None for x in tensors]
         ctx.save_for_backward(weight, *(x for x in tensors if x is not None), o_s, lse_s, o_w, lse_w, *saved)
         return multiply(out, weight, bias)
@@ -54,7 +54,7 @@ class Multiplied(torch.autograd.Function):
             dout, gates, o_c, None if ks is None else o_s, None if kw is None else o_w
         )
         d_weight = (rows.t() @ mixed.flatten(2).flatten(0, 1)).to(weight.dtype)
-        d_bias = rows.sum(0).to(weight.dtype) if ctx.has_bias else None
+        d_bias = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
         none = None  # the branches' outputs: their row sums are all that is needed of them
         grads = torch.ops.tercet.nsa_backward(
             dout, q, kc, vc, ks, vs, kw, vw, gates, none, lse_c, none, None if ks is None else lse_s,
