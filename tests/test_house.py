@@ -77,9 +77,10 @@ def test_every_room_is_imported_by_somebody_or_is_a_door():
     assert {room_of(p) for p in FILES} - used - doors == set()
 
 
-# CI systems set CI, and torchrun tells ranks who they are. Nothing else may be asked of the environment.
+# CI systems set CI, torchrun tells ranks who they are, and whether Triton's interpreter is on can be asked of Triton
+# only by importing it. Nothing else may be asked of the environment.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-MAY_BE_READ = {"CI", "TORCHELASTIC_RESTART_COUNT", *TORCHRUN}
+MAY_BE_READ = {"CI", "TORCHELASTIC_RESTART_COUNT", "TRITON_INTERPRET", *TORCHRUN}
 # Telling a library what it asks the environment for is not reading it.
 WRITES = {"update", "setdefault"}
 

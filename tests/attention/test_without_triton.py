@@ -1,9 +1,18 @@
-"""Where Triton is not installed (macOS), everything but the kernels works, and asking for them says what to do."""
+"""Where Triton is not installed (macOS), everything but the kernels works, and asking for them says what to do. Where
+it is broken, or the GPU too old for it, nothing asks for it unasked."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tercet.attention import dispatch
 
 PROGRAM = """
 import sys
@@ -29,3 +38,42 @@ def test_the_layer_trains_and_the_missing_kernels_are_named() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('backend="triton" cannot run here: Triton is not installed')
     assert len(done.stdout.splitlines()) == 1
+
+
+BROKEN = """
+import torch
+from tercet.attention.dispatch import TRITON_INSTALLED
+from tercet.model.transformer import ModelConfig, Transformer
+
+assert TRITON_INSTALLED
+sizes = dict(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=32, vocab_size=16)
+tokens = torch.zeros(1, 70, dtype=torch.int64)
+for attention in ("dense", "nsa"):
+    model = Transformer(ModelConfig(**sizes, attention=attention))
+    model(tokens, targets=tokens).total.backward()
+    with torch.no_grad():
+        cache = [layer.make_cache(1) for layer in model.attention_layers()]
+        for part in (tokens[:, :40], tokens[:, :3], tokens[:, :1]):
+            model(part, cache=cache)
+    print(attention)
+"""
+
+
+def test_a_broken_triton_stops_nothing_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so: undefined symbol')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["dense", "nsa"]
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((10, 0), True)])
+def test_no_kernel_runs_on_a_gpu_that_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
+) -> None:
+    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    assert dispatch.kernels_run_on(x) is runs

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from tercet.model import ffn, swiglu
+from tercet.model.transformer import ModelConfig, Transformer
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -37,3 +38,17 @@ def test_gates_far_from_zero_give_no_nan() -> None:
     y = torch.tensor([[-200.0, 200.0, 3.0, 3.0]])
     found = swiglu.swiglu_gradient(y, torch.ones(1, 2))
     torch.testing.assert_close(found, torch.tensor([[0.0, 3.0, 0.0, 200.0]]))
+
+
+def test_the_reference_backend_takes_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swiglu, "call", None)
+    sizes = {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 16}
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    for backend, launches in (("reference", False), ("auto", True)):
+        model = Transformer(ModelConfig(**sizes, attention="dense", backend=backend))
+        out = model(tokens).sum()
+        if launches:
+            with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+                out.backward()
+        else:
+            out.backward()

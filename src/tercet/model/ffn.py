@@ -10,16 +10,18 @@ from tercet.attention.dispatch import kernels_run_on
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up are one matrix, for one larger matmul instead of two."""
+    """down(silu(gate(x)) · up(x)); gate and up are one matrix, for one larger matmul instead of two. backend:
+    "reference" keeps to PyTorch, as in attention; others take the kernel wherever it runs."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.gate_up = nn.Linear(dim, 2 * ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.gate_up(x)
-        if torch.is_grad_enabled() and kernels_run_on(y):
+        if self.backend != "reference" and torch.is_grad_enabled() and kernels_run_on(y):
             from tercet.model.swiglu import SwiGLUMiddle
 
             return self.down(SwiGLUMiddle.apply(y))

@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = _attention(config, kind)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+        self.ffn = SwiGLU(config.dim, config.ffn_dim, config.backend)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention import selection as _keep_selection  # noqa: F401  (registers tercet::keep_selection)
-from tercet.attention.dispatch import interpreting
+from tercet.attention.dispatch import OLDEST_CAPABILITY, interpreting
 from tercet.attention.kernels import heads as _heads  # noqa: F401  (registers tercet::heads_apart)
 from tercet.attention.kernels.ops import compressed_select, nsa
 from tercet.attention.kernels.ops import selected_attention as selected
@@ -34,7 +34,7 @@ def unsupported(
     values = [x for x in (v_compressed, v_selected, v_window) if x is not None]
     if q.device.type != "cuda" and not interpreting():
         return f"the kernels need a CUDA device: q is on {q.device.type}"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
         return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(q.device)} is older"
     if q.dtype not in _DTYPES or any(x.dtype != q.dtype for x in keys + values):
         found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))
