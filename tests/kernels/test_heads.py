@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,7 +84,72 @@ def test_angles_of_other_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"qk_norm": True}, {"shared_kv": True}, {"value_dim": 8}, {"backend": "reference"}]
+    "options",
+    [
+        {"qk_norm": True},
+        {"shared_kv": True},
+        {"value_dim": 8},
+        {"backend": "reference"},
+        {"heads": 9, "kv_heads": 9},  # compiles for minutes
+    ],
 )
 def test_what_the_kernel_does_not_know_is_projected_apart(options: dict[str, Any]) -> None:
     assert not projection.takes_one_product(make(**options), torch.randn(1, 40, 24))
+
+
+def test_eight_kv_heads_are_still_one_product() -> None:
+    assert projection.takes_one_product(make(heads=8, kv_heads=8), torch.randn(1, 40, 24))
+
+
+class Adapted(torch.nn.Linear):
+    """As a LoRA adapter: it does something that its weight does not say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.mean(-1, keepdim=True)
+
+
+def replace(layer: NativeSparseAttention, name: str) -> None:
+    linear = layer.get_submodule(name)
+    adapted = Adapted(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    adapted.load_state_dict(linear.state_dict())
+    layer.set_submodule(name, adapted)
+
+
+def hook(layer: NativeSparseAttention, name: str) -> None:
+    layer.get_submodule(name).register_forward_hook(lambda _, given, out: out + given[0].mean(-1, keepdim=True))
+
+
+def hook_before(layer: NativeSparseAttention, name: str) -> None:
+    layer.get_submodule(name).register_forward_pre_hook(lambda _, given: (given[0].sin(),))
+
+
+def parametrize(layer: NativeSparseAttention, name: str) -> None:
+    torch.nn.utils.parametrizations.weight_norm(layer.get_submodule(name))
+    with torch.no_grad():
+        layer.get_submodule(name).parametrizations.weight.original0.mul_(2)
+
+
+@pytest.mark.parametrize("keep_sum", [True, False])
+@pytest.mark.parametrize("name", ["q_proj", "kv_proj", "gate.proj", "o_proj", "compress_k.up", "compress_v.down"])
+@pytest.mark.parametrize("change", [replace, hook, hook_before, parametrize])
+def test_what_stands_in_a_linear_layers_place_is_called_on_every_backend(
+    change: Callable[[NativeSparseAttention, str], None], name: str, keep_sum: bool
+) -> None:
+    x, outs = torch.randn(1, 20, 24), []
+    for backend in ("auto", "reference"):
+        layer = make(backend=backend)
+        layer.keep_sum = keep_sum
+        before = layer(x)
+        change(layer, name)
+        outs.append(layer(x))
+        assert layer.routes["selected"] == ("triton" if backend == "auto" else "reference")
+        assert not torch.allclose(outs[-1], before, atol=1e-3)
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapted_layer_is_one_graph_too() -> None:
+    layer, x = make(), torch.randn(1, 20, 24)
+    replace(layer, "kv_proj")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))

@@ -19,6 +19,7 @@ from tercet.model.compression import Compression
 from tercet.model.decode import dense_token, nsa_chunk, nsa_token, why_not, why_not_chunk
 from tercet.model.dense import dense_attention, dense_route
 from tercet.model.gate import Gate
+from tercet.model.plain import are_plain
 from tercet.model.projection import Projected, one_product, takes_one_product
 from tercet.model.rope import Rotary, Turn, Turns, rotate
 from tercet.model.stats import AttentionStats
@@ -149,12 +150,13 @@ class NativeSparseAttention(nn.Module):
             projected = one_product(self, x, packing, turns)
         else:
             projected = self._apart(x, packing, turns)
+        multiplied = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._ran = run_nsa(
             *projected, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
-            output=None if self.keep_sum else (self.o_proj.weight, self.o_proj.bias),
+            output=(self.o_proj.weight, self.o_proj.bias) if multiplied else None,
         )  # fmt: skip
         self.stats.update(projected.gates, block_indices, packing)
-        return self.o_proj(out.flatten(2)) if self.keep_sum else out
+        return out if multiplied else self.o_proj(out.flatten(2))
 
     # ------------------------------------------------------------ parts
 
@@ -190,7 +192,7 @@ class NativeSparseAttention(nn.Module):
             1 if self.shared_kv else len(BRANCHES)
         )
         q = self.q_proj(x)
-        if self.shared_kv or not torch.is_grad_enabled():
+        if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
             parts = self.kv_proj(x).split(sizes, dim=-1)
         else:
             # The selected and the window values are kept for the backward pass as they are, their keys rotated, the

@@ -13,6 +13,7 @@ from tercet.attention.chunks import Rearrangement
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing
 from tercet.attention.spec import NSAConfig
+from tercet.model.plain import are_plain
 
 KINDS = ("mlp", "mean")
 
@@ -49,12 +50,16 @@ class Compression(nn.Module):
     def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
         """x: [B, T, G, D] -> [B, Tc, G, D]"""
         stride = self.config.compress_stride
-        if x.shape[1] < self.config.compress_block:
+        if x.shape[1] < self.config.compress_block or not self.is_plain():
             return self.phi(compression_blocks(x, self.config, packing))
         if packing is None:
             return self._phi_of_chunks(x[:, : x.shape[1] // stride * stride].unflatten(1, (-1, stride)))
         chunks = _rearranged(x[0], packing.into_chunks).unflatten(0, (-1, stride))[None]
         return _rearranged(self._phi_of_chunks(chunks)[0], packing.chunks_into_compressed)[None]
+
+    def is_plain(self) -> bool:
+        """Whether its weights say all: chunks are multiplied with these, blocks are handed to the layers."""
+        return self.kind == "mean" or are_plain(self.up, self.down)
 
     def phi(self, blocks: Tensor) -> Tensor:
         mean = blocks.mean(2)

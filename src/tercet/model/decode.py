@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.dispatch import TRITON_INSTALLED
+from tercet.attention.dispatch import TRITON_INSTALLED, interpreting
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Span
 from tercet.model.cache import DenseCache, NSACache
@@ -28,6 +28,12 @@ def why_not(layer: NativeSparseAttention | DenseAttention, x: Tensor, cache: NSA
     """Why the decode kernels cannot run one token of each row; None if they can."""
     if not TRITON_INSTALLED:
         return "Triton is not installed (pip install 'tercet[kernels]')"
+    if cache.device.type != "cuda" and not interpreting():
+        return f"the cache is on {cache.device} and the kernels need a CUDA device"
+    if not all(
+        phi.is_plain() for phi in (getattr(layer, "compress_k", None), getattr(layer, "compress_v", None)) if phi
+    ):
+        return "φ's linear layers do more than their weights say, and the kernels read only these"
     from tercet.attention.kernels import decode
 
     config = getattr(layer, "config", None)
@@ -45,6 +51,8 @@ def why_not_chunk(layer: NativeSparseAttention, x: Tensor, cache: NSACache, leng
         return "Triton is not installed (pip install 'tercet[kernels]')"
     if not cache.compresses:
         return "the window alone is kept, and the kernels want the compressed tokens too"
+    if x.device.type != "cuda" and not interpreting():
+        return f"x is on {x.device} and the kernels need a CUDA device"
     from tercet.attention import kernels
 
     batch, width = x.shape[:2]

@@ -15,10 +15,15 @@ from torch.nn import functional as F
 from tercet.attention.dispatch import kernels_run_on
 from tercet.attention.layout import Packing
 from tercet.model.compression import compress_both
+from tercet.model.plain import are_plain
 from tercet.model.rope import Turns, rotate
 
 if TYPE_CHECKING:
     from tercet.model.attention import NativeSparseAttention
+
+
+# The kernel's loops over K/V heads are unrolled: two compile in 7 s, eight in 20 s, sixteen in 78 s, 32 in minutes.
+_MOST_KV_HEADS = 8
 
 
 class Projected(NamedTuple):
@@ -35,15 +40,20 @@ class Projected(NamedTuple):
 
 
 def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
-    """Whether the kernel that takes it apart knows the layer: three K/V sets, no norms between product and turn, keys
-    and values of one size, tokens enough for a compressed one."""
+    """Whether the kernel that takes it apart knows the layer: three K/V sets, not too many heads of them, no norms
+    between product and turn, keys and values of one size, tokens enough for a compressed one; and whether the layers
+    whose weights it multiplies do nothing else."""
     return (
         layer.backend != "reference"
         and not layer.shared_kv
         and layer.q_norm is None
         and layer.value_dim == layer.head_dim
+        and layer.kv_heads <= _MOST_KV_HEADS
         and x.shape[1] >= layer.config.compress_block
         and kernels_run_on(x)
+        and are_plain(layer.q_proj, layer.kv_proj, layer.gate.proj)
+        and layer.compress_k.is_plain()
+        and layer.compress_v.is_plain()
     )
 
 
