@@ -120,8 +120,17 @@ def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: N
         raise ValueError(f"block_indices is on {block_indices.device} and q on {q.device}: move all to one device")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, device: torch.device, *, values: bool) -> None:
-    """Bounds of packed documents. `values` reads the numbers themselves, which on a device synchronises."""
+def check_cu_seqlens(
+    cu_seqlens: Tensor,
+    batch: int,
+    length: int,
+    device: torch.device,
+    *,
+    values: bool,
+    max_seqlen: int | None = None,
+) -> None:
+    """Bounds of packed documents, and of their lengths. `values` reads the numbers themselves, which on a device
+    synchronises."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens is {type(cu_seqlens).__name__}: it must be an int32 tensor [documents + 1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -133,6 +142,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, device: torch.
         raise ValueError(f"cu_seqlens was given with batch {batch}: pack the documents into one row, batch 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {device}: move all to one device")
+    if max_seqlen is not None and max_seqlen < 1:
+        raise ValueError(f"max_seqlen={max_seqlen} bounds the documents' lengths: it must be at least 1")
     if not values:
         return
     bounds = cu_seqlens.tolist()
@@ -146,6 +157,23 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, device: torch.
             )
     if bounds[-1] != length:
         raise ValueError(f"cu_seqlens ends at {bounds[-1]} and there are {length} tokens: it must end at {length}")
+    longest, document = max((end - first, -i) for i, (first, end) in enumerate(itertools.pairwise(bounds)))
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen={max_seqlen} and document {-document} has {longest} tokens: no document may be longer, "
+            f"give {longest} or more, or leave it out"
+        )
+
+
+def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
+    """A bound belongs to the bounds it is told with: rows have their length, and a Packing its own."""
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, Tensor | float):
+        raise TypeError(f"max_seqlen is {type(max_seqlen).__name__}: it must be an int, a number that the host knows")
+    if not isinstance(cu_seqlens, Tensor):
+        found = "without cu_seqlens" if cu_seqlens is None else f"with a {type(cu_seqlens).__name__}"
+        raise ValueError(f"max_seqlen={max_seqlen} was given {found}: it bounds documents told by cu_seqlens")
 
 
 def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor, config: NSAConfig) -> None:

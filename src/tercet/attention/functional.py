@@ -36,15 +36,15 @@ class AttentionAux:
 def nsa_attention(
     q: Tensor, k_compressed: Tensor, v_compressed: Tensor, k_selected: Tensor, v_selected: Tensor,
     k_window: Tensor, v_window: Tensor, gates: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None,
-    backend: str = "auto", return_aux: Literal[False] = False, branches: tuple[str, ...] = BRANCHES,
-    block_indices: Tensor | None = None, validate: bool = False, packing: Packing | None = None,
+    max_seqlen: int | None = None, backend: str = "auto", return_aux: Literal[False] = False,
+    branches: tuple[str, ...] = BRANCHES, block_indices: Tensor | None = None, validate: bool = False, packing: Packing | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def nsa_attention(
     q: Tensor, k_compressed: Tensor, v_compressed: Tensor, k_selected: Tensor, v_selected: Tensor,
     k_window: Tensor, v_window: Tensor, gates: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None,
-    backend: str = "auto", return_aux: Literal[True], branches: tuple[str, ...] = BRANCHES,
-    block_indices: Tensor | None = None, validate: bool = False, packing: Packing | None = None,
+    max_seqlen: int | None = None, backend: str = "auto", return_aux: Literal[True],
+    branches: tuple[str, ...] = BRANCHES, block_indices: Tensor | None = None, validate: bool = False, packing: Packing | None = None,
 ) -> tuple[Tensor, AttentionAux]: ...  # fmt: skip
 def nsa_attention(
     q: Tensor,
@@ -58,6 +58,7 @@ def nsa_attention(
     *,
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     backend: str = "auto",
     return_aux: bool = False,
     branches: tuple[str, ...] = BRANCHES,
@@ -70,19 +71,22 @@ def nsa_attention(
     config        sizes of the three branches
     cu_seqlens    int32 [documents + 1]: packed documents, B = 1; k_compressed and v_compressed hold the documents'
                   compressed tokens one after another (`config.compressed_cu_seqlens`), padding may follow
+    max_seqlen    with cu_seqlens: no document is longer. All tokens unless given; a bound near the truth spares the
+                  kernels what longer documents would need. On a device the caller's word, as cu_seqlens' numbers are
     backend       "auto", "reference" or "triton"; one that cannot run is an error that says why
     return_aux    also return the selected blocks and what each branch ran on
     branches      leave branches out, for ablations; selection is still made from the compressed probabilities
     block_indices int32 [B, T, G, n]: read these blocks instead of selecting (ascending, padded with -1)
-    validate      check the numbers in cu_seqlens also on a device, where reading them synchronises
+    validate      check the numbers in cu_seqlens and max_seqlen also on a device, where reading them synchronises
     packing       the positions that cu_seqlens stands for, when the caller has them already
     """
     checks.check_config(config)
     branches = check_branches(branches)
     if packing is not None and cu_seqlens is not None:
         raise ValueError("packing and cu_seqlens were both given: packing is made of cu_seqlens, give one")
+    checks.check_max_seqlen(max_seqlen, cu_seqlens if packing is None else packing)
     if cu_seqlens is not None:
-        packing = _pack(cu_seqlens, q, k_compressed, config, validate)
+        packing = _pack(cu_seqlens, q, k_compressed, config, validate, max_seqlen)
     out, block_indices, route = run_nsa(
         q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates,
         config=config, packing=packing, backend=backend, branches=branches, block_indices=block_indices,
@@ -401,14 +405,21 @@ def _stage(
     return _pack(cu_seqlens, q, k if branch == "compressed" else None, config, validate=False)
 
 
-def _pack(cu_seqlens: Tensor, q: Tensor, k_compressed: Tensor | None, config: NSAConfig, validate: bool) -> Packing:
+def _pack(
+    cu_seqlens: Tensor,
+    q: Tensor,
+    k_compressed: Tensor | None,
+    config: NSAConfig,
+    validate: bool,
+    max_seqlen: int | None = None,
+) -> Packing:
     if not isinstance(q, Tensor) or q.dim() != 4:
         checks.check_tensors({"q": q})
     # on the CPU reading the numbers costs nothing, so they are always checked there
     readable = validate or cu_seqlens.device.type == "cpu"
-    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device, values=readable)
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device, values=readable, max_seqlen=max_seqlen)
     if k_compressed is None:
         return Packing(cu_seqlens, q.shape[1], q.shape[1] // config.compress_stride, config)
     if readable:
         checks.check_packed_compressed(k_compressed, cu_seqlens, config)
-    return Packing(cu_seqlens, q.shape[1], k_compressed.shape[1], config)
+    return Packing(cu_seqlens, q.shape[1], k_compressed.shape[1], config, max_seqlen)

@@ -54,6 +54,8 @@ class Packing:
     """T"""
     compressed_length: int
     """Tc, padding included."""
+    max_seqlen: int
+    """No document is longer: what the host knows of their lengths. T unless given."""
     document: Tensor
     """[T] int64: the document each token belongs to."""
     position: Tensor
@@ -77,11 +79,19 @@ class Packing:
     over_keys: dict[tuple[tuple[int, int], ...], Tensor]
     """Bounds over stretches of keys, kept for the layers that follow: see stretch.bounds."""
 
-    def __init__(self, cu_seqlens: Tensor, length: int, compressed_length: int, config: NSAConfig) -> None:
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        length: int,
+        compressed_length: int,
+        config: NSAConfig,
+        max_seqlen: int | None = None,
+    ) -> None:
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as kernels read it
         self.cu_seqlens, self.length, self.compressed_length, self.config = (
             cu_seqlens, length, compressed_length, config,
         )  # fmt: skip
+        self.max_seqlen = length if max_seqlen is None else min(max_seqlen, length)
         device, last = cu_seqlens.device, cu_seqlens.shape[0] - 2
         self.compressed_cu_seqlens = config.compressed_cu_seqlens(cu_seqlens)
         self.document = _document(cu_seqlens, length)

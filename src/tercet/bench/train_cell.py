@@ -100,7 +100,7 @@ def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBat
     if not packed:
         return MicroBatch(inputs, targets, None)
     bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
-    return MicroBatch(inputs.view(1, -1), targets.view(1, -1), bounds)
+    return MicroBatch(inputs.view(1, -1), targets.view(1, -1), bounds, length)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, T
         bounds = batch.cu_seqlens.to(model.device)
         place = torch.arange(tokens.numel(), device=model.device)
         position = place - bounds[torch.searchsorted(bounds, place, right=True) - 1]
-        hidden = model.hidden(tokens.reshape(1, -1), bounds)
+        hidden = model.hidden(tokens.reshape(1, -1), bounds, max_seqlen=tokens.shape[1])
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     counted = (targets != IGNORED).nonzero().flatten()
     for rows in counted.split(chunk_rows(model.config.vocab_size)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tercet.attention.checks import check_config, check_cu_seqlens
+from tercet.attention.checks import check_config, check_cu_seqlens, check_max_seqlen
 from tercet.attention.dispatch import BACKENDS, Route
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing
@@ -130,21 +130,24 @@ class NativeSparseAttention(nn.Module):
         cache: NSACache | None = None,
         lengths: Tensor | None = None,
         turns: Turns | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
-        """x: [B, T, dim]. cu_seqlens: bounds of packed documents, B = 1 (or the `Packing` made of them).
+        """x: [B, T, dim]. cu_seqlens: bounds of packed documents, B = 1 (or the `Packing` made of them). max_seqlen:
+        no document is longer (all T tokens unless given): it spares the kernels what longer ones would need.
 
         With a cache, x continues what the cache holds. `lengths` [B] says how many of each row's T tokens are real
         (the rest is padding on the right, and its outputs mean nothing). `turns`: the rotary turns of this pass, where
         the caller has made them for all layers (`turns_of`).
         """
         _check_input(x, self.dim)
+        check_max_seqlen(max_seqlen, cu_seqlens)
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
             return self._with_cache(x, cache, lengths)
         if lengths is not None:
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
-        packing = self._packing(cu_seqlens, x)
+        packing = _packing(cu_seqlens, x, self.config, max_seqlen)
         turns = turns_of(self.rotary, x, packing, self.config) if turns is None else turns
         if takes_one_product(self, x):
             projected = one_product(self, x, packing, turns)
@@ -221,12 +224,6 @@ class NativeSparseAttention(nn.Module):
 
     def _compressed_position(self, index: Tensor) -> Tensor:
         return _last_token(index, self.config)
-
-    def _packing(self, cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:
-        if cu_seqlens is None or isinstance(cu_seqlens, Packing):
-            return cu_seqlens
-        check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=_readable(cu_seqlens))
-        return Packing(cu_seqlens, x.shape[1], x.shape[1] // self.config.compress_stride, self.config)
 
     @torch.no_grad()  # a cache is for inference: kept tokens must not keep their graphs
     def _with_cache(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
@@ -338,20 +335,17 @@ class DenseAttention(nn.Module):
         cache: DenseCache | None = None,
         lengths: Tensor | None = None,
         turns: Turns | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         _check_input(x, self.dim)
+        check_max_seqlen(max_seqlen, cu_seqlens)
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
             return self._with_cache(x, cache, lengths)
         if lengths is not None:
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
-        packing = None
-        if isinstance(cu_seqlens, Packing):
-            packing = cu_seqlens
-        elif cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device, values=_readable(cu_seqlens))
-            packing = Packing(cu_seqlens, x.shape[1], 0, NSAConfig())
+        packing = _packing(cu_seqlens, x, None, max_seqlen)
         positions = None if packing is None else packing.position
         q, k, v = self.project(x, positions, None if turns is None else turns.tokens)
         self._ran = dense_route(q, v, packing)
@@ -385,6 +379,18 @@ class DenseAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, turn), rotate(k, turn), v
+
+
+def _packing(
+    cu_seqlens: Tensor | Packing | None, x: Tensor, config: NSAConfig | None, max_seqlen: int | None
+) -> Packing | None:
+    """Where documents stand, and with a config their compressed tokens."""
+    if cu_seqlens is None or isinstance(cu_seqlens, Packing):
+        return cu_seqlens
+    batch, length, _ = x.shape
+    check_cu_seqlens(cu_seqlens, batch, length, x.device, values=_readable(cu_seqlens), max_seqlen=max_seqlen)
+    compressed = 0 if config is None else length // config.compress_stride
+    return Packing(cu_seqlens, length, compressed, config or NSAConfig(), max_seqlen)
 
 
 def turns_of(rotary: Rotary, x: Tensor, packing: Packing | None, config: NSAConfig | None) -> Turns:

@@ -86,8 +86,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     if k.shape[2] != q.shape[2] and "enable_gqa" not in options:
         # this torch takes as many key heads as query heads: they are written out
         keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=1) for x in (keys, values))
-    # the longest document is not known without a synchronisation; all tokens is a bound, and costs empty blocks
-    bounds, longest = packing.cu_seqlens, packing.length
+    # how long the longest document is would take a synchronisation: a bound costs empty thread blocks
+    bounds, longest = packing.cu_seqlens, packing.max_seqlen
     return cast(Tensor, varlen_attn(q[0], keys, values, bounds, bounds, longest, longest, **options))[None]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tercet.attention.checks import check_cu_seqlens
+from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
 from tercet.attention.layout import Packing
 from tercet.model.attention import DenseAttention, NativeSparseAttention, turns_of
 from tercet.model.config import AttentionKind, ModelConfig
@@ -94,14 +94,18 @@ class Transformer(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: Sequence[Any] | None = None,
         lengths: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Normalised hidden states; `logits` are made of those that are wanted. With a cache, `lengths` [B] says how
-        many of each row's tokens are real: the rest is padding on the right."""
+        many of each row's tokens are real: the rest is padding on the right. With cu_seqlens, no document is longer
+        than `max_seqlen`, all T tokens unless given: one number for a whole run, since compiled blocks are made for it.
+        """
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
         if lengths is not None and cache is None:
             raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
-        packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens)
+        check_max_seqlen(max_seqlen, cu_seqlens)
+        packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
         turns = self._turns(tokens, packing) if cache is None else None
         for i, block in enumerate(self.blocks):
@@ -115,14 +119,15 @@ class Transformer(nn.Module):
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def _packing(self, tokens: Tensor, cu_seqlens: Any) -> Any:
+    def _packing(self, tokens: Tensor, cu_seqlens: Any, max_seqlen: int | None) -> Any:
         """Where documents stand, worked out once for all layers. What is no tensor is the layers' own business."""
         if not isinstance(cu_seqlens, Tensor):
             return cu_seqlens
         batch, length = tokens.shape
         on_cpu = cu_seqlens.device.type == "cpu"
-        check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu)
-        packing = Packing(cu_seqlens, length, length // self.config.nsa.compress_stride, self.config.nsa)
+        check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu, max_seqlen=max_seqlen)
+        nsa = self.config.nsa
+        packing = Packing(cu_seqlens, length, length // nsa.compress_stride, nsa, max_seqlen)
         if self.compiled:
             # the number of documents is another in every batch: the compiler is told, before it compiles for one
             for bounds in (packing.cu_seqlens, packing.compressed_cu_seqlens):
@@ -138,10 +143,22 @@ class Transformer(nn.Module):
 
     @overload
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor | None = ..., targets: None = ..., cache: Any = ...
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = ...,
+        targets: None = ...,
+        cache: Any = ...,
+        max_seqlen: int | None = ...,
     ) -> Tensor: ...
     @overload
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor, cache: Any = ...) -> Loss: ...
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None,
+        targets: Tensor,
+        cache: Any = ...,
+        max_seqlen: int | None = ...,
+    ) -> Loss: ...
 
     def forward(
         self,
@@ -149,9 +166,10 @@ class Transformer(nn.Module):
         cu_seqlens: Tensor | None = None,
         targets: Tensor | None = None,
         cache: Any = None,
+        max_seqlen: int | None = None,
     ) -> Tensor | Loss:
         """Logits [B, T, vocab], or the Loss of `targets` [B, T]: the token after each one, -100 where none counts."""
-        hidden = self.hidden(tokens, cu_seqlens, cache)
+        hidden = self.hidden(tokens, cu_seqlens, cache, max_seqlen=max_seqlen)
         if targets is None:
             return self.logits(hidden)
         return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled)

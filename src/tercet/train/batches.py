@@ -20,9 +20,12 @@ def to_device(batch: Batch, device: torch.device, strategy: Strategy | None = No
     Without a strategy: the whole batch.
     """
     tokens, targets, documents = (strategy or Single()).share(batch.tokens, batch.targets, batch.cu_seqlens)
+    longest = None
     if isinstance(documents, torch.Tensor):
         documents = documents.to(device, non_blocking=True)
-    return MicroBatch(tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True), documents)
+        longest = batch.tokens.shape[1]  # sequences end documents
+    tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
+    return MicroBatch(tokens, targets, documents, longest)
 
 
 class StepBatches:

@@ -57,10 +57,10 @@ def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
     batches = []
     for path in sorted(folder.glob("batches_rank*.safetensors")):
         tensors = load_file(path, device=str(device))
-        batches += [
-            MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], tensors.get(f"{i}.cu_seqlens"))
-            for i in range(about["micro_batches"])
-        ]
+        for i in range(about["micro_batches"]):
+            documents = tensors.get(f"{i}.cu_seqlens")
+            longest = None if documents is None else config.data.seq_len
+            batches.append(MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], documents, longest))
     targets = sum(int((b.targets != IGNORED_TARGET).sum()) for b in batches)
     losses = []
     for batch in batches:

@@ -25,6 +25,7 @@ class MicroBatch:
     tokens: Tensor  # [b, T], or [1, b*T] with cu_seqlens
     targets: Tensor  # likewise; IGNORED_TARGET where there is nothing to predict
     cu_seqlens: Any  # int32 [docs+1]; under context parallelism what this rank's layers must know; or None
+    max_seqlen: int | None = None  # with cu_seqlens: no document is longer, one number for the whole run
 
 
 class Observes(Protocol):
@@ -59,7 +60,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
 
 def loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Cross-entropy summed over the targets of one micro-batch. [] fp32"""
-    return model(batch.tokens, batch.cu_seqlens, batch.targets).total
+    return model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
 
 
 def train_step(

@@ -40,7 +40,7 @@ class Validation:
                 progress()
                 part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
-                    loss = model(part.tokens, part.cu_seqlens, part.targets)
+                    loss = model(part.tokens, part.cu_seqlens, part.targets, max_seqlen=part.max_seqlen)
                 total += loss.total
                 count += loss.tokens
         model.train(was_training)
