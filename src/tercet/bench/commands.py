@@ -123,6 +123,7 @@ def train(
     plain: str = "",
     statistics: bool = True,
     compile: str = "auto",
+    cuda_graph: str = "off",
     device: str = "auto",
     seconds: float = 600,
     out: str | None = None,
@@ -145,6 +146,7 @@ def train(
         plain: Of the packed kinds, those measured with a row for each document as well.
         statistics: Look at gates and selection in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
+        cuda_graph: on: forward and backward of a step as one CUDA graph; off, or auto (where it can be).
         device: auto, cuda or cpu.
         seconds: A cell that takes longer is ended, and says so.
         out: Also write the JSON line to this file.
@@ -174,7 +176,8 @@ def train(
         checkpointing=checkpointing,
         packed=[kind for kind in packed.split(",") if kind], plain=[kind for kind in plain.split(",") if kind],
         statistics=statistics, seconds=seconds,
-        flags={"train.compile": compile} | ({} if device == "auto" else {"run.device": device}),
+        flags={"train.compile": compile, "train.cuda_graph": cuda_graph}
+        | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
     )  # fmt: skip
 

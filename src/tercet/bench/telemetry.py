@@ -75,6 +75,7 @@ class Bench:
             self.log,
             precision_of(config, self.device),
             self.strategy.all_sum,
+            held_bytes=lambda: self.state.held_bytes,
         )
 
     def interval(self, *, watched: bool, steps: int | None = None) -> float:
@@ -104,6 +105,7 @@ class Bench:
                     guard=self.state.guard,
                     strategy=self.strategy,
                     observer=self.observer if watched else None,
+                    graph=self.state.graph,
                 )
                 if watched:
                     self.observer.after_step(step)
@@ -129,7 +131,7 @@ class Bench:
             step_seconds=seconds,
             data_seconds=0.0,
             mfu=None,
-            memory_gib=peak_memory_gib(self.device),
+            memory_gib=peak_memory_gib(self.device, self.state.held_bytes),
             skipped=0,
             epoch=0,
             first_step=measured[0].step,

@@ -24,7 +24,7 @@ from tercet.bench.telemetry import Bench
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.telemetry.layers import LayerProbe
-from tercet.train.device import device_name, pick_device
+from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.step import MicroBatch, autocast, loss_sum
 
 # ‖Δ‖/‖reference‖ of the operator's output and gradients in bf16, by its laws
@@ -66,7 +66,9 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats(bench.device)
         seconds = [bench.interval(watched=True, steps=steps) for _ in range(repeats)] or [first]
         losses = _logged_losses(Path(folder))
-        peak = torch.cuda.max_memory_allocated(bench.device) / 2**30 if bench.device.type == "cuda" else None
+        on_gpu = bench.device.type == "cuda"
+        peak = peak_memory_gib(bench.device, bench.state.held_bytes) if on_gpu else None
+        reserved = torch.cuda.max_memory_reserved(bench.device) / 2**30 if on_gpu else None
         probe = LayerProbe(bench.state.model)
         routes = sorted({str(route) for layer in probe.layers for route in layer.routes.values()})
         bench.log.close()
@@ -81,6 +83,7 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         "ms": 1e3 * took,
         "spread": (max(seconds) - min(seconds)) / took,
         "peak_gib": peak,
+        "reserved_gib": reserved,
         "first_loss": start,
         "uncompiled_loss": expected,
         "last_loss": losses[-1],

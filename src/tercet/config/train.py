@@ -55,6 +55,9 @@ class TrainConfig(Section):
     """none; selective: recompute what is cheap; full: recompute each block. Selected blocks are always kept."""
     compile: Switch = "auto"
     """torch.compile of each block; auto: on a GPU only (on a CPU it costs half a minute, for no gain)."""
+    cuda_graph: Switch = "off"
+    """Record forward and backward as a CUDA graph, for small batches where the host is slower than the GPU; auto: where
+    it can be (one GPU, one rank). off until it has been measured."""
 
     val_every: int = Field(default=250, ge=0)
     """Steps between validations; 0 validates at the end only."""

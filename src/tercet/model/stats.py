@@ -99,6 +99,12 @@ class AttentionStats:
             histogram = torch.zeros(DISTANCE_BUCKETS, device=self._sums.device)
         return torch.cat((self._sums, histogram.double()))
 
+    def add(self, sums: Tensor) -> None:
+        """A vector of `sums`, as a recorded pass left it, on top of what is here."""
+        numbers, histogram = sums[:_SUMS].clone(), sums[_SUMS:].to(torch.int64)
+        self._sums = numbers if self._sums is None else self._sums + numbers
+        self._histogram = histogram if self._histogram is None else self._histogram + histogram
+
     @staticmethod
     def distances(sums: list[float]) -> list[int]:
         """The histogram in a vector of `sums`."""

@@ -18,6 +18,7 @@ PHASES = (
     ("data", ORANGE),
     ("forward", BLUE),
     ("backward", VIOLET),
+    ("passes", BLUE),  # forward and backward in one, from a CUDA graph
     ("optimizer", GREEN),
     ("communication", RED),
     ("other", GREY),
@@ -213,7 +214,7 @@ def breakdown(run: Run) -> Plot | None:
         axes = figure.subplots()
         columns = {}
         for name, _ in PHASES:
-            rows = thinned([1e3 * getattr(e, f"{name}_seconds") for e in seen], 200)
+            rows = thinned([1e3 * (getattr(e, f"{name}_seconds") or 0.0) for e in seen], 200)
             columns[name] = [mean for _, mean, *_ in rows]
             x = [seen[i].step for i, *_ in rows]
         used = [(name, colour) for name, colour in PHASES if any(v > 0 for v in columns[name])]

@@ -31,6 +31,7 @@ PHASES = (
     ("data", "yellow"),
     ("forward", "blue"),
     ("backward", "magenta"),
+    ("passes", "blue"),  # forward and backward in one, from a CUDA graph
     ("optimizer", "green"),
     ("communication", "red"),
     ("other", "white"),
@@ -192,16 +193,14 @@ def sparkline(values: list[float], width: int) -> Text:
 
 
 def _phases(used: Any) -> Text:
-    total = sum(getattr(used, f"{name}_seconds") for name, _ in PHASES) or 1.0
+    seconds = {name: getattr(used, f"{name}_seconds") or 0.0 for name, _ in PHASES}
+    total = sum(seconds.values()) or 1.0
+    shown = [(name, seconds[name] / total, colour) for name, colour in PHASES if seconds[name] / total >= 0.005]
     text = Text()
-    for name, colour in PHASES:
-        share = getattr(used, f"{name}_seconds") / total
-        if share >= 0.005:
-            text.append("█" * max(1, round(24 * share)), style=colour)
-    for name, colour in PHASES:
-        share = getattr(used, f"{name}_seconds") / total
-        if share >= 0.005:
-            text.append(f" {name} {100 * share:.0f}%", style=colour)
+    for _, share, colour in shown:
+        text.append("█" * max(1, round(24 * share)), style=colour)
+    for name, share, colour in shown:
+        text.append(f" {name} {100 * share:.0f}%", style=colour)
     return text
 
 

@@ -178,8 +178,8 @@ class ResourcesObserved(Event):
     measured: ClassVar[bool] = True
     # Seconds per step, timed on the device where there is one.
     data_seconds: float
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: float | None  # None where a recording makes both: passes_seconds
+    backward_seconds: float | None
     optimizer_seconds: float
     communication_seconds: float  # collectives that nothing else hides
     other_seconds: float
@@ -196,6 +196,8 @@ class ResourcesObserved(Event):
     padding: int
     bad_records: int
     left_out: int
+    # Seconds per step of forward and backward in one, from a CUDA graph; None where they are told apart.
+    passes_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,9 @@ def host_total_gib() -> float | None:
     return min(found, default=None)
 
 
-def device_memory(device: torch.device) -> dict[str, float]:
-    """GiB allocated, reserved and at peak; no synchronisation. On a CPU the process's resident memory."""
+def device_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:
+    """GiB allocated, reserved and at peak; no synchronisation. On a CPU the process's resident memory. held_bytes: what
+    a recorded step uses, and the allocator calls free: reserved, and part of the peak."""
     if device.type == "cuda":
         # as nested: memory_allocated() and its like each make a sorted table of 150 numbers for the one they return
         stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -47,7 +48,7 @@ def device_memory(device: torch.device) -> dict[str, float]:
         return {
             "allocated_gib": allocated["current"] / GIB,
             "reserved_gib": stats["reserved_bytes"]["all"]["current"] / GIB,
-            "peak_gib": allocated["peak"] / GIB,
+            "peak_gib": (allocated["peak"] + held_bytes) / GIB,
         }
     resident = resident_gib()
     return {"allocated_gib": resident, "reserved_gib": resident, "peak_gib": resident}
@@ -70,12 +71,17 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 
 def snapshot(
-    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, grads: dict[str, Any]
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    grads: dict[str, Any],
+    held_bytes: int = 0,
 ) -> dict[str, Any]:
     """Everything that mem_*.json holds; `grads` as `gradients` gave them."""
     record: dict[str, Any] = {
         "step": step,
-        **device_memory(device),
+        **device_memory(device, held_bytes),
         "host_gib": resident_gib(),
         "host_total_gib": host_total_gib(),
         "parameters_mib": bytes_of(model.parameters()) / 2**20,

@@ -52,11 +52,13 @@ class Observer:
         compute: str,
         all_sum: Callable[[torch.Tensor], torch.Tensor],
         excluded: Callable[[], AbstractContextManager[None]] = nullcontext,
+        held_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`excluded` is put around what takes long and is no training: writing a profile."""
+        """`excluded` is put around what takes long and is no training: writing a profile. So many `held_bytes`
+        of the device are used by steps though the allocator does not count them."""
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._model, self._optimizer, self._log, self._compute = model, optimizer, log, compute
-        self._all_sum, self._excluded = all_sum, excluded
+        self._all_sum, self._excluded, self._held_bytes = all_sum, excluded, held_bytes
         self._clock = PhaseClock(device)
         self._probe = LayerProbe(model)
         self._profiler = Profiler(folder, rank, config.profile, device)
@@ -76,13 +78,13 @@ class Observer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step: forward, backward, optimizer or communication."""
+        """A part of the step: forward, backward (passes, where a recording makes both), optimizer or communication."""
         if name == "optimizer" and not self._seen_first_step:
             # Gradients exist now, and are gone when the step returns.
             self._gradients = memory.gradients(self._model)
         with self._clock.phase(name), self._profiler.range(name):
             yield
-        if name == "forward":
+        if name in ("forward", "passes"):
             self._probe.count_routes()
 
     def after_step(self, step: int) -> None:
@@ -137,7 +139,9 @@ class Observer:
         steps = max(1, self._steps)
         phases: dict[str, Any] = {f"{name}_seconds": t / steps for name, t in self._clock.read().items()}
         known = logged.data_seconds + sum(phases.values())
-        used: dict[str, Any] = memory.device_memory(self._device)
+        if "passes_seconds" in phases:  # a recording is not told apart: no time is not the same as not known
+            phases |= {"forward_seconds": None, "backward_seconds": None}
+        used: dict[str, Any] = memory.device_memory(self._device, self._held_bytes())
         outside, self._outside = self._outside, dict.fromkeys(self._outside, 0.0)
         return ResourcesObserved(
             step=logged.step,
@@ -165,5 +169,6 @@ class Observer:
             memory.write_after_first_step(self._folder, self._optimizer, lines)
 
     def _snapshot(self, name: str, step: int) -> None:
-        record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients)
+        held = self._held_bytes()
+        record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients, held)
         memory.write_snapshot(self._folder, self._rank, name, record)

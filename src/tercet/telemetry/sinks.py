@@ -122,7 +122,8 @@ def scalars(event: Event) -> dict[str, float]:
         return {name: v for name, v in rows.items() if v is not None}
     if isinstance(event, ResourcesObserved):
         values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
-        return {f"resources/{k}": v for k, v in values.items() if k.endswith(("_seconds", "_gib"))}
+        named = {k: v for k, v in values.items() if k.endswith(("_seconds", "_gib")) and v is not None}
+        return {f"resources/{k}": v for k, v in named.items()}
     return {f"health/{event.rule}": event.value} if isinstance(event, HealthFired) else {}
 
 

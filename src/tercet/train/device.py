@@ -46,9 +46,10 @@ def set_arithmetic(*, deterministic: bool, threads: int | None) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory allocated so far on a GPU; most resident memory of the process on a CPU."""
+def peak_memory_gib(device: torch.device, held_bytes: int = 0) -> float:
+    """Most memory allocated so far on a GPU, and what a recorded step holds beside it (TrainState.held_bytes); most
+    resident memory of the process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return (torch.cuda.max_memory_allocated(device) + held_bytes) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

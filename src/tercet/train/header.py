@@ -11,7 +11,7 @@ from tercet.parallel.strategy import Strategy
 from tercet.telemetry.peak import GPU_UTILISATION, peak_flops
 from tercet.telemetry.units import duration, quantity
 from tercet.train.device import device_name
-from tercet.train.state import TrainState, compiles
+from tercet.train.state import TrainState, compiles, records
 
 
 def header_lines(
@@ -22,6 +22,8 @@ def header_lines(
     kinds = "+".join(sorted(set(model.attention_kinds)))
     arithmetic = "bf16 over fp32 weights" if precision_of(config, device) == "bf16" else "fp32"
     extras = [arithmetic, "blocks compiled"] if compiles(config, device) else [arithmetic]
+    if records(config, device):
+        extras.append("steps as CUDA graphs")
     if train.activation_checkpointing != "none":
         extras.append(f"{train.activation_checkpointing} activation checkpointing")
     if config.run.deterministic:

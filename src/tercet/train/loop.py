@@ -203,8 +203,11 @@ class Trainer:
             guard=state.guard,
             strategy=self.strategy,
             observer=self.observer,
+            graph=state.graph,
         )
         self.observer.after_step(step)
+        for sentence in state.graph.news() if state.graph is not None else ():
+            self.log.emit(events.Noted(step=step, text=sentence))
         state.step = step
         state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.data_ranks
         state.cursor = self.batches.cursor
@@ -265,7 +268,7 @@ class Trainer:
             step_seconds=seconds,
             data_seconds=(waited - self._waited) / timed,
             mfu=self._flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
-            memory_gib=peak_memory_gib(state.device),
+            memory_gib=peak_memory_gib(state.device, state.held_bytes),
             skipped=state.guard.total(),
             epoch=self.batches.epoch,
             bad_records=self.batches.bad_records,

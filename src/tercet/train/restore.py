@@ -41,6 +41,7 @@ FREE = (
     "train.steps",
     "train.micro_batch",
     "train.compile",
+    "train.cuda_graph",
     "train.activation_checkpointing",
     "train.val_",
     "train.sample_",

@@ -16,6 +16,7 @@ from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
 from tercet.train import manifest, restore
+from tercet.train.graph import StepGraph
 from tercet.train.guard import NonFiniteGuard
 from tercet.train.interval import Interval
 from tercet.train.optim import build_optimizer
@@ -35,6 +36,12 @@ class TrainState:
     tokens: int = 0  # seen in them, over all ranks
     cursor: dict[str, Any] | None = None  # of the last batch consumed
     parent: dict[str, Any] | None = None  # the checkpoint that train.init_from named
+    graph: StepGraph | None = None  # the passes of a step, where they are recorded
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device that a step uses and that the allocator does not count."""
+        return 0 if self.graph is None else self.graph.held_bytes
 
     def run_state(self, config: RunConfig) -> dict[str, Any]:
         """What is the same on every rank, JSON-able. Waits for the device."""
@@ -56,6 +63,7 @@ class TrainState:
 
 def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: restore.Found | None) -> TrainState:
     """A fresh state, or the one of the checkpoint `start`."""
+    recorded = records(config, device)  # refused before anything is built
     seed_all(config.run.seed)
     model = strategy.make(lambda: _draw(config), device)
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
@@ -66,6 +74,8 @@ def build_state(config: RunConfig, device: torch.device, strategy: Strategy, sta
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
+    if recorded:
+        state.graph = StepGraph(model, config.train.precision)
     if start is not None:
         _take_up(state, start, strategy)
     elif config.train.init_from is not None:
@@ -102,6 +112,24 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
             raise TercetError("train.compile=on with parallel.strategy=cp: blocks that exchange keys are not compiled")
         return False
     return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+
+
+def records(config: RunConfig, device: torch.device) -> bool:
+    """Whether a step's passes are recorded as a CUDA graph: asked for, or allowed where it can be done."""
+    asked, strategy = config.train.cuda_graph, config.parallel.strategy
+    if asked == "off":
+        return False
+    reason = None
+    if device.type != "cuda":
+        reason = f"on a {device.type}: CUDA graphs are a GPU's; take --train.cuda-graph off, or auto"
+    elif strategy != "single":
+        reason = (
+            f"with parallel.strategy={strategy}: the ranks' exchange is not recorded; take --train.cuda-graph off, "
+            "or --parallel.strategy single"
+        )
+    if reason is not None and asked == "on":
+        raise TercetError(f"train.cuda_graph=on {reason}")
+    return reason is None
 
 
 def _take_up(state: TrainState, start: restore.Found, strategy: Strategy) -> None:

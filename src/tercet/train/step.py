@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ class Observes(Protocol):
     """Whoever wants to know when the parts of a step begin and end."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around forward, backward, optimizer or communication."""
+        """Around forward, backward (or both of them as `passes`), optimizer or communication."""
 
 
 class Unobserved:
@@ -40,6 +40,15 @@ class Unobserved:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class RunsPasses(Protocol):
+    """Whoever makes forward and backward passes in another way than one launch after another (train/graph.py)."""
+
+    def passes(
+        self, batches: Sequence[MicroBatch], scale: Tensor, phase: Callable[[str], AbstractContextManager[None]]
+    ) -> Tensor:
+        """The summed loss of all micro-batches; the gradients of it times `scale` are left in `.grad`."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +84,23 @@ def train_step(
     guard: NonFiniteGuard,
     strategy: Strategy,
     observer: Observes | None = None,
+    graph: RunsPasses | None = None,
 ) -> StepResult:
     """One update over all micro-batches together.
 
     The loss is normalised by the targets of the whole step, on all ranks, not per micro-batch: packed
     documents leave a different number of targets in each, and a mean of means would weigh them unequally.
     """
-    device = batches[0].tokens.device
     phase = (observer or Unobserved()).phase
     targets = torch.stack([(b.targets != IGNORED_TARGET).sum() for b in batches]).sum()
     with phase("communication"):
         targets = strategy.all_sum(targets).clamp(min=1)
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    for i, batch in enumerate(batches):
-        with strategy.gradient_sync(model, last=i == len(batches) - 1):
-            with phase("forward"), autocast(device, precision):
-                loss = loss_sum(model, batch)
-            with phase("backward"):
-                # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
-                (loss * (strategy.world_size / targets)).backward()
-        total += loss.detach()
+    # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
+    scale = strategy.world_size / targets
+    if graph is None:
+        total = _passes(model, batches, scale, precision, strategy, phase)
+    else:
+        total = graph.passes(batches, scale, phase)
     with phase("communication"):
         mean = strategy.all_sum(total) / targets
     with phase("optimizer"):
@@ -102,3 +108,23 @@ def train_step(
         bad, skip = guard.judge(step, mean, norm)
         update(optimizer, lr, clip, norm, skip)
     return StepResult(mean, norm, bad)
+
+
+def _passes(
+    model: nn.Module,
+    batches: Sequence[MicroBatch],
+    scale: Tensor,
+    precision: str,
+    strategy: Strategy,
+    phase: Callable[[str], AbstractContextManager[None]],
+) -> Tensor:
+    device = batches[0].tokens.device
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for i, batch in enumerate(batches):
+        with strategy.gradient_sync(model, last=i == len(batches) - 1):
+            with phase("forward"), autocast(device, precision):
+                loss = loss_sum(model, batch)
+            with phase("backward"):
+                (loss * scale).backward()
+        total += loss.detach()
+    return total

@@ -63,6 +63,7 @@ def attach(
                 precision_of(config, state.device),
                 strategy.all_sum,
                 state.interval.excluded,
+                lambda: state.held_bytes,
             )
         )
     )

@@ -1,0 +1,299 @@
+"""Recorded passes, with a recorder that does everything again instead of replaying: buffers, documents, gradients,
+statistics and what is said of them. What only a GPU can show is in test_graph_gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runs import losses, small
+from tercet.errors import TercetError
+from tercet.model.attention import NativeSparseAttention
+from tercet.model.transformer import Transformer
+from tercet.parallel.strategy import Single
+from tercet.telemetry.events import Noted, ResourcesObserved, RoutesCounted, events_file, read_events
+from tercet.train import graph, header, state
+from tercet.train.graph import StepGraph, fill_bounds, room_for
+from tercet.train.guard import NonFiniteGuard
+from tercet.train.loop import train
+from tercet.train.optim import build_optimizer
+from tercet.train.state import records
+from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
+
+CPU = torch.device("cpu")
+
+
+class Again:
+    """Leaves everything as a graph does: recording computes nothing, a replay writes where the recording would."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trained = list(model.parameters())
+        self.warmed = self.forgot = 0
+        self.held_bytes = 0
+
+    def warm_up(self, act: Callable[[], None]) -> None:
+        self.warmed += 1
+        act()
+
+    def record(self, act: Callable[[], None]) -> Again.Recorded:
+        given = [p.grad for p in self.trained]
+        values = [None if g is None else g.clone() for g in given]
+        act()
+        self.held_bytes += 1
+        for p, was, value in zip(self.trained, given, values, strict=True):
+            if was is not None and value is not None:
+                was.copy_(value)
+            elif p.grad is not None:
+                p.grad.fill_(torch.nan)
+        return Again.Recorded(act, self.trained, [p.grad for p in self.trained], adds=any(g is not None for g in given))
+
+    def forget(self) -> None:
+        self.forgot += 1
+        self.held_bytes = 0
+
+    class Recorded:
+        def __init__(
+            self, act: Callable[[], None], trained: list[nn.Parameter], grads: list[Tensor | None], *, adds: bool
+        ) -> None:
+            self.act, self.trained, self.grads, self.adds = act, trained, grads, adds
+
+        def replay(self) -> None:
+            for p, g in zip(self.trained, self.grads, strict=True):
+                p.grad = g if self.adds else None
+            self.act()
+            for p, g in zip(self.trained, self.grads, strict=True):
+                if g is not None and p.grad is not g:
+                    assert p.grad is not None
+                    g.copy_(p.grad)
+                p.grad = None  # a replay sets no attribute
+
+
+class Run:
+    """A model and its steps, recorded or not."""
+
+    def __init__(self, *, recorded: bool) -> None:
+        config = small()
+        torch.manual_seed(3)
+        self.model = Transformer(config.model)
+        self.optimizer = build_optimizer(self.model, config.train)
+        self.guard = NonFiniteGuard(CPU, 100, 5)
+        self.stats = [m.stats for m in self.model.modules() if isinstance(m, NativeSparseAttention)]
+        self.recorder = Again(self.model)
+        self.graph = StepGraph(self.model, "fp32", self.recorder) if recorded else None
+        self.number = 0
+
+    def step(self, batches: list[MicroBatch], *, looked_at: bool = False) -> StepResult:
+        self.number += 1
+        for stats in self.stats:
+            stats.enabled = looked_at
+        return train_step(
+            self.model,
+            self.optimizer,
+            batches,
+            step=self.number,
+            lr=1e-2,
+            clip=1.0,
+            precision="fp32",
+            guard=self.guard,
+            strategy=Single(),
+            graph=self.graph,
+        )
+
+
+def packed(seed: int, documents: int, length: int = 128) -> MicroBatch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 256, (1, length + 1), generator=draw)
+    inner = torch.randperm(length - 1, generator=draw)[: documents - 1].sort().values + 1
+    bounds = torch.cat((torch.tensor([0]), inner, torch.tensor([length]))).to(torch.int32)
+    targets = tokens[:, 1:].clone()
+    targets[0, inner - 1] = IGNORED_TARGET
+    return MicroBatch(tokens[:, :-1].contiguous(), targets, bounds, length)
+
+
+def plain(seed: int) -> MicroBatch:
+    tokens = torch.randint(1, 256, (2, 65), generator=torch.Generator().manual_seed(seed))
+    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_empty_documents_at_the_end_change_nothing() -> None:
+    config = small()
+    for attention in ("nsa", "dense"):
+        found = []
+        for room in (None, 16):
+            torch.manual_seed(0)
+            model = Transformer(config.model.model_copy(update={"attention": attention}))
+            batch = packed(1, 5)
+            bounds = batch.cu_seqlens
+            if room is not None:
+                bounds = torch.zeros(room + 1, dtype=torch.int32)
+                fill_bounds(bounds, batch.cu_seqlens, 128)
+                assert bounds.tolist() == [*batch.cu_seqlens.tolist(), *[128] * 11]
+            loss = model(batch.tokens, bounds, batch.targets, max_seqlen=128).total
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), attention
+
+
+def test_room_for_documents_is_a_power_of_two() -> None:
+    assert [room_for(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", ["packed", "plain"])
+def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulation: int) -> None:
+    """Another number of documents in every batch, more than there is room for in the fourth; one step looked at."""
+    documents = [3, 9, 2, 40, 5, 33]
+    told = []
+    for recorded in (False, True):
+        run, seen = Run(recorded=recorded), []
+        for i, count in enumerate(documents):
+            batches = [
+                plain(10 * i + j) if kind == "plain" else packed(10 * i + j, count + j) for j in range(accumulation)
+            ]
+            result = run.step(batches, looked_at=i in (2, 4))
+            seen += [result.loss, result.grad_norm]
+            if i in (2, 4):
+                seen += [torch.tensor(list(s.read().values())) for s in run.stats]
+                seen += [torch.tensor(s.read_distances()) for s in run.stats]
+                for stats in run.stats:
+                    stats.reset()
+        told.append([*seen, *bits(run.model)])
+    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
+    """The test above is no test if what a step leaves behind could not reach the next."""
+    run = Run(recorded=True)
+    run.step([packed(1, 3), packed(2, 3)])
+    assert run.graph is not None
+    expected = Run(recorded=False)
+    expected.step([packed(1, 3), packed(2, 3)])
+    for g in run.graph._grads:
+        assert g is not None
+        g.fill_(7.0)
+    for each in (run, expected):
+        each.step([packed(3, 3), packed(4, 3)])
+    assert all(torch.equal(a, b) for a, b in zip(bits(run.model), bits(expected.model), strict=True))
+
+
+def test_passes_are_recorded_once_for_as_long_as_they_fit() -> None:
+    run = Run(recorded=True)
+    assert run.graph is not None
+    for i in range(4):
+        run.step([packed(i, 3 + i)])
+    assert len(run.graph.news()) == 1
+    assert run.recorder.forgot == 1
+    run.step([packed(9, 3)], looked_at=True)  # the first of its kind: both are recorded, in one pool
+    assert run.recorder.held_bytes == 2
+    run.step([packed(9, 17)])  # more documents than there is room for
+    both, more = run.graph.news()
+    assert "up to 16 documents" in both
+    assert "up to 32 documents" in more
+    assert run.recorder.held_bytes == 2
+    run.step([packed(9, 3)], looked_at=True)
+    run.step([packed(8, 30)])
+    assert not run.graph.news()
+    run.step([packed(7, 3), packed(8, 3)])  # now gradients are added
+    run.step([packed(7, 3)])
+    assert len(run.graph.news()) == 1
+    run.step([packed(7, 3, length=64)])
+    assert "1 × 64 tokens" in run.graph.news()[0]
+
+
+def test_parameters_without_a_gradient_stay_without() -> None:
+    for accumulation in (1, 2):
+        run = Run(recorded=True)
+        unused = nn.Parameter(torch.ones(3))
+        run.model.register_parameter("unused", unused)
+        run.graph = StepGraph(run.model, "fp32", Again(run.model))
+        run.optimizer.add_param_group({"params": [unused], "weight_decay": 0.5})
+        run.step([packed(i, 3) for i in range(accumulation)])
+        assert torch.equal(unused.detach(), torch.ones(3))
+
+
+def test_micro_batches_of_one_step_have_one_shape() -> None:
+    with pytest.raises(TercetError, match=r"tokens \[1, 64\] beside one of \[1, 128\].*--train.cuda-graph off"):
+        Run(recorded=True).step([packed(1, 3), packed(2, 3, length=64)])
+
+
+@pytest.fixture
+def recorded_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (state, header):
+        monkeypatch.setattr(room, "records", lambda config, device: config.train.cuda_graph == "on")
+    built = StepGraph.__init__
+    monkeypatch.setattr(
+        graph.StepGraph, "__init__", lambda self, model, precision: built(self, model, precision, Again(model))
+    )
+
+
+def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, recorded_anywhere: None) -> None:
+    """Statistics, validation, samples and saves in between; the second process records anew."""
+    several = {
+        "train__tokens_per_step": 256,
+        "train__val_tokens": 128,
+        "train__val_every": 2,
+        "train__sample_tokens": 4,
+        "train__sample_every": 3,
+        "log__every": 2,
+    }
+    told = {}
+    for how in ("off", "on"):
+        folder = tmp_path / how
+        train(small(run__dir=str(folder), train__cuda_graph=how, **several), origins={})
+        told[how] = losses(folder)
+    forked = tmp_path / "resumed"
+    train(
+        small(run__dir=str(forked), train__cuda_graph="on", **several),
+        origins={},
+        resume=str(tmp_path / "off" / "checkpoints" / "step-00000004"),
+    )
+    assert len(told["off"]) == 3
+    assert told["on"] == told["off"]
+    assert losses(forked)[6] == told["off"][6]
+    events = {how: list(read_events(events_file(tmp_path / how))) for how in told}
+    used = [e for e in events["on"] if isinstance(e, ResourcesObserved)]
+    assert all(e.forward_seconds is None and e.backward_seconds is None and (e.passes_seconds or 0) > 0 for e in used)
+    assert all(
+        e.passes_seconds is None and (e.forward_seconds or 0) > 0
+        for e in events["off"]
+        if isinstance(e, ResourcesObserved)
+    )
+    counted = {how: [(e.route, e.calls) for e in events[how] if isinstance(e, RoutesCounted)] for how in told}
+    assert counted["on"] == counted["off"]  # a pass is a pass, and what sampling ran on is not training's
+    assert any("CUDA graph: passes of 1 × 128 tokens" in e.text for e in events["on"] if isinstance(e, Noted))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "refusal"),
+    [
+        ("cpu", {}, "train.cuda_graph=on on a cpu"),
+        ("cuda", {"parallel__strategy": "ddp"}, "train.cuda_graph=on with parallel.strategy=ddp"),
+        ("cuda", {"parallel__strategy": "fsdp"}, "train.cuda_graph=on with parallel.strategy=fsdp"),
+        ("cuda", {}, None),
+    ],
+)
+def test_a_graph_is_refused_where_it_cannot_be(device: str, changes: dict[str, str], refusal: str | None) -> None:
+    where = torch.device(device)
+    if refusal is None:
+        assert records(small(train__cuda_graph="on", **changes), where)
+    else:
+        with pytest.raises(TercetError, match=refusal) as refused:
+            records(small(train__cuda_graph="on", **changes), where)
+        assert "--train.cuda-graph off" in str(refused.value)
+    assert records(small(train__cuda_graph="auto", **changes), where) == (refusal is None)
+    assert not records(small(**changes), where)
+
+
+def test_what_broke_a_recording_is_told_not_what_broke_after_it() -> None:
+    first = RuntimeError("no synchronisation while capturing\nsecond line")
+    last = RuntimeError("capture was invalidated")
+    last.__context__ = first
+    assert graph._first_cause(last) == "no synchronisation while capturing"
