@@ -56,49 +56,135 @@ def both_ways(
         ({}, 33),
         ({"heads": 3, "kv_heads": 1, "head_dim": 24, "bias": True}, 40),
         ({"compression": "mean", "gate": "softmax"}, 9),
+        ({"heads": 16, "kv_heads": 16, "head_dim": 4}, 9),
     ],
 )
-def test_one_product_taken_apart_is_what_several_give(options: dict[str, Any], tokens: int) -> None:
-    one, several = both_ways(make(**options), torch.randn(2, tokens, 24))
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_one_product_taken_apart_is_what_several_give(options: dict[str, Any], tokens: int, shared_kv: bool) -> None:
+    one, several = both_ways(make(**options, shared_kv=shared_kv), torch.randn(2, tokens, 24))
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
-def test_packed_documents_too() -> None:
+@pytest.mark.parametrize("options", [{}, {"heads": 3, "kv_heads": 3, "head_dim": 6, "bias": True}])
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_packed_documents_too(options: dict[str, Any], shared_kv: bool) -> None:
     # a document of less than a chunk, one that has tokens over, one of no tokens, and chunks at the end that are none
-    one, several = both_ways(make(), torch.randn(1, 70, 24), [0, 3, 34, 34, 70])
+    one, several = both_ways(make(**options, shared_kv=shared_kv), torch.randn(1, 70, 24), [0, 3, 34, 34, 70])
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
-def test_the_operator_and_its_gradient_keep_their_promises() -> None:
-    y = torch.randn(2, 20, heads.columns(6, 2, 16), requires_grad=True)
+# H, G, D, d; the sets come behind
+SIZES = [([6, 2, 16, 4], 20), ([3, 1, 96, 4], 19), ([16, 16, 8, 4], 9), ([5, 5, 6, 16], 18)]
+
+
+def plainly(y: torch.Tensor, turn: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """What heads.apart gives, by indexing."""
+    n, g, size, stride, sets = sizes
+    q, *parts, logits, rest = y.split(
+        [n * size, *[g * size] * (2 * sets), 3 * n, y.shape[2] - (n + 2 * sets * g) * size - 3 * n], -1
+    )
+    assert 0 <= rest.shape[2] < 64
+    q, *parts = (x.unflatten(2, (-1, size)) for x in (q, *parts))
+    ks, vs, kw, vw = parts[2:] if sets == 3 else parts * 2
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * turn[0] - b * turn[1], b * turn[0] + a * turn[1]), -1)
+
+    full = y.shape[1] // stride * stride
+    chunks = torch.stack([x[:, :full].unflatten(1, (-1, stride)).transpose(2, 3) for x in parts[:2]])
+    return [turned(q), turned(ks), vs, turned(kw), vw, chunks, logits]
+
+
+@pytest.mark.parametrize(("sizes", "tokens"), SIZES)
+@pytest.mark.parametrize("sets", [3, 1])
+def test_parts_and_the_gradient_are_those_of_plain_indexing(sizes: list[int], tokens: int, sets: int) -> None:
+    torch.manual_seed(0)
+    n, g, size, _ = sizes
+    y = torch.randn(2, tokens, heads.columns(n, g, size, sets), requires_grad=True)
+    turn = [torch.randn(tokens, 1, size // 2) for _ in range(2)]
+    found = heads.apart(y, turn, (None,) * 4, [*sizes, sets])
+    wanted = plainly(y, turn, [*sizes, sets])
+    torch.testing.assert_close(list(found), wanted)
+    grads = [torch.randn_like(x) for x in wanted]
+    torch.testing.assert_close(torch.autograd.grad(found, y, grads), torch.autograd.grad(wanted, y, grads))
+
+
+def test_shared_keys_and_values_are_kept_once_and_their_gradients_arrive_one_by_one() -> None:
+    y = torch.randn(2, 20, heads.columns(6, 2, 16, 1), requires_grad=True)
     turn = [torch.randn(20, 1, 8) for _ in range(2)]
-    arguments = (y, *turn, None, None, None, None, [6, 2, 16, 4])
-    torch.library.opcheck(torch.ops.tercet.heads_apart, arguments)
+    _, ks, vs, kw, vw, _, _ = heads.apart(y, turn, (None,) * 4, [6, 2, 16, 4, 1])
+    assert (ks.data_ptr(), vs.data_ptr()) == (kw.data_ptr(), vw.data_ptr())
+    assert ks.grad_fn is kw.grad_fn
+    assert ks.output_nr != kw.output_nr
+
+
+def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
+    y = torch.zeros(1, 16, heads.columns(2, 1, 16, 1), dtype=torch.bfloat16, requires_grad=True)
+    turn = [torch.ones(16, 1, 8), torch.zeros(16, 1, 8)]
+    found = heads.apart(y, turn, (None,) * 4, [2, 1, 16, 4, 1])
+    # 1 + 2^-8 is 1 in bf16, and 1 + 2^-8 + 2^-8 is not
+    sizes = (0.0, 1.0, 1.0, 2.0**-8, 2.0**-8, 2.0**-8, 0.0)
+    (dy,) = torch.autograd.grad(found, y, [torch.full_like(x, size) for x, size in zip(found, sizes, strict=True)])
+    assert (dy[..., 32:64] == 1 + 2.0**-7).all()
+    assert not dy[..., :32].any()
+    assert not dy[..., 64:].any()
+
+
+@pytest.mark.parametrize("sets", [3, 1])
+def test_the_operators_keep_their_promises(sets: int) -> None:
+    y = torch.randn(2, 20, heads.columns(6, 2, 16, sets))
+    turn = [torch.randn(20, 1, 8) for _ in range(2)]
+    sizes = [6, 2, 16, 4, sets]
+    torch.library.opcheck(torch.ops.tercet.heads_apart.default, (y, *turn, None, None, sizes))
+    grads = [torch.randn_like(x) for x in heads.apart(y, turn, (None,) * 4, sizes)]
+    torch.library.opcheck(torch.ops.tercet.heads_together.default, (grads, *turn, None, None, sizes))
 
 
 def test_angles_of_other_tokens_are_refused() -> None:
-    y = torch.randn(2, 20, heads.columns(6, 2, 16))
+    y = torch.randn(2, 20, heads.columns(6, 2, 16, 3))
     turn = [torch.randn(19, 1, 8) for _ in range(2)]
     with pytest.raises(ValueError, match=r"cos has shape \[19, 1, 8\]: 20 tokens and heads of 16"):
-        heads.heads_apart(y, *turn, None, None, None, None, [6, 2, 16, 4])
+        heads.heads_apart(y, *turn, None, None, [6, 2, 16, 4, 3])
+
+
+@pytest.mark.parametrize(("bounds", "compiled"), [(None, False), ([0, 3, 20, 20, 38], True)])
+def test_a_layer_of_shared_keys_and_values_is_that_of_the_reference(bounds: list[int] | None, compiled: bool) -> None:
+    x = torch.randn(1, 38, 24)
+    packing = None
+    if bounds is not None:
+        packing = Packing(torch.tensor(bounds, dtype=torch.int32), 38, 9, CONFIG)
+    found = []
+    for backend in ("auto", "reference"):
+        layer = make(heads=4, shared_kv=True, bias=True, backend=backend)
+        leaf = x.clone().requires_grad_()
+        layer.keep_sum = not compiled
+        run = layer
+        if compiled and backend == "auto":
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        out = run(leaf, packing)
+        assert layer.routes["selected"] == ("triton" if backend == "auto" else "reference")
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        found.append([out, *torch.autograd.grad(out, [leaf, *layer.parameters()], noise)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"qk_norm": True},
-        {"shared_kv": True},
         {"value_dim": 8},
         {"backend": "reference"},
-        {"heads": 9, "kv_heads": 9},  # compiles for minutes
     ],
 )
 def test_what_the_kernel_does_not_know_is_projected_apart(options: dict[str, Any]) -> None:
     assert not projection.takes_one_product(make(**options), torch.randn(1, 40, 24))
 
 
-def test_eight_kv_heads_are_still_one_product() -> None:
-    assert projection.takes_one_product(make(heads=8, kv_heads=8), torch.randn(1, 40, 24))
+@pytest.mark.parametrize("options", [{"shared_kv": True}, {"heads": 32, "kv_heads": 32}])
+def test_shared_keys_and_any_number_of_them_are_one_product(options: dict[str, Any]) -> None:
+    assert projection.takes_one_product(make(**options), torch.randn(1, 40, 24))
 
 
 class Adapted(torch.nn.Linear):

@@ -18,27 +18,30 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize(
     ("capability", "sizes", "dtype", "packed"),
     [
-        (90, [12, 2, 64, 16], torch.bfloat16, True),
-        (90, [64, 4, 128, 16], torch.bfloat16, False),
-        (80, [12, 2, 96, 16], torch.float16, True),
-        (100, [12, 2, 64, 16], torch.float32, False),
+        (90, [12, 2, 64, 16, 3], torch.bfloat16, True),
+        (90, [12, 2, 64, 16, 1], torch.bfloat16, True),
+        (90, [12, 2, 64, 16, 1], torch.bfloat16, False),
+        (90, [64, 4, 128, 16, 3], torch.bfloat16, False),
+        (90, [32, 32, 64, 16, 3], torch.bfloat16, True),
+        (80, [12, 2, 96, 16, 3], torch.float16, True),
+        (80, [12, 2, 96, 16, 1], torch.float16, True),
+        (100, [12, 2, 64, 16, 3], torch.float32, False),
     ],
 )
 def test_one_product_is_taken_apart_and_put_together(
     capability: int, sizes: list[int], dtype: torch.dtype, packed: bool
 ) -> None:
     tokens = 1000
-    y = torch.empty(1 if packed else 2, tokens, heads.columns(*sizes[:3]), dtype=dtype)
+    y = torch.empty(1 if packed else 2, tokens, heads.columns(*sizes[:3], sizes[4]), dtype=dtype)
     turn = [torch.empty(tokens, 1, sizes[2] // 2)] * 2
     in_chunks = tokens // 16 * 16
     maps = [torch.empty(in_chunks, dtype=torch.int64), torch.empty(in_chunks, dtype=torch.bool)]
     maps += [torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)]
     there, is_there, back, is_back = maps if packed else [None] * 4
     with compiling(capability) as found:
-        parts = heads.heads_apart._init_fn(y, *turn, there, is_there, back, is_back, sizes)
-        heads.heads_together._init_fn(*parts, *turn, back, is_back, sizes)
-    assert [c.name for c in found] == ["_apart", "_together"]
-    assert [c.stack for c in found] == [0, 0]
+        grads = heads.apart(y, turn, (there, is_there, back, is_back), sizes)
+        heads.heads_together(grads, *turn, back, is_back, sizes)
+    assert [(c.name, c.stack) for c in found] == [("_pass", 0), ("_pass", 0)]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

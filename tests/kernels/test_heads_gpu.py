@@ -34,14 +34,15 @@ def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None,
     return [*parts, *torch.autograd.grad(parts, [leaf, *used], grads)]
 
 
-@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (6, 1, 96), (16, 4, 128)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (6, 1, 96), (16, 4, 128), (32, 32, 32)])
+@pytest.mark.parametrize("shared_kv", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-4)])
 def test_one_product_is_what_several_give(
-    heads: int, groups: int, size: int, packed: bool, dtype: torch.dtype, limit: float
+    heads: int, groups: int, size: int, shared_kv: bool, packed: bool, dtype: torch.dtype, limit: float
 ) -> None:
     torch.manual_seed(0)
-    layer = NativeSparseAttention(256, heads, groups, size).cuda()
+    layer = NativeSparseAttention(256, heads, groups, size, shared_kv=shared_kv).cuda()
     layer.init_weights(0.05, 0.05)
     for parameter in layer.parameters():
         if not parameter.any():
@@ -66,9 +67,10 @@ def test_swiglus_gradient_is_that_of_the_formula() -> None:
         assert relative_error(swiglu_gradient(y.to(dtype), dh.to(dtype)), wanted) < limit
 
 
-def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled() -> None:
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled(shared_kv: bool) -> None:
     torch.manual_seed(0)
-    layer = NativeSparseAttention(256, 12, 2, 64, bias=True).cuda()
+    layer = NativeSparseAttention(256, 12, 2, 64, bias=True, shared_kv=shared_kv).cuda()
     torch.nn.init.normal_(layer.gate.proj.weight, std=0.05)
     layer.keep_sum = False
     x = torch.randn(1, 4096, 256, device="cuda")

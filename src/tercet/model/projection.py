@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from tercet.model.attention import NativeSparseAttention
 
 
-# The kernel's loops over K/V heads are unrolled: two compile in 7 s, eight in 20 s, sixteen in 78 s, 32 in minutes.
-_MOST_KV_HEADS = 8
-
-
 class Projected(NamedTuple):
     """What the operator takes. q: [B, T, H, D]; compressed: [B, Tc, G, D]; others: [B, T, G, D]; gates: [B, T, H, 3]"""
 
@@ -40,15 +36,12 @@ class Projected(NamedTuple):
 
 
 def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
-    """Whether the kernel that takes it apart knows the layer: three K/V sets, not too many heads of them, no norms
-    between product and turn, keys and values of one size, tokens enough for a compressed one; and whether the layers
-    whose weights it multiplies do nothing else."""
+    """Whether the kernel that takes it apart knows the layer: no norms between product and turn, keys and values of one
+    size, tokens enough for a compressed one; and whether the layers whose weights it multiplies do nothing else."""
     return (
         layer.backend != "reference"
-        and not layer.shared_kv
         and layer.q_norm is None
         and layer.value_dim == layer.head_dim
-        and layer.kv_heads <= _MOST_KV_HEADS
         and x.shape[1] >= layer.config.compress_block
         and kernels_run_on(x)
         and are_plain(layer.q_proj, layer.kv_proj, layer.gate.proj)
@@ -62,7 +55,8 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
 
     assert turns.compressed is not None
     weights = [layer.q_proj.weight, layer.kv_proj.weight, layer.gate.proj.weight]
-    width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim)
+    sets = 1 if layer.shared_kv else 3
+    width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim, sets)
     weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), layer.dim))
     bias = None
     if layer.q_proj.bias is not None:
@@ -70,8 +64,8 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
         bias = torch.cat((*given, given[0].new_zeros(width - sum(b.shape[0] for b in given))))
     y = F.linear(x, torch.cat(weights), bias)
     maps = (None,) * 4 if packing is None else tuple(packing.into_chunks)
-    sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride]
-    q, ks, vs, kw, vw, chunks, logits = torch.ops.tercet.heads_apart(y, *turns.tokens, *maps, sizes)
+    sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride, sets]
+    q, ks, vs, kw, vw, chunks, logits = heads.apart(y, turns.tokens, maps, sizes)
     k_compressed, v_compressed = compress_both(chunks, layer.compress_k, layer.compress_v, packing)
     gates = layer.gate.opened(logits, layer.gate.proj.bias)
     return Projected(q, rotate(k_compressed, turns.compressed), v_compressed, ks, vs, kw, vw, gates)

@@ -1,9 +1,10 @@
 """One product of x with all of a layer's weights, taken apart as the kernels read it, and its gradient put together.
 
-A row of the product is [q heads][compressed k, v][selected k, v][window k, v][gate logits][nothing]. One pass turns q
-and the selected and window keys by their rotary angles, lays the compressed branch's keys and values chunk by chunk, as
-φ multiplies them, and copies the rest; one pass backwards is its transpose. Left to the compiler, the gradient alone
-was four kernels, of which the one that knew all layouts ran at a quarter of the memory's rate.
+A row of the product is [q heads][compressed k, v][selected k, v][window k, v][gate logits][nothing], or with one set of
+keys and values for all branches [q heads][k, v][gate logits][nothing]. One pass turns q and the selected and window
+keys by their rotary angles, lays the compressed branch's keys and values chunk by chunk, as φ multiplies them, and
+copies the rest; one pass backwards is its transpose. Left to the compiler, the gradient alone was four kernels, of
+which the one that knew all layouts ran at a quarter of the memory's rate.
 
 y: [B, T, C]   q: [B, T, H, D]   keys and values: [B, T, G, D]   chunks: [2 (k, v), B, S, G, d, D], zeros where there is
 none   logits: [B, T, 3H]   cos, sin: fp32 [T, 1, D/2]
@@ -12,11 +13,13 @@ none   logits: [B, T, 3H]   cos, sin: fp32 [T, 1, D/2]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import power_of_2
@@ -25,196 +28,312 @@ from tercet.attention.kernels.settings import power_of_2
 _ALIGNMENT = 64
 
 
-def columns(heads: int, kv_heads: int, size: int) -> int:
-    """C: of a row, what it ends with for alignment's sake included."""
-    used = (heads + 6 * kv_heads) * size + 3 * heads
+def columns(heads: int, kv_heads: int, size: int, sets: int) -> int:
+    """C: of a row, what it ends with for alignment's sake included. sets: of keys and values, 3 or 1."""
+    used = (heads + 2 * sets * kv_heads) * size + 3 * heads
     return -(-used // _ALIGNMENT) * _ALIGNMENT
 
 
-@triton.jit
-def _turn(FROM, TO, source, target, cos, sin, d, mask, HALF: tl.constexpr):
-    """A head of every row: from FROM + source to TO + target, turned by the angle."""
-    a = tl.load(FROM + source[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(FROM + source[:, None] + HALF + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(TO + target[:, None] + d[None, :], (a * cos - b * sin).to(TO.dtype.element_ty), mask=mask)
-    tl.store(TO + target[:, None] + HALF + d[None, :], (b * cos + a * sin).to(TO.dtype.element_ty), mask=mask)
+# ------------------------------------------------------------ one head of every row; BACK: from a part into y
 
 
 @triton.jit
-def _copy(FROM, TO, source, target, d, real, mask):
-    """A head of every row as it is, zeros where a row is not real; mask: of what is written."""
-    x = tl.load(FROM + source[:, None] + d[None, :], mask=mask & real[:, None], other=0.0)
-    tl.store(TO + target[:, None] + d[None, :], x, mask=mask)
+def _load(X, at, d, mask):
+    return tl.load(X + at[:, None] + d[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "length", "in_chunks"])
-def _apart(
-    Y, COS, SIN, Q, KS, VS, KW, VW, CHUNKS, LOGITS, THERE, IS_THERE, tokens, length, in_chunks,
-    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, MAPPED: tl.constexpr,
-    DP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr, Q_PARTS: tl.constexpr, QB: tl.constexpr, R: tl.constexpr,
+@triton.jit
+def _store(X, at, d, mask, x):
+    tl.store(X + at[:, None] + d[None, :], x.to(X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _copy(Y, PART, in_y, in_part, d, read, written, BACK: tl.constexpr):
+    """As it is, and zeros where it is written and not read."""
+    if BACK:
+        _store(Y, in_y, d, written, _load(PART, in_part, d, read))
+    else:
+        _store(PART, in_part, d, written, _load(Y, in_y, d, read))
+
+
+@triton.jit
+def _turned(X, at, cos, sin, half, mask, HALF: tl.constexpr):
+    a, b = _load(X, at, half, mask).to(tl.float32), _load(X, at + HALF, half, mask).to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _turn(Y, PART, in_y, in_part, cos, sin, half, mask, HALF: tl.constexpr, BACK: tl.constexpr):
+    if BACK:
+        a, b = _turned(PART, in_part, cos, sin, half, mask, HALF)
+        _store(Y, in_y, half, mask, a)
+        _store(Y, in_y + HALF, half, mask, b)
+    else:
+        a, b = _turned(Y, in_y, cos, sin, half, mask, HALF)
+        _store(PART, in_part, half, mask, a)
+        _store(PART, in_part + HALF, half, mask, b)
+
+
+# ------------------------------------------------------------ what every row goes by
+
+
+@triton.jit
+def _angle(COS, SIN, row, length, half, mask, HALF: tl.constexpr, BACK: tl.constexpr):
+    at = row.to(tl.int32) % length * HALF  # a division of 64 bits is a subroutine
+    cos, sin = _load(COS, at, half, mask), _load(SIN, at, half, mask)
+    return cos, (-sin if BACK else sin)
+
+
+@triton.jit
+def _counterpart(MAP, IS_MAP, row, given, length, STRIDE: tl.constexpr, MAPPED: tl.constexpr, BACK: tl.constexpr):
+    """The tokens of places in chunks; backwards, the places in chunks of tokens. And whether there is one."""
+    if MAPPED:
+        other = tl.load(MAP + row, mask=given, other=0)
+        real = tl.load(IS_MAP + row, mask=given, other=0) != 0
+    else:
+        per_row, row = length // STRIDE * STRIDE, row.to(tl.int32)
+        if BACK:
+            other = (row // length * per_row + row % length).to(tl.int64)
+            real = given & (row % length < per_row)
+        else:
+            other = (row // per_row * length + row % per_row).to(tl.int64)
+            real = given
+    return other, real
+
+
+@triton.jit
+def _in_chunks(place, head, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr):
+    return (place // STRIDE * G * STRIDE + head * STRIDE + place % STRIDE) * D
+
+
+# ------------------------------------------------------------ KB heads of every row, from the first on
+
+
+@triton.jit
+def _keys_and_values(
+    Y, K, V, row, first, column, cos, sin, d, half, whole, halves, C: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    KB: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    # one part of R tokens, the parts of the same tokens side by side
-    part = tl.program_id(0) % (Q_PARTS + 4)
-    row = (tl.program_id(0) // (Q_PARTS + 4)).to(tl.int64) * R + tl.arange(0, R)
+    """Keys turned, values as they are. column: the heads before this set's in a row of y."""
+    for i in tl.static_range(KB):
+        head = first + i
+        k_in_y, at = row * C + (column + head) * D, (row * G + head) * D
+        _turn(Y, K, k_in_y, at, cos, sin, half, halves & (head < G), D // 2, BACK)
+        _copy(Y, V, k_in_y + G * D, at, d, whole & (head < G), whole & (head < G), BACK)
+
+
+@triton.jit
+def _chunks(
+    Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, column, d, C: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, STRIDE: tl.constexpr, KB: tl.constexpr, MAPPED: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    other, real = _counterpart(MAP, IS_MAP, row, given, length, STRIDE, MAPPED, BACK)
+    token = row if BACK else other
+    place = other if BACK else row
+    for i in tl.static_range(KB):
+        head = first + i
+        written = given[:, None] & (d < D)[None, :] & (head < G)
+        read = written & real[:, None]
+        k_in_y, at = token * C + (column + head) * D, _in_chunks(place, head, G, D, STRIDE)
+        _copy(Y, CHUNKS, k_in_y, at, d, read, written, BACK)
+        _copy(Y, CHUNKS, k_in_y + G * D, at + in_chunks.to(tl.int64) * G * D, d, read, written, BACK)
+
+
+@triton.jit
+def _shared_gradients(
+    DY, DKS, DVS, DKW, DVW, DCHUNKS, MAP, IS_MAP, row, inside, length, in_chunks, first, column, cos, sin, d, half,
+    whole, halves, C: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, KB: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Of keys and values that three branches have read: the gradients' sums."""
+    place, real = _counterpart(MAP, IS_MAP, row, inside, length, STRIDE, MAPPED, True)
+    for i in tl.static_range(KB):
+        head = first + i
+        k_in_y, at = row * C + (column + head) * D, (row * G + head) * D
+        in_chunk = _in_chunks(place, head, G, D, STRIDE)
+        mask = halves & (head < G)
+        a, b = _turned(DKS, at, cos, sin, half, mask, D // 2)
+        a_window, b_window = _turned(DKW, at, cos, sin, half, mask, D // 2)
+        a += a_window + _load(DCHUNKS, in_chunk, half, mask & real[:, None]).to(tl.float32)
+        b += b_window + _load(DCHUNKS, in_chunk + D // 2, half, mask & real[:, None]).to(tl.float32)
+        _store(DY, k_in_y, half, mask, a)
+        _store(DY, k_in_y + D // 2, half, mask, b)
+        mask = whole & (head < G)
+        in_chunk += in_chunks.to(tl.int64) * G * D
+        v = _load(DVS, at, d, mask).to(tl.float32) + _load(DVW, at, d, mask).to(tl.float32)
+        v += _load(DCHUNKS, in_chunk, d, mask & real[:, None]).to(tl.float32)
+        _store(DY, k_in_y + G * D, d, mask, v)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "length", "in_chunks"],
+    repr=lambda variant: "_together" if variant.constants["BACK"] else "_apart",
+)
+def _pass(
+    Y, COS, SIN, Q, KS, VS, KW, VW, CHUNKS, LOGITS, MAP, IS_MAP, tokens, length, in_chunks,
+    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
+    MAPPED: tl.constexpr, BACK: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr,
+    QB: tl.constexpr, KB: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """y into its parts; BACK: their gradients into y's. A program has R tokens' QB heads of q, KB heads of keys and
+    values, or logits; more heads are more programs. (Unrolled in one, 16 K/V heads took 78 s to compile.)"""
+    Q_PARTS: tl.constexpr = (H + QB - 1) // QB
+    KV_PARTS: tl.constexpr = (G + KB - 1) // KB
+    REST: tl.constexpr = (H + (2 if SHARED else 6) * G) * D
+    # the parts of the same tokens side by side: q, keys and values (selected, window; or shared), chunks, logits
+    part = tl.program_id(0) % PARTS
+    row = (tl.program_id(0) // PARTS).to(tl.int64) * R + tl.arange(0, R)
     inside = row < tokens
     d, half = tl.arange(0, DP), tl.arange(0, HP)
-    whole = inside[:, None] & (d < D)[None, :]
-    if part < Q_PARTS + 2:
-        halves = inside[:, None] & (half < D // 2)[None, :]
-        angle = (row % length)[:, None] * (D // 2) + half[None, :]
-        cos, sin = tl.load(COS + angle, mask=halves, other=0.0), tl.load(SIN + angle, mask=halves, other=0.0)
+    first = (part - Q_PARTS) % KV_PARTS * KB
+    if part < Q_PARTS + (1 if SHARED else 2) * KV_PARTS:
+        whole, halves = inside[:, None] & (d < D)[None, :], inside[:, None] & (half < D // 2)[None, :]
+        cos, sin = _angle(COS, SIN, row, length, half, halves, D // 2, BACK)
         if part < Q_PARTS:
             for i in tl.static_range(QB):
                 head = part * QB + i
-                _turn(Y, Q, row * C + head * D, (row * H + head) * D, cos, sin, half, halves & (head < H), D // 2)
-        elif part == Q_PARTS:
-            for g in tl.static_range(G):
-                _turn(Y, KS, row * C + (H + 2 * G + g) * D, (row * G + g) * D, cos, sin, half, halves, D // 2)
-                _copy(Y, VS, row * C + (H + 3 * G + g) * D, (row * G + g) * D, d, inside, whole)
+                in_y, at = row * C + head * D, (row * H + head) * D
+                _turn(Y, Q, in_y, at, cos, sin, half, halves & (head < H), D // 2, BACK)
+        elif SHARED and BACK:
+            _shared_gradients(
+                Y, KS, VS, KW, VW, CHUNKS, MAP, IS_MAP, row, inside, length, in_chunks, first, H, cos, sin, d, half,
+                whole, halves, C, G, D, STRIDE, KB, MAPPED,
+            )  # fmt: skip
+        elif SHARED:
+            _keys_and_values(Y, KS, VS, row, first, H, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
+        elif part < Q_PARTS + KV_PARTS:
+            _keys_and_values(Y, KS, VS, row, first, H + 2 * G, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
         else:
-            for g in tl.static_range(G):
-                _turn(Y, KW, row * C + (H + 4 * G + g) * D, (row * G + g) * D, cos, sin, half, halves, D // 2)
-                _copy(Y, VW, row * C + (H + 5 * G + g) * D, (row * G + g) * D, d, inside, whole)
-    elif part == Q_PARTS + 2:
-        placed = row < in_chunks
-        if MAPPED:
-            token = tl.load(THERE + row, mask=placed, other=0)
-            real = tl.load(IS_THERE + row, mask=placed, other=0) != 0
-        else:
-            per_row = length // STRIDE * STRIDE
-            token, real = row // per_row * length + row % per_row, placed
-        target = (row // STRIDE * G * STRIDE + row % STRIDE) * D
-        mask = placed[:, None] & (d < D)[None, :]
-        for g in tl.static_range(G):
-            to = target + g * STRIDE * D
-            _copy(Y, CHUNKS, token * C + (H + g) * D, to, d, real, mask)
-            _copy(Y, CHUNKS, token * C + (H + G + g) * D, to + in_chunks.to(tl.int64) * G * D, d, real, mask)
+            _keys_and_values(Y, KW, VW, row, first, H + 4 * G, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
+    elif part < PARTS - 1:
+        given = inside if BACK else row < in_chunks
+        _chunks(
+            Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, H, d, C, G, D, STRIDE, KB, MAPPED, BACK
+        )  # fmt: skip
     else:
         c = tl.arange(0, LP)
-        _copy(Y, LOGITS, row * C + (H + 6 * G) * D, row * 3 * H, c, inside, inside[:, None] & (c < 3 * H)[None, :])
-
-
-@triton.jit(do_not_specialize=["tokens", "length", "in_chunks"])
-def _together(
-    DY, COS, SIN, DQ, DKS, DVS, DKW, DVW, DCHUNKS, DLOGITS, BACK, IS_BACK, tokens, length, in_chunks,
-    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, MAPPED: tl.constexpr,
-    DP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr, Q_PARTS: tl.constexpr, QB: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    part = tl.program_id(0) % (Q_PARTS + 4)
-    row = (tl.program_id(0) // (Q_PARTS + 4)).to(tl.int64) * R + tl.arange(0, R)
-    inside = row < tokens
-    d, half = tl.arange(0, DP), tl.arange(0, HP)
-    whole = inside[:, None] & (d < D)[None, :]
-    if part < Q_PARTS + 2:
-        halves = inside[:, None] & (half < D // 2)[None, :]
-        angle = (row % length)[:, None] * (D // 2) + half[None, :]
-        # turned back: the angle's sine has the other sign
-        cos, sin = tl.load(COS + angle, mask=halves, other=0.0), -tl.load(SIN + angle, mask=halves, other=0.0)
-        if part < Q_PARTS:
-            for i in tl.static_range(QB):
-                head = part * QB + i
-                _turn(DQ, DY, (row * H + head) * D, row * C + head * D, cos, sin, half, halves & (head < H), D // 2)
-        elif part == Q_PARTS:
-            for g in tl.static_range(G):
-                _turn(DKS, DY, (row * G + g) * D, row * C + (H + 2 * G + g) * D, cos, sin, half, halves, D // 2)
-                _copy(DVS, DY, (row * G + g) * D, row * C + (H + 3 * G + g) * D, d, inside, whole)
-        else:
-            for g in tl.static_range(G):
-                _turn(DKW, DY, (row * G + g) * D, row * C + (H + 4 * G + g) * D, cos, sin, half, halves, D // 2)
-                _copy(DVW, DY, (row * G + g) * D, row * C + (H + 5 * G + g) * D, d, inside, whole)
-    elif part == Q_PARTS + 2:
-        if MAPPED:
-            place = tl.load(BACK + row, mask=inside, other=0)
-            real = tl.load(IS_BACK + row, mask=inside, other=0) != 0
-        else:
-            per_row = length // STRIDE * STRIDE
-            place, real = row // length * per_row + row % length, inside & (row % length < per_row)
-        source = (place // STRIDE * G * STRIDE + place % STRIDE) * D
-        for g in tl.static_range(G):
-            at = source + g * STRIDE * D
-            _copy(DCHUNKS, DY, at, row * C + (H + g) * D, d, real, whole)
-            _copy(DCHUNKS, DY, at + in_chunks.to(tl.int64) * G * D, row * C + (H + G + g) * D, d, real, whole)
-    else:
-        c = tl.arange(0, LP)
-        logits = tl.load(
-            DLOGITS + row[:, None] * (3 * H) + c[None, :], mask=inside[:, None] & (c < 3 * H)[None, :], other=0.0
-        )
-        rest = (H + 6 * G) * D
-        tl.store(DY + row[:, None] * C + rest + c[None, :], logits, mask=inside[:, None] & (c < C - rest)[None, :])
+        read = inside[:, None] & (c < 3 * H)[None, :]
+        written = inside[:, None] & (c < (C - REST if BACK else 3 * H))[None, :]
+        _copy(Y, LOGITS, row * C + REST, row * 3 * H, c, read, written, BACK)
 
 
 _ROWS = 32
 _Q_BLOCK = 4
+_KV_BLOCK = 2  # a key and a value each, so that programs have as much to move as those of q
 
 
-def _launch(kernel, main: Tensor, parts: Sequence[Tensor], cos, sin, map_, is_map, sizes) -> None:
+def _launch(
+    main: Tensor, parts: Sequence[Tensor | None], cos: Tensor, sin: Tensor, map_: Tensor | None,
+    is_map: Tensor | None, sizes: Sequence[int], *, back: bool,
+) -> None:  # fmt: skip
     """main: y or its gradient; parts: q, ks, vs, kw, vw, chunks, logits or theirs."""
-    heads, kv_heads, size, stride = sizes
+    heads, kv_heads, size, stride, sets = sizes
     batch, length, width = main.shape
-    tokens = batch * length
+    tokens, shared = batch * length, sets == 1
     if cos.numel() != length * size // 2:
         raise ValueError(f"cos has shape {list(cos.shape)}: {length} tokens and heads of {size} need [T, 1, D/2]")
-    q_parts = -(-heads // _Q_BLOCK)
+    # shared keys' gradients are three tensors for one: half as many heads then
+    kv_block = min(kv_heads, 1 if shared and back else _KV_BLOCK)
+    kinds = 3 if not shared else 1 if back else 2
+    programs = -(-heads // _Q_BLOCK) + kinds * -(-kv_heads // kv_block) + 1
     call(
-        kernel, (-(-tokens // _ROWS) * (q_parts + 4),),
-        (main, cos, sin, *parts, map_, None if is_map is None else is_map.view(torch.uint8)),
+        _pass, (-(-tokens // _ROWS) * programs,),
+        (main, cos.contiguous(), sin.contiguous(), *parts, map_, None if is_map is None else is_map.view(torch.uint8)),
         (tokens, length, batch * (length // stride) * stride),
-        (width, heads, kv_heads, size, stride, map_ is not None, power_of_2(size), power_of_2(size // 2),
-         power_of_2(max(3 * heads, width - (heads + 6 * kv_heads) * size)), q_parts, _Q_BLOCK, _ROWS),
+        (width, heads, kv_heads, size, stride, shared, map_ is not None, back, power_of_2(size), power_of_2(size // 2),
+         power_of_2(max(3 * heads, width - (heads + 2 * sets * kv_heads) * size)), _Q_BLOCK, kv_block, programs, _ROWS),
         num_warps=4,
     )  # fmt: skip
 
 
-def _parts_like(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    heads, kv_heads, size, stride = sizes
-    batch, length, _ = y.shape
-    q = y.new_empty(batch, length, heads, size)
-    ks, vs, kw, vw = (y.new_empty(batch, length, kv_heads, size) for _ in range(4))
-    chunks = y.new_empty(2, batch, length // stride, kv_heads, stride, size)
-    return q, ks, vs, kw, vw, chunks, y.new_empty(batch, length, 3 * heads)
+# ------------------------------------------------------------ operators
+# Registered plainly: custom_op's wrappers cost the host 30 microseconds a call, these 8. Their gradient is `apart`'s.
+
+_LIBRARY = torch.library.Library("tercet", "FRAGMENT")
+_LIBRARY.define(
+    "heads_apart(Tensor y, Tensor cos, Tensor sin, Tensor? there, Tensor? is_there, int[] sizes) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "heads_together(Tensor[] grads, Tensor cos, Tensor sin, Tensor? back, Tensor? is_back, int[] sizes) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
-@torch.library.custom_op("tercet::heads_apart", mutates_args=())
 def heads_apart(
-    y: Tensor, cos: Tensor, sin: Tensor, there: Tensor | None, is_there: Tensor | None, back: Tensor | None,
-    is_back: Tensor | None, sizes: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q, ks, vs, kw, vw, chunks, logits) of a product y. `sizes` are H, G, D and d; the maps say where packed
-    documents' tokens stand in chunks (chunks.Rearrangement), None where chunks are simply every d tokens."""
+    y: Tensor, cos: Tensor, sin: Tensor, there: Tensor | None, is_there: Tensor | None, sizes: Sequence[int]
+) -> list[Tensor]:
+    """[q, ks, vs, kw, vw, chunks, logits] of a product y; [q, k, v, chunks, logits] with one set of keys and values.
+    `sizes` are H, G, D, d and the number of sets, 3 or 1; the map says which tokens of packed documents stand in chunks
+    (chunks.Rearrangement), None where chunks are simply every d tokens."""
     parts = _parts_like(y, sizes)
-    _launch(_apart, y.contiguous(), parts, cos.contiguous(), sin.contiguous(), there, is_there, sizes)
+    seven = parts if len(parts) == 7 else [*parts[:3], None, None, *parts[3:]]
+    _launch(y.contiguous(), seven, cos, sin, there, is_there, sizes, back=False)
     return parts
 
 
-@heads_apart.register_fake
-def _(y, cos, sin, there, is_there, back, is_back, sizes):
-    return _parts_like(y, sizes)
-
-
-@torch.library.custom_op("tercet::heads_together", mutates_args=())
 def heads_together(
-    dq: Tensor, dks: Tensor, dvs: Tensor, dkw: Tensor, dvw: Tensor, dchunks: Tensor, dlogits: Tensor, cos: Tensor,
-    sin: Tensor, back: Tensor | None, is_back: Tensor | None, sizes: list[int],
-) -> Tensor:  # fmt: skip
-    """The gradient of y from those of its parts."""
-    dy = dq.new_empty(*dq.shape[:2], columns(*sizes[:3]))
-    parts = [x.contiguous() for x in (dq, dks, dvs, dkw, dvw, dchunks, dlogits)]
-    _launch(_together, dy, parts, cos.contiguous(), sin.contiguous(), back, is_back, sizes)
+    grads: Sequence[Tensor], cos: Tensor, sin: Tensor, back: Tensor | None, is_back: Tensor | None, sizes: Sequence[int]
+) -> Tensor:
+    """The gradient of y from those of q, ks, vs, kw, vw, chunks and logits, however many sets there are."""
+    dy = _together_like(grads, sizes)
+    _launch(dy, [x.contiguous() for x in grads], cos, sin, back, is_back, sizes, back=True)
     return dy
 
 
-@heads_together.register_fake
-def _(dq, dks, dvs, dkw, dvw, dchunks, dlogits, cos, sin, back, is_back, sizes):
-    return dq.new_empty(*dq.shape[:2], columns(*sizes[:3]))
+def _parts_like(y: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    heads, kv_heads, size, stride, sets = sizes
+    batch, length, _ = y.shape
+    q = y.new_empty(batch, length, heads, size)
+    # as many as branches read: three sets are the compressed branch's, which only chunks hold, and two more
+    keys_and_values = [y.new_empty(batch, length, kv_heads, size) for _ in range(4 if sets == 3 else 2)]
+    chunks = y.new_empty(2, batch, length // stride, kv_heads, stride, size)
+    return [q, *keys_and_values, chunks, y.new_empty(batch, length, 3 * heads)]
 
 
-def _keep(ctx, inputs, output) -> None:
-    _, cos, sin, _, _, back, is_back, ctx.sizes = inputs
-    ctx.save_for_backward(cos, sin, back, is_back)
+def _together_like(grads: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    heads, kv_heads, size, _, sets = sizes
+    return grads[0].new_empty(*grads[0].shape[:2], columns(heads, kv_heads, size, sets))
 
 
-def _gradient(ctx, *grads):
-    return torch.ops.tercet.heads_together(*grads, *ctx.saved_tensors, ctx.sizes), *(None,) * 7
+_LIBRARY.impl("heads_apart", heads_apart, "CompositeExplicitAutograd")
+_LIBRARY.impl("heads_together", heads_together, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "tercet::heads_apart", lambda y, cos, sin, there, is_there, sizes: _parts_like(y, sizes), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "tercet::heads_together", lambda grads, cos, sin, back, is_back, sizes: _together_like(grads, sizes), lib=_LIBRARY
+)
 
 
-heads_apart.register_autograd(_gradient, setup_context=_keep)
+class _Apart(torch.autograd.Function):
+    """heads_apart, differentiable, with seven outputs however many sets there are.
+
+    One set's keys and values go out twice, as two names of the same memory. That is so that their two gradients come
+    back one by one and are added in registers, in fp32: a tensor used twice gets their sum, made by a launch of its own
+    (2 x 3 x 16.8 MB a layer at 65,536 tokens) and rounded once more. An operator's outputs may not share memory, which
+    is why the formula stands around it: to a compiler the second name is a view, and views are not kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, cos, sin, there, is_there, back, is_back, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.sizes = sizes
+        ctx.save_for_backward(cos, sin, back, is_back)
+        parts = torch.ops.tercet.heads_apart(y, cos, sin, there, is_there, sizes)
+        if sizes[4] == 1:
+            q, k, v, chunks, logits = parts
+            parts = [q, k, v, k.view_as(k), v.view_as(v), chunks, logits]
+        return tuple(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.tercet.heads_together(list(grads), *ctx.saved_tensors, ctx.sizes), *(None,) * 7
+
+
+def apart(
+    y: Tensor, turn: tuple[Tensor, Tensor], maps: Sequence[Tensor | None], sizes: list[int]
+) -> tuple[Tensor, ...]:
+    """(q, ks, vs, kw, vw, chunks, logits) of a product y. turn: cos, sin; maps: there, is_there, back, is_back."""
+    found: tuple[Tensor, ...] = _Apart.apply(y, *turn, *maps, sizes)
+    return found
