@@ -1,6 +1,6 @@
 """What the host spends on one layer's operators, without a GPU: launches are stubbed, the host's code runs as it ships.
 
-    python scripts/host_cost.py [--tokens 65536] [--document 2048] [--plain]
+    python scripts/host_cost.py [--tokens 65536] [--document 2048] [--plain | --unbounded]
 
 For each operator of a layer (M7C's heads, bf16, settings of Hopper): launches, tensor descriptors, tensors allocated,
 microseconds in our own Python (under the profiler, which doubles them), and what the dispatcher adds to a call. Not
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--document", type=int, default=2048)
     parser.add_argument("--plain", action="store_true", help="a row for each document instead of one packed row")
+    parser.add_argument("--unbounded", action="store_true", help="the host is not told how long documents are")
     a = parser.parse_args()
     JITFunction.run = compile_nothing  # type: ignore[method-assign, assignment]
     settings.generation = lambda x: 9  # type: ignore[assignment]
@@ -114,7 +115,8 @@ def main() -> None:
     driver.set_active(Stub())
     config = NSAConfig()
     B, T = (a.tokens // a.document, a.document) if a.plain else (1, a.tokens)
-    sizes, none = list(astuple(config)), [None] * 4
+    none = [None] * 4
+    numbers = (list(astuple(config)), [], None if a.plain or a.unbounded else a.document)
 
     def tensor(tokens: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(B, tokens, n, D, dtype=dtype)
@@ -126,26 +128,26 @@ def main() -> None:
     maps = none if packing is None else list(packing.into_chunks)
     kc = vc = tensor(T // 16 if packing else config.num_compressed(T), G)
     ks = vs = kw = vw = tensor(T, G)
-    y, cos = torch.zeros(B, T, heads.columns(H, G, D), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)
-    split = [H, G, D, 16]
-    parts = heads.heads_apart._init_fn(y, cos, cos, *maps, split)
+    y, cos = torch.zeros(B, T, heads.columns(H, G, D, 3), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)
+    split = [H, G, D, 16, 3]
+    parts = heads.heads_apart(y, cos, cos, *maps[:2], split)
     lse = torch.zeros(H, B, T)
     blocks = torch.zeros(B, T, G, config.select_count, dtype=torch.int32)
-    inputs = (q, kc, vc, ks, vs, kw, vw, gates, q, lse, blocks, cu, ccu, sizes, [])
+    inputs = (q, kc, vc, ks, vs, kw, vw, gates, q, lse, blocks, cu, ccu, *numbers)
     _, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(*inputs)
     sums, planes, *_ = ops.nsa_row_sums._init_fn(q, gates, q, o_s, o_w)
     kept = (q, kc, vc, ks, vs, kw, vw, gates, None, lse, None, lse_s, None, lse_w, blocks, cu, ccu)
     wide = torch.zeros(a.tokens, 2 * FFN, dtype=torch.bfloat16)
     print(f"{B} rows of {T} tokens, documents of {a.document}; torch {torch.__version__}")
     for name, call in (
-        ("heads_apart", lambda: heads.heads_apart._init_fn(y, cos, cos, *maps, split)),
-        ("nsa_compressed", lambda: ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, sizes, [])),
-        ("nsa_select", lambda: ops.nsa_select._init_fn(q, kc, lse, cu, ccu, sizes, [])),
+        ("heads_apart", lambda: heads.heads_apart(y, cos, cos, *maps[:2], split)),
+        ("nsa_compressed", lambda: ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, *numbers)),
+        ("nsa_select", lambda: ops.nsa_select._init_fn(q, kc, lse, cu, ccu, *numbers)),
         ("nsa_attend", lambda: ops.nsa_attend._init_fn(*inputs)),
         ("swiglu_gradient", lambda: swiglu.swiglu_gradient._init_fn(wide, wide[:, :FFN])),
         ("nsa_row_sums", lambda: ops.nsa_row_sums._init_fn(q, gates, q, o_s, o_w)),
-        ("nsa_backward", lambda: ops.nsa_backward._init_fn(q, *kept, saved, sizes, [], sums, planes)),
-        ("heads_together", lambda: heads.heads_together._init_fn(*parts, cos, cos, *maps[2:], split)),
+        ("nsa_backward", lambda: ops.nsa_backward._init_fn(q, *kept, saved, *numbers, sums, planes)),
+        ("heads_together", lambda: heads.heads_together(parts, cos, cos, *maps[2:], split)),
     ):
         measured(name, call)
     dispatcher()

@@ -13,6 +13,7 @@ NEED_INTERPRETER = [
     "test_selection.py",
     "test_swiglu.py",
     "test_laws.py",
+    "test_longest.py",
     "test_operators.py",
     "test_stretch.py",
 ]

@@ -52,12 +52,13 @@ def operator(
     stretch: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     backward: bool = True,
+    longest: int | None = None,
 ) -> None:
     T, H, G, DK, DV = SHAPES[shape]
     # a stretch: the second quarter's queries, against all keys
     queries, span = (T // 4, [T, T // 4, T // 4, T // 4]) if stretch else (T, [])
     config = NSAConfig()
-    sizes = list(astuple(config))
+    numbers = (list(astuple(config)), span, longest)
 
     def tensor(tokens: int, heads: int, size: int) -> torch.Tensor:
         return torch.empty(1, tokens, heads, size, dtype=dtype)
@@ -68,10 +69,10 @@ def operator(
     ks, vs, kw, vw = tensor(T, G, DK), tensor(T, G, DV), tensor(T, G, DK), tensor(T, G, DV)
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
     ccu = None if cu is None else ops.nsa_compressed_bounds._init_fn(cu, 32, 16)
-    o_c, lse_c = ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, sizes, span)
-    blocks = ops.nsa_select._init_fn(q, kc, lse_c, cu, ccu, sizes, span)
+    o_c, lse_c = ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, *numbers)
+    blocks = ops.nsa_select._init_fn(q, kc, lse_c, cu, ccu, *numbers)
     out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(
-        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, sizes, span
+        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, *numbers
     )
     if backward:
         ops.nsa_backward._init_fn(
@@ -94,8 +95,7 @@ def operator(
             cu,
             ccu,
             saved,
-            sizes,
-            span,
+            *numbers,
         )
 
 
@@ -122,13 +122,19 @@ def test_forward_compiles_for_ampere_and_blackwell(capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["bf16", "packed", "stretch", "fp16", "fp32"])
+@pytest.mark.parametrize("variant", ["bf16", "packed", "bounded", "stretch", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(variant, torch.bfloat16)
     with compiling(capability) as found:
-        operator(shape, packed=variant in ("packed", "stretch"), stretch=variant == "stretch", dtype=dtype)
+        operator(
+            shape,
+            packed=variant in ("packed", "bounded", "stretch"),
+            stretch=variant == "stretch",
+            dtype=dtype,
+            longest=1024 if variant == "bounded" else None,
+        )
     # what one block may use: 163 KiB on A100 (sm_80), 227 KiB since Hopper
     assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found
     if capability == 90 and variant != "fp32" and max(SHAPES[shape][3:]) <= 128:

@@ -37,14 +37,16 @@ def nsa_attention(
     q: Tensor, k_compressed: Tensor, v_compressed: Tensor, k_selected: Tensor, v_selected: Tensor,
     k_window: Tensor, v_window: Tensor, gates: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, backend: str = "auto", return_aux: Literal[False] = False,
-    branches: tuple[str, ...] = BRANCHES, block_indices: Tensor | None = None, validate: bool = False, packing: Packing | None = None,
+    branches: tuple[str, ...] = BRANCHES, block_indices: Tensor | None = None, validate: bool = False,
+    packing: Packing | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def nsa_attention(
     q: Tensor, k_compressed: Tensor, v_compressed: Tensor, k_selected: Tensor, v_selected: Tensor,
     k_window: Tensor, v_window: Tensor, gates: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, backend: str = "auto", return_aux: Literal[True],
-    branches: tuple[str, ...] = BRANCHES, block_indices: Tensor | None = None, validate: bool = False, packing: Packing | None = None,
+    branches: tuple[str, ...] = BRANCHES, block_indices: Tensor | None = None, validate: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, AttentionAux]: ...  # fmt: skip
 def nsa_attention(
     q: Tensor,
@@ -174,6 +176,7 @@ def run_nsa(
                 select=select,
                 output=output,
                 compressed_cu_seqlens=compressed_cu_seqlens,
+                max_seqlen=None if packing is None else packing.max_seqlen,
             )
         else:
             out, block_indices = _reference(tensors, gates, config, packing, branches, block_indices, span, select)

@@ -197,7 +197,7 @@ def divided(launch: Launch, queries: int, heads: int, programs: int, by_heads: b
     # enough programs to fill the device even where the first tiles see all queries and the last ones almost none;
     # no more: each has its partial sums in memory
     most = -(-2048 // programs)
-    # ranges of a packed batch are longer than most of its documents: sets of heads divide those whatever their lengths
+    # ranges are made for the longest document: sets of heads divide documents whatever their lengths
     sets = max(n for n in range(1, min(8, most) + 1) if heads % n == 0) if by_heads else 1
     if sets > 1:
         return sets, sets
@@ -218,8 +218,9 @@ def key_gradients(
     if tiles == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
     by_heads = fast is not None and documents.packed and documents.count >= 4
-    parts, sets = divided(launch, documents.queries, H // G, tiles * G, by_heads)
-    span = documents.queries if sets > 1 else -(-documents.queries // (parts * M)) * M
+    queries = min(documents.queries, documents.longest)  # of a document
+    parts, sets = divided(launch, queries, H // G, tiles * G, by_heads)
+    span = queries if sets > 1 else -(-queries // (parts * M)) * M
     pk = torch.empty(parts * tiles * N, G, DK, dtype=torch.float32, device=q.device)
     pv = torch.empty(parts * tiles * N, G, DV, dtype=torch.float32, device=q.device)
     ccu, *bounds = documents.compressed(N)

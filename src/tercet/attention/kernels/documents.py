@@ -144,10 +144,13 @@ class Documents:
     ccu: Tensor | None  # int32 [docs + 1], bounds of the compressed tokens
     first_query: int = 0  # the token of the first query: see above
     queries: int = -1  # of a sequence; all of T unless given
+    longest: int = -1  # no document is longer; T unless a packed batch's caller knows better
 
     def __post_init__(self) -> None:
         if self.queries < 0:
             object.__setattr__(self, "queries", self.length)
+        if self.cu is None or not 0 <= self.longest <= self.length:
+            object.__setattr__(self, "longest", self.length)
 
     @property
     def packed(self) -> bool:

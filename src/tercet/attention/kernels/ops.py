@@ -9,6 +9,8 @@ Missing branches are None going in and empty tensors coming out.
 `span` is empty where q holds whole sequences. Else q is a stretch of them (documents.py), and span is the tokens of the
 whole, then the first query's place among the compressed branch's tokens, the selected keys' and the window keys'. The
 keys' own bounds may then differ as well: `cu` is [3, docs + 1], a row for each branch, where they do.
+
+`longest`: no packed document has more tokens, where the host knows. It is part of what a compiled graph is made for.
 """
 
 from __future__ import annotations
@@ -59,15 +61,15 @@ def _config(sizes: tuple[int, ...]) -> NSAConfig:
 
 def _documents(
     q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None, span: Sequence[int] = (),
-    branch: int = 0, keys: Tensor | None = None,
+    longest: int | None = None, branch: int = 0, keys: Tensor | None = None,
 ) -> Documents:  # fmt: skip
     """As a branch's kernels see them: 0 compressed, 1 selected, 2 window, the latter two with their keys."""
-    compressed = 0 if kc is None else kc.shape[1]
+    compressed, longest = 0 if kc is None else kc.shape[1], -1 if longest is None else longest
     if not span:
-        return Documents(q.shape[0], q.shape[1], compressed, cu, ccu)
+        return Documents(q.shape[0], q.shape[1], compressed, cu, ccu, longest=longest)
     length = span[0] if keys is None else keys.shape[1]
     bounds = cu if cu is None or cu.dim() == 1 else cu[branch]
-    return Documents(q.shape[0], length, compressed, bounds, ccu, span[1 + branch], q.shape[1])
+    return Documents(q.shape[0], length, compressed, bounds, ccu, span[1 + branch], q.shape[1], longest)
 
 
 def _rows_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,30 +99,58 @@ def _(cu: Tensor, block: int, stride: int) -> Tensor:
 
 @torch.library.custom_op("tercet::nsa_compressed", mutates_args=())
 def nsa_compressed(
-    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+    span: list[int],
+    longest: int | None,
 ) -> tuple[Tensor, Tensor]:
     q, kc, vc = _flat(q, kc, vc)
-    return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu, span))
+    return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu, span, longest))
 
 
 @nsa_compressed.register_fake
 def _(
-    q: Tensor, kc: Tensor, vc: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+    span: list[int],
+    longest: int | None,
 ) -> tuple[Tensor, Tensor]:
     return _rows_like(q, vc)
 
 
 @torch.library.custom_op("tercet::nsa_select", mutates_args=())
 def nsa_select(
-    q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
+    q: Tensor,
+    kc: Tensor,
+    lse: Tensor,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+    span: list[int],
+    longest: int | None,
 ) -> Tensor:
     q, kc = _flat(q, kc)
-    return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu, span))
+    return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu, span, longest))
 
 
 @nsa_select.register_fake
 def _(
-    q: Tensor, kc: Tensor, lse: Tensor, cu: Tensor | None, ccu: Tensor | None, config: list[int], span: list[int]
+    q: Tensor,
+    kc: Tensor,
+    lse: Tensor,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+    span: list[int],
+    longest: int | None,
 ) -> Tensor:
     count = _config(tuple(config)).select_count
     return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
@@ -146,23 +176,24 @@ def nsa_attend(
     ccu: Tensor | None,
     config: list[int],
     span: list[int],
+    longest: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, o of selected, its lse, o of window, its lse, and the index tensors that selected attention can
     use again). Without gates and with one branch, out is that o."""
     sizes = _config(tuple(config))
-    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span)
+    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, longest)
     return tuple(_none(q) if x is None else x for x in found)
 
 
-def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span):
+def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, longest):
     q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
     o_s = lse_s = o_w = lse_w = None
     saved: tuple[Tensor, ...] = ()
     if ks is not None:
-        documents = _documents(q, kc, cu, ccu, span, 1, ks)
+        documents = _documents(q, kc, cu, ccu, span, longest, 1, ks)
         o_s, lse_s, saved = selected_forward(q, ks, vs, block_indices.contiguous(), sizes, documents)
     if kw is not None:
-        o_w, lse_w = window_forward(q, kw, vw, sizes.window, _documents(q, kc, cu, ccu, span, 2, kw))
+        o_w, lse_w = window_forward(q, kw, vw, sizes.window, _documents(q, kc, cu, ccu, span, longest, 2, kw))
     outputs = [o_c, o_s, o_w]
     if gates is None and sum(o is not None for o in outputs) == 1 and o_c is None:
         out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
@@ -172,7 +203,7 @@ def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu
 
 
 @nsa_attend.register_fake
-def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span):
+def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span, longest):
     out, lse = _rows_like(q, next(v for v in (vc, vs, vw) if v is not None))
     alone = gates is None and o_c is None and (ks is None) != (kw is None)
     o_s = _none(q) if ks is None or alone else torch.empty_like(out)
@@ -181,7 +212,7 @@ def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, conf
     lse_w = _none(q) if kw is None else lse
     saved = ()
     if ks is not None:
-        documents = _documents(q, kc, cu, ccu, span, 1, ks)
+        documents = _documents(q, kc, cu, ccu, span, longest, 1, ks)
         saved = selected_saved_like(q, ks, vs, block_indices, _config(tuple(config)), documents)
     return out, o_s, lse_s, o_w, lse_w, *saved, *(_none(q) for _ in range(SAVED - len(saved)))
 
@@ -228,6 +259,7 @@ def nsa_backward(
     saved: list[Tensor],
     config: list[int],
     span: list[int],
+    longest: int | None,
     sums: Tensor | None = None,
     planes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -235,14 +267,14 @@ def nsa_backward(
     nsa_row_sums made them, the branches' outputs are not asked for, and the gates' gradient is not given."""
     grads = _gradients(
         dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved,
-        _config(tuple(config)), span, sums, planes,
+        _config(tuple(config)), span, longest, sums, planes,
     )  # fmt: skip
     return tuple(_none(q) if x is None else x for x in grads)
 
 
 def _gradients(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes,
-    span, sums=None, planes=None,
+    span, longest, sums=None, planes=None,
 ):  # fmt: skip
     dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
     dgates = None
@@ -252,8 +284,8 @@ def _gradients(
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
     by_compressed = None if kc is None else (kc, vc, lse_c, sums[0], g_c)
     by_window = None if kw is None else (kw, vw, lse_w, sums[2], g_w)
-    documents = _documents(q, kc, cu, ccu, span)
-    windows = _documents(q, kc, cu, ccu, span, 2, kw) if span else documents
+    documents = _documents(q, kc, cu, ccu, span, longest)
+    windows = _documents(q, kc, cu, ccu, span, longest, 2, kw) if span else documents
     if span and kc is not None and kw is not None:
         # positions may differ: the window's keys need not begin where the documents do
         dq = query_gradients(q, dout, by_compressed, None, sizes, documents)
@@ -265,7 +297,7 @@ def _gradients(
     if kw is not None:
         dkw, dvw = window_key_gradients(q, kw, vw, lse_w, dout, g_w, sums[2], sizes.window, windows)
     if ks is not None:
-        blocks = _documents(q, kc, cu, ccu, span, 1, ks) if span else documents
+        blocks = _documents(q, kc, cu, ccu, span, longest, 1, ks) if span else documents
         dq, dks, dvs = selected_backward(
             q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, blocks, saved, dq=dq
         )
@@ -275,14 +307,14 @@ def _gradients(
 @nsa_backward.register_fake
 def _(
     dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
-    span, sums=None, planes=None,
+    span, longest, sums=None, planes=None,
 ):  # fmt: skip
     like = (q, kc, vc, ks, vs, kw, vw, gates if sums is None else None)
     return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in like)
 
 
 def _keep(ctx, inputs, output) -> None:
-    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, ctx.config, ctx.span = inputs
+    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, *ctx.numbers = inputs
     out, o_s, lse_s, o_w, lse_w, *saved = output
     # a branch alone and without gates: its output is the result
     if ks is not None and (o_s is None or o_s.numel() == 0):
@@ -301,10 +333,10 @@ _KEPT = 17  # tensors before `saved`
 
 def _attend_gradient(ctx, dout, *_unused):
     if dout is None:
-        return (None,) * 15
+        return (None,) * 16
     kept = ctx.saved_tensors
-    grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span)
-    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 7
+    grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), *ctx.numbers)
+    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 8
 
 
 nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
@@ -324,8 +356,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         kept = ctx.saved_tensors
         if dout is None:
-            return (None,) * 15
-        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), ctx.config, ctx.span), *(None,) * 7
+            return (None,) * 16
+        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), *ctx.numbers), *(None,) * 8
 
 
 def _watched() -> bool:
@@ -334,7 +366,7 @@ def _watched() -> bool:
 
 
 def _save_compressed(ctx, inputs, output):
-    q, kc, vc, cu, ccu, ctx.config, ctx.span = inputs
+    q, kc, vc, cu, ccu, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
 
@@ -342,12 +374,12 @@ def _save_compressed(ctx, inputs, output):
 def _compressed_gradient(ctx, dout, _lse):
     q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
     if dout is None:
-        return (None,) * 7
+        return (None,) * 8
     none = (None,) * 5
     dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
-        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], ctx.config, ctx.span
+        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], *ctx.numbers
     )
-    return dq, dkc, dvc, None, None, None, None
+    return dq, dkc, dvc, *(None,) * 5
 
 
 nsa_compressed.register_autograd(_compressed_gradient, setup_context=_save_compressed)
@@ -373,23 +405,25 @@ def nsa(
     select: bool = False,
     output: tuple[Tensor, Tensor | None] | None = None,
     compressed_cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`output`: (weight, bias) of a product with the result, [B, T, size of its rows]. Compiled, what is multiplied is
-    not kept: see output.py. `compressed_cu_seqlens`: the bounds of compressed tokens, where the caller has them."""
+    not kept: see output.py. `compressed_cu_seqlens`: the bounds of compressed tokens, where the caller has them.
+    `max_seqlen`: no packed document is longer."""
     choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
     sizes = _sizes(config) if watched else config
-    span = list(span)
+    numbers = (sizes, list(span), max_seqlen)
     o_c = lse_c = None
     ccu = _bounds(cu_seqlens, config, ops) if compressed_cu_seqlens is None else compressed_cu_seqlens
     traced = output is not None and torch.compiler.is_compiling()
     # the gradient of these belongs to nsa_attend: autograd must not follow it twice
     with torch.no_grad():
         if choose or "compressed" in branches:
-            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes, span)
+            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
         if choose:
-            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, sizes, span)
+            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
             if not traced:  # what is asked to make the sum again is not itself made again (NativeSparseAttention)
                 block_indices = ops.keep_selection(block_indices)
     if "compressed" not in branches:
@@ -398,7 +432,7 @@ def nsa(
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, sizes, span)
+    inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, *numbers)
     if traced:
         return Multiplied.apply(*output, *inputs), block_indices
     found = ops.nsa_attend(*inputs)
@@ -413,14 +447,14 @@ class _Direct:
     nsa_attend = _Attend.apply
 
     @staticmethod
-    def nsa_compressed(q, kc, vc, cu, ccu, config, span):
+    def nsa_compressed(q, kc, vc, cu, ccu, config, span, longest):
         q, kc, vc = _flat(q, kc, vc)
-        return compressed_forward(q, kc, vc, config, _documents(q, kc, cu, ccu, span))
+        return compressed_forward(q, kc, vc, config, _documents(q, kc, cu, ccu, span, longest))
 
     @staticmethod
-    def nsa_select(q, kc, lse, cu, ccu, config, span):
+    def nsa_select(q, kc, lse, cu, ccu, config, span, longest):
         q, kc = _flat(q, kc)
-        return select(q, kc, lse, config, _documents(q, kc, cu, ccu, span))
+        return select(q, kc, lse, config, _documents(q, kc, cu, ccu, span, longest))
 
     @staticmethod
     def keep_selection(block_indices):
@@ -430,11 +464,11 @@ class _Direct:
 def compressed_select(
     q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    sizes, span = _sizes(config), list(span)
+    numbers = (_sizes(config), list(span), None)
     ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
-    out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, sizes, span)
+    out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
     with torch.no_grad():
-        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, sizes, span)
+        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, *numbers)
         return out, torch.ops.tercet.keep_selection(block_indices)
 
 
@@ -444,7 +478,7 @@ def selected_attention(
 ) -> Tensor:  # fmt: skip
     none = (None,) * 3
     return torch.ops.tercet.nsa_attend(
-        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, _sizes(config), list(span)
+        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, _sizes(config), list(span), None
     )[0]
 
 
@@ -453,7 +487,7 @@ def window_attention(
 ) -> Tensor:
     none = (None,) * 4
     return torch.ops.tercet.nsa_attend(
-        q, None, None, None, None, k, v, *none, cu_seqlens, None, _sizes(config), list(span)
+        q, None, None, None, None, k, v, *none, cu_seqlens, None, _sizes(config), list(span), None
     )[0]
 
 

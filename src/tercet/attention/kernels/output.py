@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-_INPUTS = 15  # of nsa_attend; the first eight have gradients
+_INPUTS, _TENSORS = 16, 13  # of nsa_attend: tensors come first, and eight of them have gradients
 
 
 def multiply(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,7 +30,7 @@ class Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, *inputs: Any) -> Tensor:
         out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*inputs)
-        *tensors, ctx.config, ctx.span = inputs
+        tensors, ctx.numbers = inputs[:_TENSORS], inputs[_TENSORS:]
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.there = [x is not None for x in tensors]
         ctx.save_for_backward(weight, *(x for x in tensors if x is not None), o_s, lse_s, o_w, lse_w, *saved)
@@ -58,7 +58,7 @@ class Multiplied(torch.autograd.Function):
         none = None  # the branches' outputs: their row sums are all that is needed of them
         grads = torch.ops.tercet.nsa_backward(
             dout, q, kc, vc, ks, vs, kw, vw, gates, none, lse_c, none, None if ks is None else lse_s,
-            none, None if kw is None else lse_w, block_indices, cu, ccu, saved, ctx.config, ctx.span, sums, planes,
+            none, None if kw is None else lse_w, block_indices, cu, ccu, saved, *ctx.numbers, sums, planes,
         )  # fmt: skip
         of_tensors = (*grads[:7], dgates)
         inputs = (None if x is None else grad for x, grad in zip(tensors[:8], of_tensors, strict=True))

@@ -309,7 +309,7 @@ def select(
     queries = launch.rows // together
     wanted = count - initial - local
     indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
-    blocks = config.num_blocks(documents.first_query + documents.queries)
+    blocks = config.num_blocks(min(documents.first_query + documents.queries, documents.longest))
     tiles = documents.query_tiles(queries)
     chunks = -(-(blocks - local) // widest) if blocks > count and wanted else 1
     per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)

@@ -44,6 +44,7 @@ class Call:
         self.plan = make_plan(
             (B, Q, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
             (config.select_block, config.select_initial, config.select_local), self.settings,
+            None if cu is None else documents.longest,
         )  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.indices = block_indices.contiguous()
@@ -106,6 +107,7 @@ def selected_saved_like(
     p = make_plan(
         (B, Q, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
         (config.select_block, config.select_initial, config.select_local), settings,
+        None if cu is None else int(documents.longest),
     )  # fmt: skip
     more = 0 if cu is None else cu.shape[0] - 2
 

@@ -132,7 +132,9 @@ def make_plan(
     documents: int | None,
     blocks: tuple[int, int, int],
     settings: SelectedSettings,
+    longest: int | None = None,
 ) -> Plan:
+    """`longest`: no document has more tokens; T unless given."""
     B, Q, T, H, G, n, dk, dv = shape
     select_block, initial, local = blocks
     N, h = B * Q, H // G
@@ -162,18 +164,21 @@ def make_plan(
 
     piece_bytes = select_block * (dk + dv) * 4 * kv_head_tiles / segment
     ranges, range_tokens = cut(max(h * max(dk, dv) * itemsize, piece_bytes))
-    # Over a whole sequence, a tile sees half of its blocks on average.
-    largest_mean: float = blocks_per_sequence
+    # Over a whole document, a tile sees half of its blocks on average; shorter documents have fewer.
+    longest = T if longest is None else longest
+    largest_mean: float = -(-longest // select_block)
     if Q == T:
-        whole = range_tokens // T if ranges > 1 else B  # sequences that a range holds for sure
+        whole = range_tokens // longest if ranges > 1 else 1  # documents of this length that a range holds for sure
         over = ranges > 1
-        largest_mean = (whole * (blocks_per_sequence / 2 + 1.5) + over * blocks_per_sequence) / (whole + over)
+        largest_mean = (whole * (largest_mean / 2 + 1.5) + over * largest_mean) / (whole + over)
     union_only = min(largest_mean, tile_tokens * n) <= min(limits)
     if union_only:
         ranges, range_tokens = cut(piece_bytes)
     L = (B * blocks_per_sequence if documents is None else T // select_block + documents) + 1
     return Plan(
-        identity=_identities.setdefault((shape, itemsize, documents is None, blocks, settings), len(_identities)),
+        identity=_identities.setdefault(
+            (shape, itemsize, documents is None, blocks, settings, union_only), len(_identities)
+        ),
         N=N,
         T=T,
         queries=Q,

@@ -1,0 +1,134 @@
+"""A host that knows how long the longest document is: the same results, by smaller launches; interpreted."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import tercet
+from cases import Inputs, attend, compressed_length, cu, inputs
+from tercet.attention import kernels
+from tercet.attention.kernels.documents import Documents
+from tercet.attention.kernels.selected_plan import default_settings, make_plan
+
+CONFIG = tercet.NSAConfig(
+    compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
+)
+DOCUMENTS = (34, 5, 0, 25)
+TOKENS, LONGEST = sum(DOCUMENTS), max(DOCUMENTS)
+
+
+def sample(documents: tuple[int, ...] = DOCUMENTS) -> Inputs:
+    return inputs(
+        CONFIG, sum(documents), groups=1, per_group=1, key_size=16, value_size=16, documents=documents,
+        dtype=torch.float32,
+    )  # fmt: skip
+
+
+def outcome(x: Inputs, **options: Any) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    leaves = x.leaves()
+    out, aux = attend(leaves, CONFIG, "triton", return_aux=True, **options)
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return out.detach(), aux.block_indices, torch.autograd.grad((out * weights).sum(), leaves.tensors())
+
+
+def plan(documents: int | None, longest: int | None, batch: int = 1) -> Any:
+    shape = (batch, 65536 // batch, 65536 // batch, 12, 2, 16, 64, 64)
+    return make_plan(shape, 2, documents, (64, 1, 2), default_settings(64, 64, torch.bfloat16, 64), longest)
+
+
+@pytest.fixture
+def two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few blocks are enough for both designs that a bound matters to documents of this size."""
+    selected = importlib.import_module("tercet.attention.kernels.selected")
+    settings = replace(default_settings(16, 16, torch.float32, 16), forward_limit=1.6, backward_limit=1.6)
+    monkeypatch.setattr(selected, "default_settings", lambda *_: settings)
+    shape = (1, TOKENS, TOKENS, 1, 1, 2, 16, 16)
+    assert make_plan(shape, 4, 4, (16, 0, 1), settings, LONGEST).union_only
+    assert not make_plan(shape, 4, 4, (16, 0, 1), settings).union_only
+
+
+def test_a_bound_changes_no_result(two_plans: None) -> None:
+    x, bounds = sample(), cu(DOCUMENTS)
+    out, chosen, grads = outcome(x, cu_seqlens=bounds, max_seqlen=LONGEST)
+    wanted, as_chosen, wanted_grads = outcome(x, cu_seqlens=bounds)
+    assert torch.equal(chosen, as_chosen)
+    for found, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    first = 0
+    for begin, end in pairwise(bounds.tolist()):
+        if end == begin:
+            continue
+        past = first + compressed_length(end - begin, CONFIG)
+        places = (slice(begin, end), *[slice(first, past)] * 2, *[slice(begin, end)] * 5)
+        alone = Inputs(*(t[:, s] for t, s in zip(x.tensors(), places, strict=True)))
+        with torch.no_grad():
+            one, aux = attend(alone, CONFIG, "triton", return_aux=True)
+        assert torch.equal(chosen[:, begin:end], aux.block_indices)
+        torch.testing.assert_close(out[:, begin:end], one, rtol=1e-5, atol=1e-5)
+        first = past
+
+
+def test_compiled_with_a_bound_it_gives_the_same_bits() -> None:
+    x, bounds = sample((40, 5)).leaves(), cu((40, 5))
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return kernels.nsa(*tensors, CONFIG, bounds, max_seqlen=40)[0]
+
+    torch._dynamo.reset()
+    out, wanted = torch.compile(call, fullgraph=True, backend="aot_eager")(*x.tensors()), call(*x.tensors())
+    assert torch.equal(out, wanted)
+    found = torch.autograd.grad(out.square().sum(), x.tensors())
+    right = torch.autograd.grad(wanted.square().sum(), x.tensors())
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    score = importlib.import_module("tercet.attention.kernels.score")
+    q, kc, bounds = torch.zeros(1, 65536, 1, 16), torch.zeros(1, 4096, 1, 16), cu([1024] * 64)
+    launches: list[tuple[str, int]] = []
+
+    def record(kernel: Any, grid: Any, pointers: Any, free: tuple[int, ...], *_: Any, **__: Any) -> None:
+        name = kernel.fn.__name__
+        launches.append((name, free[-1 if name == "_choose" else -3]))  # blocks in a row of scores
+
+    monkeypatch.setattr(score, "call", record)
+    for longest, expected in (
+        (-1, [("_score", 1024), ("_choose", 1024)] * 2),  # two ranges of queries
+        (2048, [("_score", 32), ("_choose", 32)]),
+        (1024, [("_choose", 16)]),  # all are selected
+    ):
+        launches.clear()
+        documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
+        score.select(q, kc, torch.zeros(1, 1, 65536), tercet.NSAConfig(), documents)
+        assert launches == expected
+
+
+def test_the_selected_branch_takes_one_design_where_documents_are_short() -> None:
+    packed, rows = plan(32, 2048), plan(None, None, batch=32)
+    assert packed.union_only
+    assert rows.union_only
+    assert (packed.ranges, packed.forced) == (rows.ranges, rows.forced) == (1, 0)
+    assert not plan(32, None).union_only
+    assert plan(32, None).identity != packed.identity, "they launch other kernels"
+    assert not plan(16, 4096).union_only
+    assert plan(4096, 16).union_only
+
+
+def test_a_stretch_of_short_documents_takes_one_design_too() -> None:
+    settings, shape = default_settings(64, 64, torch.bfloat16, 64), (1, 16384, 65536, 12, 2, 16, 64, 64)
+    assert make_plan(shape, 2, 64, (64, 1, 2), settings, 1024).union_only
+    assert not make_plan(shape, 2, 64, (64, 1, 2), settings, 2048).union_only, "its documents may be all but begun"
+
+
+def test_a_bound_beyond_all_tokens_or_of_plain_rows_is_their_length() -> None:
+    bounds = cu(DOCUMENTS)
+    assert Documents(1, TOKENS, 0, bounds, None, longest=50).longest == 50
+    assert Documents(1, TOKENS, 0, bounds, None, longest=1000).longest == TOKENS
+    assert Documents(1, TOKENS, 0, bounds, None).longest == TOKENS
+    assert Documents(2, TOKENS, 0, None, None, longest=50).longest == TOKENS
