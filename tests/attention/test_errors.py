@@ -9,6 +9,8 @@ import torch
 
 import tercet
 from cases import SMALL, Inputs, attend, config, cu, inputs
+from tercet.attention.layout import Packing
+from tercet.model.attention import DenseAttention
 
 CFG = config()
 X = inputs(CFG, 21, batch=2, dtype=torch.float32)
@@ -176,8 +178,6 @@ def test_a_config_that_is_no_nsa_config_is_refused():
 
 
 def test_a_packing_made_for_another_call_is_refused():
-    from tercet.attention.layout import Packing
-
     config, tokens = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6), 12
     bounds = torch.tensor([0, tokens], dtype=torch.int32)
     count = config.num_compressed(tokens)
@@ -194,6 +194,26 @@ def test_a_packing_made_for_another_call_is_refused():
             tercet.nsa_attention(*call, config=config, packing=wrong)
     with pytest.raises(ValueError, match="both given"):
         tercet.nsa_attention(*call, config=config, cu_seqlens=bounds, packing=Packing(bounds, tokens, count, config))
+
+
+def test_a_document_longer_than_max_seqlen_is_refused_where_it_can_be_read():
+    documents = (9, 14, 7)
+    x = inputs(CFG, 30, documents=documents)
+    packed = {"cu_seqlens": cu(documents)}
+    for enough in (14, 15, 1000):
+        attend(x, CFG, max_seqlen=enough, **packed)
+    refusal(lambda: attend(x, CFG, max_seqlen=13, **packed), "max_seqlen=13", "document 1 has 14 tokens", "14 or more")
+    refusal(lambda: attend(x, CFG, max_seqlen=0, **packed), "max_seqlen=0", "at least 1")
+    refusal(lambda: attend(X, CFG, max_seqlen=14), "max_seqlen=14", "without cu_seqlens")
+    with pytest.raises(TypeError, match="max_seqlen is Tensor: it must be an int"):
+        attend(x, CFG, max_seqlen=torch.tensor(14), **packed)
+    for layer in (tercet.NativeSparseAttention(8, 2, 1, 4, config=CFG), DenseAttention(8, 2, 1, 4)):
+        hidden = torch.randn(1, 30, 8)
+        assert torch.equal(layer(hidden, max_seqlen=14, **packed), layer(hidden, **packed))
+        refusal(lambda: layer(hidden, max_seqlen=13, **packed), "max_seqlen=13", "document 1 has 14 tokens")  # noqa: B023
+        refusal(lambda: layer(hidden, max_seqlen=14), "max_seqlen=14", "without cu_seqlens")  # noqa: B023
+        packing = Packing(cu(documents), 30, 30 // CFG.compress_stride, CFG)
+        refusal(lambda: layer(hidden, packing, max_seqlen=14), "with a Packing")  # noqa: B023
 
 
 def test_nothing_to_attend_to_is_refused():

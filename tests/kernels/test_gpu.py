@@ -73,6 +73,35 @@ def test_gradients_of_packed_documents() -> None:
     against_reference(x, both(x, dout, cu_seqlens=cu), dout, 1e-2, cu_seqlens=cu)
 
 
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (16, 2, 128)])
+def test_a_bound_of_the_documents_lengths_changes_no_result(heads: int, groups: int, size: int) -> None:
+    lengths = [2048, 1, 700, 31, 0, 2047, 2048, 64, 2048, 1104, 2048, 2048]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    total = sum(lengths)
+    x = leaves(Shape(1, total, heads, groups, size))
+    dout = torch.randn(1, total, heads, size, device="cuda", dtype=torch.bfloat16)
+    bounded = both(x, dout, cu_seqlens=cu, max_seqlen=2048)
+    out, blocks, grads = both(x, dout, cu_seqlens=cu)
+    assert torch.equal(bounded[1], blocks)
+    errors = {"out": relative_error(bounded[0], out)}
+    errors |= {n: relative_error(g, w) for n, g, w in zip(NAMES, bounded[2], grads, strict=True)}
+    assert max(errors.values()) < 5e-3, errors
+    against_reference(x, bounded, dout, 1e-2, cu_seqlens=cu)
+
+
+def test_a_bound_of_the_documents_lengths_changes_nothing_in_dense_attention() -> None:
+    layer = tercet.DenseAttention(256, 4, 2, 64).to("cuda", torch.bfloat16)
+    hidden = torch.randn(1, 3000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu = torch.tensor([0, 1000, 1001, 2024, 3000], dtype=torch.int32, device="cuda")
+    found = []
+    for bound in (None, 1023):
+        out = layer(hidden, cu, max_seqlen=bound)
+        assert layer.routes == {"dense": "varlen"}
+        found.append((out, torch.autograd.grad(out.float().square().sum(), hidden)[0]))
+    for bounded, wanted in zip(found[1], found[0], strict=True):
+        assert relative_error(bounded, wanted) < 1e-2
+
+
 def test_a_stretch_of_queries_has_its_rows_of_the_whole_and_its_own_gradients() -> None:
     lengths = [900, 31, 2100, 64, 1001]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")

@@ -13,6 +13,7 @@ from cases import config, cu
 from oracle import causal_attention, rope
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, Span
+from tercet.model import dense
 from tercet.model.attention import DenseAttention, turns_of
 from tercet.model.dense import dense_route
 from tercet.model.stats import AttentionStats
@@ -383,6 +384,21 @@ def test_dense_attention_says_what_it_ran_on_and_why():
     layer(x, packing)
     assert layer.routes == {"dense": "reference"}
     assert "bf16 or fp16 with Dk = Dv: here float32, Dk=4 and Dv=4" in layer.routes["dense"].reason
+
+
+def test_the_kernel_for_packed_documents_is_told_the_longest(monkeypatch):
+    dense._varlen_options()  # of the true one, kept
+    told = []
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        told.append((max_q, max_k))
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    q = torch.randn(1, 20, 4, 4)
+    for bound in (15, None, 1000):
+        dense._varlen(q, q, q, Packing(cu((5, 15)), 20, 0, CFG, bound))
+    assert told == [(15, 15), (20, 20), (20, 20)]
 
 
 def test_a_stretch_of_queries_is_said_to_run_on_the_reference():

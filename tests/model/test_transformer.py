@@ -50,6 +50,20 @@ def test_no_token_sees_a_later_one(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_bound_of_the_documents_lengths_changes_no_loss(kind):
+    config = small(kind)
+    model, tokens = lively(config), tokens_of(config, 1, 83)
+    bounds = torch.tensor([0, 1, 30, 37, 83], dtype=torch.int32)
+    wanted = model(tokens, bounds, tokens)
+    for enough in (46, 64, 1000):
+        assert torch.equal(model(tokens, bounds, tokens, max_seqlen=enough).total, wanted.total)
+    with pytest.raises(ValueError, match="max_seqlen=45 and document 3 has 46 tokens"):
+        model(tokens, bounds, tokens, max_seqlen=45)
+    with pytest.raises(ValueError, match="max_seqlen=83 was given without cu_seqlens"):
+        model(tokens, None, tokens, max_seqlen=83)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_packed_documents_equal_documents_one_by_one(kind):
     config = small(kind)
     model, tokens = lively(config), tokens_of(config, 1, 83)

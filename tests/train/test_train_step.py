@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from runs import small
+from tercet.data.loader import build_loader
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
+from tercet.train.batches import to_device
 from tercet.train.guard import NonFiniteGuard
 from tercet.train.optim import build_optimizer
-from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
+from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, loss_sum, train_step
 
 CPU = torch.device("cpu")
 
@@ -178,3 +182,18 @@ def test_good_steps_in_between_end_a_row_but_not_the_total() -> None:
         step(model, optimizer, [batch(2)], guard, number)
     assert guard.total() == 3
     assert guard.halted_at() == 0
+
+
+def test_the_model_is_told_that_no_document_is_longer_than_a_sequence() -> None:
+    config = small()
+    with build_loader(config.data, seed=1, batch_sequences=3, split="train") as loader:
+        found = next(iter(loader))
+    told = []
+
+    def model(tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor, max_seqlen: int | None) -> SimpleNamespace:
+        told.append((tuple(tokens.shape), max_seqlen))
+        return SimpleNamespace(total=None)
+
+    for given in (found, replace(found, cu_seqlens=None)):
+        loss_sum(model, to_device(given, CPU))  # type: ignore[arg-type]
+    assert told == [((1, 192), 64), ((3, 64), None)]

@@ -137,18 +137,18 @@ def check_gradients(
     """
     small = Shape(1, min(shape.T, 4096), shape.H, shape.G, shape.D)
     x = make_inputs(small, config, kind, correlation, seed=7, device=device).all()
-    bounds = None
+    bounds = longest = None
     if packed:
         first = min(config.compress_block - 1, small.T // 4)
         bounds = torch.tensor([0, first, first + small.T // 4, small.T], dtype=torch.int32, device=device)
+        longest = small.T - small.T // 4 - first
     leaves = [t.detach().requires_grad_() for t in x]
-    out, aux = nsa_attention(*leaves, config=config, cu_seqlens=bounds, backend=backend, return_aux=True)
+    documents: dict[str, Any] = {"cu_seqlens": bounds, "max_seqlen": longest}
+    out, aux = nsa_attention(*leaves, config=config, **documents, backend=backend, return_aux=True)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, dout)
     exact = [t.detach().float().requires_grad_() for t in x]
-    wanted = nsa_attention(
-        *exact, config=config, cu_seqlens=bounds, backend="reference", block_indices=aux.block_indices
-    )
+    wanted = nsa_attention(*exact, config=config, **documents, backend="reference", block_indices=aux.block_indices)
     wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
     names = ("dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates")
     errors = {"out": relative_error(out, wanted)}

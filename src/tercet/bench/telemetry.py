@@ -53,7 +53,7 @@ class Bench:
         def batch() -> MicroBatch:
             tokens = torch.randint(config.model.vocab_size, (1, rows * length + 1), generator=drawn).to(self.device)
             bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=self.device)
-            return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), bounds)
+            return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), bounds, length)
 
         self.batches = [batch() for _ in range(config.accumulation)]
         self.log = EventLog(folder)
