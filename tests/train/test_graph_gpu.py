@@ -1,0 +1,176 @@
+"""On a GPU: recorded steps are the steps, nothing waits, and memory is not taken twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runs import GPU_SIZES, losses, small
+from tercet.model.attention import NativeSparseAttention
+from tercet.model.transformer import Transformer
+from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
+from tercet.parallel.strategy import Single
+from tercet.train.device import set_arithmetic
+from tercet.train.graph import StepGraph
+from tercet.train.guard import NonFiniteGuard
+from tercet.train.loop import train
+from tercet.train.optim import build_optimizer
+from tercet.train.state import compile_blocks
+from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
+
+pytestmark = pytest.mark.gpu
+
+SEQUENCES, LENGTH = 4, 512
+SIZES: dict[str, Any] = GPU_SIZES | {"model__layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def same_bits() -> Iterator[None]:
+    set_arithmetic(deterministic=True, threads=None)
+    yield
+    set_arithmetic(deterministic=False, threads=None)
+
+
+class Run:
+    def __init__(self, *, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> None:
+        config = small(**SIZES, model__attention=attention)
+        self.device = torch.device("cuda")
+        torch.manual_seed(0)
+        self.model = Transformer(config.model).to(self.device)
+        apply_activation_checkpointing(self.model.blocks, mode)
+        if compiled:
+            compile_blocks(self.model, mode)
+        self.optimizer = build_optimizer(self.model, config.train)
+        self.guard = NonFiniteGuard(self.device, 100, 5)
+        self.stats = [m.stats for m in self.model.modules() if isinstance(m, NativeSparseAttention)]
+        self.graph = StepGraph(self.model, "bf16") if recorded else None
+        self.number = 0
+
+    def step(self, batches: list[MicroBatch], *, looked_at: bool = False) -> StepResult:
+        self.number += 1
+        for stats in self.stats:
+            stats.enabled = looked_at
+        return train_step(
+            self.model,
+            self.optimizer,
+            batches,
+            step=self.number,
+            lr=1e-2,
+            clip=1.0,
+            precision="bf16",
+            guard=self.guard,
+            strategy=Single(),
+            graph=self.graph,
+        )
+
+    def validate(self, batch: MicroBatch) -> Tensor:
+        """As between two steps of a run: from Python, in memory of its own."""
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            return self.model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
+
+
+def packed(seed: int, documents: int) -> MicroBatch:
+    """Sequences end documents, and others end within them."""
+    draw = torch.Generator().manual_seed(seed)
+    total = SEQUENCES * LENGTH
+    tokens = torch.randint(1, 256, (1, total + 1), generator=draw)
+    inner = torch.randperm(total - 1, generator=draw)[:documents] + 1
+    bounds = torch.cat((inner, torch.arange(0, total + 1, LENGTH))).unique().to(torch.int32)
+    targets = tokens[:, 1:].clone()
+    targets[0, bounds[1:].long() - 1] = IGNORED_TARGET
+    device = torch.device("cuda")
+    return MicroBatch(tokens[:, :-1].contiguous().to(device), targets.to(device), bounds.to(device), LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"compiled": False}),
+        (1, {"attention": "dense"}),
+        (1, {"mode": "full"}),
+        (1, {"mode": "selective"}),
+    ],
+    ids=["one", "accumulated", "uncompiled", "dense", "full", "selective"],
+)
+def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, options: dict[str, Any]) -> None:
+    """Another number of documents in every batch, more than there is room for in the fifth; a step that is looked at
+    and a validation in between."""
+    told: list[list[Tensor]] = []
+    for recorded in (False, True):
+        run, seen = Run(recorded=recorded, **options), []
+        for i, documents in enumerate((3, 11, 2, 7, 60, 5)):
+            result = run.step([packed(10 * i + j, documents + j) for j in range(accumulation)], looked_at=i == 2)
+            seen += [result.loss, result.grad_norm]
+            if i == 2:
+                seen += [torch.tensor(list(s.read().values())) for s in run.stats]
+                for stats in run.stats:
+                    stats.enabled = False
+                    stats.reset()
+            if i == 3:
+                seen.append(run.validate(packed(99, 20)))
+        assert run.guard.total() == 0
+        told.append([x.cpu() for x in (*seen, *(p.detach() for p in run.model.parameters()))])
+        if run.graph is not None:
+            assert len(run.graph.news()) == (3 if run.stats else 2)  # at first, for statistics, for more documents
+    for i, (a, b) in enumerate(zip(*told, strict=True)):
+        assert torch.equal(a, b), f"number {i} of what was told: {(a.double() - b.double()).abs().max():.3e}"
+
+
+def test_a_replay_never_waits_for_the_device() -> None:
+    run = Run(recorded=True)
+    for looked_at in (False, True):
+        run.step([packed(1, 5)], looked_at=looked_at)
+    batches = [packed(2, 8), packed(3, 4)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.step(batches[:1])
+        run.step(batches[1:], looked_at=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.guard.total() == 0
+
+
+def test_memory_is_not_taken_twice() -> None:
+    """Reserved memory with recordings of both kinds, after a re-recording, beside what steps take without."""
+    taken = {}
+    for recorded in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        run = Run(recorded=recorded)
+        for i, documents in enumerate((5, 5, 60, 5)):
+            run.step([packed(i, documents)], looked_at=i == 1)
+        torch.cuda.synchronize()
+        taken[recorded] = torch.cuda.max_memory_reserved() - before
+        if run.graph is not None:
+            assert run.graph.held_bytes > 0
+        del run
+    assert taken[True] < 1.3 * taken[False] + (64 << 20), taken
+
+
+def test_a_recorded_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    sizes = SIZES | {
+        "train__tokens_per_step": 4096,
+        "train__micro_batch": 4,
+        "train__val_tokens": 2048,
+        "train__val_every": 3,
+        "log__every": 2,
+        "run__deterministic": True,
+    }
+    told = {}
+    for name, how in (("off", "off"), ("on", "on"), ("resumed", "on")):
+        folder = tmp_path / name
+        begin = {"resume": str(tmp_path / "on" / "checkpoints" / "step-00000004")} if name == "resumed" else {}
+        assert train(small(run__dir=str(folder), train__cuda_graph=how, **sizes), origins={}, **begin) == 0
+        told[name] = losses(folder)
+    assert told["on"] == told["off"]
+    assert told["resumed"][6] == told["off"][6]
