@@ -7,6 +7,7 @@ import os
 
 NEED_INTERPRETER = [
     "test_decode.py",
+    "test_empty_documents.py",
     "test_heads.py",
     "test_output.py",
     "test_selected.py",
