@@ -9,10 +9,11 @@ import torch
 
 import tercet.telemetry.memory as memory
 import tercet.train.step as step_module
+from tercet.report.attention_gates import selection
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.report.verdict import judge
-from tercet.telemetry.events import CheckpointFailed
+from tercet.telemetry.events import CheckpointFailed, HealthFired
 from tercet.train import manifest
 from watched import FEW, copy, dense_twin, even_clock, gate, run, verdict
 
@@ -175,3 +176,21 @@ def test_weights_kept_in_half_precision_are_no_go(healthy, tmp_path):
     report = found.folder / "dtypes_report.txt"
     report.write_text(report.read_text().replace("parameters: float32", "parameters: bfloat16"))
     assert gate(verdict(read_run(found.folder)), "numerics").verdict == "NO-GO"
+
+
+def test_a_layer_that_leaves_a_branch_to_others_is_told_and_many_such_layers_are_no_go(healthy, tmp_path):
+    ran = on_gpu(healthy, tmp_path / "run")
+    layers = ran.config["model.layers"]
+
+    def dead(layer):
+        sentence = f"layer {layer}: the compressed branch gets 0.94% of the gates"
+        return HealthFired(
+            step=30, rule="dead_branch", action="warn", sentence=sentence, value=0.0094, threshold=0.01, layer=layer
+        )
+
+    one_in_all = Thresholds(40, lone_branch_layers=1 / layers)
+    told = selection(ran, [dead(0)], one_in_all)
+    assert told.verdict == "GO"
+    assert ("dead branch", f"{dead(0).sentence} from step 30 on: 1 of {layers} layers") in told.evidence
+    assert selection(ran, [dead(0), dead(1)], one_in_all).verdict == "NO-GO"
+    assert selection(ran, [dead(0)], Thresholds(40, lone_branch_layers=0)).verdict == "NO-GO"

@@ -78,8 +78,8 @@ def selection(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     """Gates and selection of every layer do their work."""
     case = Case(
         "selection health",
-        "no collapsed gate, no dead branch, no selection that is stuck, in any layer; "
-        f"at least {limits.readings} readings of all layers",
+        f"a collapsed gate or a dead branch in at most {limits.lone_branch_layers:.0%} of the layers, no selection "
+        f"that is stuck in any; at least {limits.readings} readings of all layers",
         "gates",
     )
     told = kinds(run)
@@ -107,15 +107,22 @@ def selection(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     }
     for rule, mend in mends.items():
         found = [f for f in findings if f.rule == rule]
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            case.against(f"{found[0].sentence} from step {found[0].step} on{more}", mend)
+        if not found:
+            continue
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        told_of = f"{found[0].sentence} from step {found[0].step} on{more}"
+        layers = {f.layer for f in found}
+        # Layers share the work out: in the best model that we have trained the first one reads its window alone.
+        if None not in layers and len(layers) <= limits.lone_branch_layers * len(sparse):
+            case.show(rule.replace("_", " "), f"{told_of}: {len(layers)} of {len(sparse)} layers")
+        else:
+            case.against(told_of, mend)
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
         case.against("the gates were not finite", "see the numerics gate")
     if len(whole) < limits.readings:
         case.lacks(f"all layers were read {len(whole)} times, {limits.readings} are needed", "train for longer")
     _enough(run, limits, case)
-    return case.close(f"{len(sparse)} layers use all their branches and choose their blocks")
+    return case.close(f"{len(sparse)} layers use their branches and choose their blocks")
 
 
 def numerics(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:

@@ -43,6 +43,7 @@ class Thresholds:
     checkpoint_blocked: float = 0.05
     spikes_per_step: float = 1 / 200
     readings: int = 5
+    lone_branch_layers: float = 0.25
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,7 @@ class HealthFired(Event):
     sentence: str
     value: float
     threshold: float
+    layer: int | None = None  # of which it speaks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,15 +122,16 @@ class HealthMonitor:
             if share is not None:
                 bad = not share < c.gate_collapse_share  # NaN is bad too
                 sentence = f"layer {i}: one gate takes over 95% for {100 * share:.0f}% of tokens and heads"
-                found += self._after(event, "gate_collapse", i, bad, c.patience, sentence, share, c.gate_collapse_share)
+                found += self._after(
+                    event, "gate_collapse", i, bad, c.patience, sentence, share, c.gate_collapse_share, layer=i
+                )
         for branch in BRANCHES:
             for i, share in enumerate(getattr(event, f"gate_share_{branch}")):
                 if share is not None:
-                    bad = not share >= c.dead_branch_share
+                    bad, limit = not share >= c.dead_branch_share, c.dead_branch_share
                     sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gates"
-                    found += self._after(
-                        event, "dead_branch", (i, branch), bad, c.patience, sentence, share, c.dead_branch_share
-                    )
+                    key = (i, branch)
+                    found += self._after(event, "dead_branch", key, bad, c.patience, sentence, share, limit, layer=i)
         return found
 
     def _selection(self, event: LayersObserved) -> list[HealthFired]:
@@ -168,13 +169,16 @@ class HealthMonitor:
         sentence: str,
         value: float,
         threshold: float,
+        layer: int | None = None,
     ) -> list[HealthFired]:
         """One finding, when `bad` has been true `patience` times in a row for the first time."""
         count = self._bad.get((rule, key), 0) + 1 if bad else 0
         self._bad[rule, key] = count
-        return self._always(event, rule, sentence, value, threshold) if count == patience else []
+        return self._always(event, rule, sentence, value, threshold, layer) if count == patience else []
 
-    def _always(self, event: Event, rule: str, sentence: str, value: float, threshold: float) -> list[HealthFired]:
+    def _always(
+        self, event: Event, rule: str, sentence: str, value: float, threshold: float, layer: int | None = None
+    ) -> list[HealthFired]:
         return [
             HealthFired(
                 step=event.step,
@@ -185,6 +189,7 @@ class HealthMonitor:
                 sentence=sentence,
                 value=float(value),
                 threshold=float(threshold),
+                layer=layer,
             )
         ]
 
