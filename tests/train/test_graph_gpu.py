@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runs import GPU_SIZES, losses, small
+from runs import losses, small
 from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -25,8 +25,23 @@ from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
 
 pytestmark = pytest.mark.gpu
 
-SEQUENCES, LENGTH = 4, 512
-SIZES: dict[str, Any] = GPU_SIZES | {"model__layers": 2}
+SEQUENCES, LENGTH = 2, 2048
+# M7C's heads and blocks: kernels that other tests and benches compile as well.
+SIZES: dict[str, Any] = {
+    "model__dim": 768,
+    "model__layers": 2,
+    "model__heads": 12,
+    "model__kv_heads": 2,
+    "model__head_dim": 64,
+    "model__ffn_dim": 2048,
+    "model__nsa__compress_block": 32,
+    "model__nsa__compress_stride": 16,
+    "model__nsa__select_block": 64,
+    "model__nsa__select_count": 16,
+    "model__nsa__window": 128,
+    "data__seq_len": LENGTH,
+    "run__device": "cuda",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +53,7 @@ def same_bits() -> Iterator[None]:
 
 class Run:
     def __init__(self, *, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> None:
-        config = small(**SIZES, model__attention=attention)
+        config = small(**SIZES, model__attention=attention, train__tokens_per_step=SEQUENCES * LENGTH)
         self.device = torch.device("cuda")
         torch.manual_seed(0)
         self.model = Transformer(config.model).to(self.device)
@@ -60,7 +75,7 @@ class Run:
             self.optimizer,
             batches,
             step=self.number,
-            lr=1e-2,
+            lr=1e-3,
             clip=1.0,
             precision="bf16",
             guard=self.guard,
@@ -159,9 +174,9 @@ def test_memory_is_not_taken_twice() -> None:
 
 def test_a_recorded_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
     sizes = SIZES | {
-        "train__tokens_per_step": 4096,
-        "train__micro_batch": 4,
-        "train__val_tokens": 2048,
+        "train__tokens_per_step": 2 * SEQUENCES * LENGTH,
+        "train__micro_batch": SEQUENCES,
+        "train__val_tokens": SEQUENCES * LENGTH,
         "train__val_every": 3,
         "log__every": 2,
         "run__deterministic": True,
