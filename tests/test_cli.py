@@ -84,7 +84,7 @@ def test_plan_as_json_is_one_line(capsys):
 
 def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
     code, _, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "RX 1")
-    assert code == 1
+    assert code == 2
     assert "--gpu RX 1 is not known here: pick one of GH200, H200" in err
     assert run(capsys, "plan", "--preset", "m7c", "--gpu", "h100 pcie")[1].count("756 TFLOP/s") == 1
 

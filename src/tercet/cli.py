@@ -1,6 +1,7 @@
 """The command line: parse, call, exit code. torch is imported by the commands that compute, not here.
 
-Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 130 and 143 stopped by a signal.
+Exit codes: what a command returns, or what its error says (tercet.errors), or 130 and 143 for signals; all of them are
+listed in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if not getattr(error, "told", False):  # one of many ranks says it for all
             print(f"error: {error}", file=sys.stderr)
-        return 2 if getattr(error, "usage", False) else 1
+        return error.exit_code
     except BrokenPipeError:
         # `tercet presets | head`: whoever read has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from typing import Any
 from tercet.config.parallel import ParallelConfig
 from tercet.config.schema import RunConfig
 from tercet.config.train import resolved_precision
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.model import cost
 from tercet.telemetry.peak import CPU_UTILISATION, GPU_UTILISATION, KNOWN, measured_cpu_flops, peak_flops
 from tercet.telemetry.units import duration, quantity, size
@@ -55,7 +55,7 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
     if gpu is not None:
         flops = peak_flops(gpu)
         if flops is None:
-            raise TercetError(f"--gpu {gpu} is not known here: pick one of {', '.join(KNOWN)}")
+            raise UsageError(f"--gpu {gpu} is not known here: pick one of {', '.join(KNOWN)}")
         return Device(gpu.upper(), flops, None, GPU_UTILISATION)
     found = None if wanted == "cpu" else _nvidia_smi()
     if wanted == "cuda" and found is None:

@@ -174,12 +174,13 @@ def test_what_cannot_be_read_is_refused_in_one_line(prompts, options, said):
         ("--top-p 3", "top_p=3.0 must be"),
         ("--max-new-tokens 0", "max_new_tokens=0 must be at least 1"),
         ("--prefill-chunk 0", "prefill_chunk=0 must be at least 1"),
+        ("--context 0", "context=0 must be at least 1"),
         ("--max-new-tokens 200", "or say context=203 (--context 203) to read"),
     ],
 )
 def test_the_command_echoes_no_prompt_before_its_options_are_checked(monkeypatch, capsys, flags, said):
     monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: language_model())
-    assert main(["generate", "run", "--prompt", "abc", *flags.split()]) == 1
+    assert main(["generate", "run", "--prompt", "abc", *flags.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")

@@ -19,7 +19,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.toml import dumps
 from tercet.config.toml import value as as_toml
 from tercet.durable import write_json, write_text
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 
 DEFAULT = "default"
 FLAG = "flag"
@@ -27,10 +27,8 @@ FLAG = "flag"
 NOT_SAVED = ("run.dir",)
 
 
-class ConfigError(TercetError):
+class ConfigError(UsageError):
     """The configuration or the command line is wrong; the message is one line with the mend in it."""
-
-    usage = True
 
 
 @dataclass(frozen=True)

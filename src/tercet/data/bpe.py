@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.order import validation_threshold
 from tercet.data.sources import record_source
 from tercet.data.text import hash_of
@@ -24,12 +24,12 @@ def train_bpe(
     At most `max_bytes` of text are read, in an order given by `seed`; validation documents are left out.
     """
     if data.source in ("synthetic", "shards", "mixture"):
-        raise DataError(
+        raise DataUsageError(
             f"source={data.source} has no text to train a tokenizer on: "
             "use python-source, text, jsonl, parquet or fineweb-edu"
         )
     if vocab_size < LEAST:
-        raise DataError(f"vocab_size={vocab_size} is below {LEAST}: all 256 bytes and EOS must have a place")
+        raise DataUsageError(f"vocab_size={vocab_size} is below {LEAST}: all 256 bytes and EOS must have a place")
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -45,7 +45,7 @@ def train_bpe(
     )
     library.train_from_iterator(_texts(data, max_bytes, seed), trainer)
     if library.get_vocab_size() < vocab_size:
-        raise DataError(
+        raise DataUsageError(
             f"vocab_size={vocab_size} is more than this text has pairs for: it gives {library.get_vocab_size()} "
             "tokens; ask for that many, or give more text"
         )

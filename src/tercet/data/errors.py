@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 
 
 class DataError(TercetError):
     """Names the file or value, the rule it breaks and the mend, in one line."""
+
+
+class DataUsageError(DataError, UsageError):
+    """The data that was asked for cannot be: it is not there, or the settings for it do not go together."""
 
 
 class StoppedWaiting(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.order import permutation
 from tercet.data.records import Reader, Record
 
@@ -50,7 +50,7 @@ def find_files(paths: Sequence[str], kind: str) -> Files:
     seen: set[Path] = set()
     for _, file in found:
         if file.resolve() in seen:
-            raise DataError(f"path names {file} twice: name every file once")
+            raise DataUsageError(f"path names {file} twice: name every file once")
         seen.add(file.resolve())
     return Files(found)
 
@@ -64,13 +64,13 @@ def _named_by(given: str, kind: str) -> list[tuple[str, Path]]:
         if not files:
             endings = ", ".join(suffix for suffix in SUFFIXES[kind] if suffix)
             looked = f" (looked for {endings})" if endings else ""
-            raise DataError(
+            raise DataUsageError(
                 f"path={given} holds no {kind} file{looked}: name the files, or set data.source to what they are"
             )
     else:
         files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
         if not files:
-            raise DataError(f"path={given} matches no file: check the spelling, and the folder you start from")
+            raise DataUsageError(f"path={given} matches no file: check the spelling, and the folder you start from")
         root = Path(os.path.commonpath([file.parent for file in files]))
     return [(file.relative_to(root).as_posix(), file) for file in files]
 

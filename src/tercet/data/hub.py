@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.files import find_files
 from tercet.data.order import permutation
 from tercet.data.records import Record, make_record
@@ -107,7 +107,7 @@ def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, se
     files = sorted(name for name in names if name.startswith(prefix) and name.endswith(".parquet"))
     if not files:
         folders = sorted({name.rsplit("/", 1)[0] for name in names if name.endswith(".parquet") and "/" in name})
-        raise DataError(
+        raise DataUsageError(
             f"dataset {dataset} has no parquet file under hub_folder={folder!r}; it has: {', '.join(folders[:12])}"
         )
     urls = [f"hf://datasets/{dataset}@{info.sha}/{name}" for name in files]

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tercet.config.data import DataConfig
+from tercet.data.errors import DataUsageError
 from tercet.data.packing import IGNORE, Packed, Packing, pack
 from tercet.data.shards import read_manifest, verify
 from tercet.data.sources import open_stream
@@ -18,6 +19,8 @@ WIDTH = 96
 
 def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> Iterator[str]:
     """Lines about the first `sequences` sequences: each document with its length and its first and last characters."""
+    if sequences < 1:
+        raise DataUsageError(f"sequences={sequences} is below 1: give the number of sequences to show")
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)
     yield f"source {data.source}, split {split}, seed {seed}"

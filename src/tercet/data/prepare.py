@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import record_source
@@ -70,9 +70,11 @@ def prepare(
     the split and the order of reading are made when the shards are read.
     """
     if data.source not in PREPARABLE:
-        raise DataError(f"source={data.source} cannot be prepared: it must be one of {', '.join(PREPARABLE)}")
+        raise DataUsageError(f"source={data.source} cannot be prepared: it must be one of {', '.join(PREPARABLE)}")
     if shard_tokens < 1:
-        raise DataError(f"shard_tokens={shard_tokens} is below 1: 67108864 is a good size")
+        raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: 67108864 is a good size")
+    if workers < 0:
+        raise DataUsageError(f"workers={workers} is below 0: give a number of processes, or 0 for one per core")
     workers = workers or os.cpu_count() or 1
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     records = record_source(data, seed=0, shuffle=False)
@@ -313,12 +315,12 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
         before = read_json(out / PLAN)
         for name, value in plan.items():
             if before.get(name) != value:
-                raise DataError(
+                raise DataUsageError(
                     f"out={out} was begun with {name}={before.get(name)}, now {name}={value}: "
                     "name another folder, or remove this one"
                 )
     elif any(out.glob("shard-*.json")):
-        raise DataError(f"out={out} holds shards of something else (no {PLAN}): name another folder")
+        raise DataUsageError(f"out={out} holds shards of something else (no {PLAN}): name another folder")
     write_json(out / PLAN, plan)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tercet import durable
-from tercet.data.errors import DataError
+from tercet.data.errors import DataError, DataUsageError
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer
@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         if any(folder.glob("shard-*.json")):
             raise DataError(f"{folder} has shards but no {MANIFEST}: its preparation was interrupted; run it again")
-        raise DataError(f"{folder} has no {MANIFEST}: it is not a folder made by `tercet data prepare`")
+        raise DataUsageError(f"{folder} has no {MANIFEST}: it is not a folder made by `tercet data prepare`")
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise DataError(

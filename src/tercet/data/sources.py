@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tercet.config.data import DataConfig, SourceConfig
-from tercet.data.errors import DataError
+from tercet.data.errors import DataUsageError
 from tercet.data.files import FileRecords, find_files, python_files
 from tercet.data.mixture import MixtureStream
 from tercet.data.order import document_hash, key
@@ -59,7 +59,7 @@ def _open_part(
         return SyntheticStream(part.synthetic, data.seq_len, tokenizer, reading, name)
     if part.source == "shards":
         if len(part.path) != 1:
-            raise DataError(
+            raise DataUsageError(
                 f"source=shards with {len(part.path)} paths: one folder per source; join several as parts of a mixture"
             )
         return ShardStream(Path(part.path[0]).expanduser(), tokenizer, reading, name)
@@ -68,7 +68,7 @@ def _open_part(
 
 def _reading(data: DataConfig, seed: int, split: Split) -> Reading:
     if split == "validation" and data.validation_fraction == 0:
-        raise DataError("validation_fraction=0 keeps no document for validation: raise it, or turn validation off")
+        raise DataUsageError("validation_fraction=0 keeps no document for validation: raise it, or turn validation off")
     return Reading(
         seed=seed,
         split=split,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tercet.data.errors import DataError
+from tercet.data.errors import DataError, DataUsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -120,7 +120,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
     """`byte`, a tokenizer.json (or the folder that holds it), or a name on the hub such as `gpt2`."""
     if spec == "byte":
         if eos_token:
-            raise DataError(f"eos_token={eos_token!r} with tokenizer=byte: its EOS is byte 0; drop eos_token")
+            raise DataUsageError(f"eos_token={eos_token!r} with tokenizer=byte: its EOS is byte 0; drop eos_token")
         return ByteTokenizer()
     try:
         from tokenizers import Tokenizer as Library
@@ -139,7 +139,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"tokenizer={spec}: {path} is not a readable tokenizer.json: {error}") from error
     if _looks_like_path(spec):
-        raise DataError(
+        raise DataUsageError(
             f"tokenizer={spec}: there is no {path}: give a tokenizer.json, a folder that holds one, a hub name, or byte"
         )
     try:
@@ -169,14 +169,14 @@ def _find_eos(library: Library, name: str, eos_token: str) -> int:
     if eos_token:
         found = library.token_to_id(eos_token)
         if found is None:
-            raise DataError(
+            raise DataUsageError(
                 f"eos_token={eos_token!r} is not in the vocabulary of {name}; its special tokens: {_specials(library)}"
             )
         return found
     for candidate in EOS_NAMES:
         if (found := library.token_to_id(candidate)) is not None:
             return found
-    raise DataError(
+    raise DataUsageError(
         f"tokenizer {name} has none of the usual end-of-document tokens ({', '.join(EOS_NAMES)}): "
         f"name it with --data.eos_token; its special tokens: {_specials(library)}"
     )

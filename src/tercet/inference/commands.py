@@ -91,13 +91,13 @@ def _print_json(made: object) -> None:
 
 
 def _read(path: Path) -> str:
-    from tercet.errors import TercetError
+    from tercet.errors import UsageError
 
     if str(path) == "-":
         return sys.stdin.read()
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TercetError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise TercetError(f"--prompt-file {path} is not UTF-8 text (byte {error.start}): convert it") from None
+        raise UsageError(f"--prompt-file {path} is not UTF-8 text (byte {error.start}): convert it") from None

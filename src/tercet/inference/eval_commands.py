@@ -106,9 +106,12 @@ def recall(
         documents: Documents to ask.
         batch: Documents at once.
     """
+    from tercet.errors import UsageError
     from tercet.inference.load import load_model
     from tercet.inference.recall import recall_by_distance, window_reach
 
+    if not runs:
+        raise UsageError("no run folder was given: tercet eval recall runs/NAME-DATE-TIME")
     curves, records, reach = {}, [], None
     for run in runs:
         model = load_model(run, device=device, dtype=dtype)

@@ -127,6 +127,8 @@ def stream(
         raise PromptError(str(error)) from None
     if prefill_chunk < 1:
         raise PromptError(f"prefill_chunk={prefill_chunk} must be at least 1")
+    if context is not None and context < 1:
+        raise PromptError(f"context={context} must be at least 1")
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     if stop and tokenizer is None:
         raise PromptError("stop is text, and there is no tokenizer: give tokenizer=…")

@@ -17,7 +17,7 @@ from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
 from tercet.config.train import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.model.transformer import Transformer
 from tercet.train import manifest, restore
 from tercet.train.device import pick_device
@@ -28,7 +28,7 @@ CONFIG = "config.toml"
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
-class ModelError(TercetError):
+class ModelError(UsageError):
     """A model that cannot be loaded, or a use that it does not allow."""
 
 

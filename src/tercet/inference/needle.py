@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from tercet.data.synthetic import KEYS, NOISE, VALUES
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
 from tercet.inference.recall import judge
@@ -59,7 +59,7 @@ def needle(
         ("batch", batch, batch >= 1, "at least 1"),
     ):
         if not kept:
-            raise TercetError(f"{name}={value} must be {rule}")
+            raise UsageError(f"{name}={value} must be {rule}")
     if style == "auto":
         data = model.run.data
         style = "recall" if data.source == "synthetic" and data.synthetic.task == "recall" else "text"
@@ -98,7 +98,7 @@ def _document(
         straw = hay[start : start + length]
     room = length - len(fact) - len(question) - len(value)
     if room < 0:
-        raise TercetError(f"lengths holds {length}: a needle and its question alone take {length - room} tokens")
+        raise UsageError(f"lengths holds {length}: a needle and its question alone take {length - room} tokens")
     at = round(depth * room)
     return [*straw[:at], *fact, *straw[at:room], *question, *value], len(value)
 
@@ -111,7 +111,7 @@ def _held_out_tokens(model: LanguageModel, count: int) -> list[int]:
         if len(tokens) >= count:
             return tokens
     if len(tokens) < count // 4:
-        raise TercetError(
+        raise UsageError(
             f"the model's data has {len(tokens)} held-out tokens, and a haystack of {count // 4} was asked for: "
             "shorter lengths, or --style recall"
         )

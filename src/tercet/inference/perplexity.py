@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.data.loader import Batch, build_loader
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.inference.load import LanguageModel
 from tercet.model.cost import chunk_rows
 from tercet.model.loss import IGNORED
@@ -87,7 +87,7 @@ def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None
     """Validation documents of the model's own data, packed as in training."""
     for name, value in (("sequences", sequences), ("seq_len", seq_len), ("batch", batch)):
         if value is not None and value < 1:
-            raise TercetError(f"{name}={value} must be at least 1")
+            raise UsageError(f"{name}={value} must be at least 1")
     data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
     with build_loader(
         data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer

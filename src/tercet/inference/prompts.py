@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tercet.data.tokenizers import Tokenizer
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Tensor
 
 
-class PromptError(TercetError):
+class PromptError(UsageError):
     """A prompt that the model cannot read."""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tercet.config.data import SyntheticConfig
 from tercet.data.loader import build_loader
 from tercet.data.synthetic import ASK, IS, KEY_TOKENS
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.inference.load import LanguageModel
 from tercet.model.transformer import Transformer
 
@@ -68,10 +68,10 @@ def recall_by_distance(model: LanguageModel, *, length: int, documents: int, bat
     """Accuracy on documents of `length` tokens that training never saw, by distance of the fact: 64-127, 128-255, …"""
     for name, value in (("length", length), ("documents", documents), ("batch", batch)):
         if value < 1:
-            raise TercetError(f"{name}={value} must be at least 1")
+            raise UsageError(f"{name}={value} must be at least 1")
     data = model.run.data
     if data.synthetic.task != "recall":
-        raise TercetError(
+        raise UsageError(
             f"data.synthetic.task={data.synthetic.task!r}: this model was not trained on the recall task; train one "
             "with --data.source synthetic --data.synthetic.task recall, or use `tercet eval needle`"
         )

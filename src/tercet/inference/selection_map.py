@@ -12,7 +12,7 @@ from torch import Tensor
 from tercet.attention.layout import Packing
 from tercet.attention.spec import NSAConfig
 from tercet.data.tokenizers import Tokenizer
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
@@ -63,7 +63,7 @@ def selections(model: Transformer, tokens: list[int]) -> list[LayerSelection]:
         if isinstance(layer, NativeSparseAttention) and "selected" in layer.branches
     ]
     if not layers:
-        raise TercetError("no layer of this model selects blocks: selection maps are of NSA layers with that branch")
+        raise UsageError("no layer of this model selects blocks: selection maps are of NSA layers with that branch")
     before = [layer.stats for _, layer in layers]
     recorders = [_Recorder() for _ in layers]
     try:
@@ -85,7 +85,7 @@ def page(tokens: list[int], tokenizer: Tokenizer, found: list[LayerSelection], *
     """The page for one query of the prompt (-1: its last token)."""
     t = query if query >= 0 else len(tokens) + query
     if not 0 <= t < len(tokens):
-        raise TercetError(f"query={query} is outside the prompt of {len(tokens)} tokens: 0 to {len(tokens) - 1}, or -1")
+        raise UsageError(f"query={query} is outside the prompt of {len(tokens)} tokens: 0 to {len(tokens) - 1}, or -1")
     size = found[0].config.select_block
     count = t // size + 1
     read = [layer.read_by(t) for layer in found]

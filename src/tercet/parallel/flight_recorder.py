@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tercet.durable import write_text
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 
 FOLDER = "flight_recorder"
 EARLIER = "earlier-"
@@ -69,7 +69,7 @@ def flight(run: str) -> int:
         run: Run folder.
     """
     if not Path(run).is_dir():
-        raise TercetError(f"{run} does not exist: name the folder of a run")
+        raise UsageError(f"{run} does not exist: name the folder of a run")
     folder = Path(run) / FOLDER
     earlier = sorted(folder.glob(f"{EARLIER}*"))
     if earlier and not _records(folder):

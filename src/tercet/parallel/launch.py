@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import tercet
 from tercet.config.parallel import ParallelConfig
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
 
 _FOLDER_KEY = "tercet/run_folder"
@@ -35,6 +35,10 @@ class LaunchError(TercetError):
     """Ranks that may not begin. `told`: another rank prints it."""
 
     told = False
+
+
+class WrongLaunch(LaunchError, UsageError):
+    """A launch that does not fit the configuration or the machine: it must be started in another way."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,14 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
     """Refuse a launch that would leave GPUs idle or ranks without one. Returns warnings."""
     if launch.world_size != parallel.world_size:
         local = min(parallel.world_size, gpus or parallel.world_size)
-        raise LaunchError(
+        raise WrongLaunch(
             f"parallel.world_size={parallel.world_size}, but {launch.world_size} rank"
             f"{'s were' if launch.world_size > 1 else ' was'} launched: start with\n"
             f"  {torchrun_line(parallel.world_size, local, parallel.strategy)}"
         )
     if parallel.strategy != "single" and not launch.by_torchrun:
         ranks = gpus if gpus > 1 else 0
-        raise LaunchError(
+        raise WrongLaunch(
             f"parallel.strategy={parallel.strategy} needs torchrun, which starts a process for each rank: start with\n"
             f"  {torchrun_line(ranks, ranks, parallel.strategy)}"
         )
@@ -81,11 +85,11 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
         return []
     here = f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}"
     if launch.local_world_size > gpus and not parallel.share_gpus:
-        raise LaunchError(
+        raise WrongLaunch(
             f"{here}: each needs its own; start {gpus}, or share GPUs (slowly, through gloo) with --parallel.share_gpus"
         )
     if parallel.share_gpus and launch.local_world_size <= gpus:
-        raise LaunchError(f"parallel.share_gpus=true, but there are {here}: nothing is to be shared, drop it")
+        raise WrongLaunch(f"parallel.share_gpus=true, but there are {here}: nothing is to be shared, drop it")
     if parallel.share_gpus:
         return [f"{here} share it (parallel.share_gpus): what they exchange goes through the host, slowly"]
     if launch.world_size > 1 or gpus < 2 or parallel.allow_single_rank:
@@ -93,7 +97,7 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
     sentence = f"this machine has {gpus} GPUs and one process was started: {gpus - 1} would stand idle"
     if os.environ.get("CI"):
         return [f"{sentence} (a warning only, since CI is set)"]
-    raise LaunchError(
+    raise WrongLaunch(
         f"{sentence}; start with\n  {torchrun_line(gpus, gpus, parallel.strategy)}\n"
         "or pass --allow-single-rank to use one on purpose"
     )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tercet.config.parallel import ParallelConfig
-from tercet.parallel.launch import Launch, LaunchError, World, check_launch, join
+from tercet.parallel.launch import Launch, World, WrongLaunch, check_launch, join
 
 # Logs of ranks whose clocks differ by more cannot be read side by side.
 CLOCK_SECONDS = 1.0
@@ -29,7 +29,7 @@ def probe(folder: str | None = None, backend: str = "auto", *, share_gpus: bool 
     """Measure, on every rank that torchrun started; rank 0 tells. `folder`: where runs will be kept."""
     launch = Launch.here()
     if not launch.by_torchrun:
-        raise LaunchError(
+        raise WrongLaunch(
             "doctor --distributed examines ranks: start it with "
             "torchrun --nproc-per-node=N -m tercet doctor --distributed"
         )

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.report import render, side_by_side
 from tercet.report.gates import Thresholds
 from tercet.report.read import Run, read_run
@@ -36,11 +36,11 @@ def report(
         min_steps: Steps that a verdict needs; can be raised, not lowered.
     """
     if min_steps < Thresholds.min_steps:
-        raise TercetError(
+        raise UsageError(
             f"min_steps={min_steps} is below {Thresholds.min_steps}: a verdict over fewer steps says nothing; raise it"
         )
     if not runs:
-        raise TercetError("no run folder was given: tercet report runs/NAME-DATE-TIME")
+        raise UsageError("no run folder was given: tercet report runs/NAME-DATE-TIME")
     limits = Thresholds(min_steps=min_steps, dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
     read = [read_run(path) for path in runs]
     given = read_run(baseline) if baseline is not None else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tercet.config.keys import flatten_table
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.telemetry.events import (
     DoctorReported,
     Event,
@@ -127,7 +127,7 @@ def read_run(folder: Path | str) -> Run:
     """Everything a folder holds. A folder without a single event is an error."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise TercetError(f"{folder} is not a folder: give the run folder, such as runs/NAME-DATE-TIME")
+        raise UsageError(f"{folder} is not a folder: give the run folder, such as runs/NAME-DATE-TIME")
     problems: list[str] = []
     streams = {}
     for path in sorted(folder.glob("events_rank*.jsonl")):
@@ -135,7 +135,7 @@ def read_run(folder: Path | str) -> Run:
             streams[int(found[1])] = _stream(path, problems)
     if not any(streams.values()):
         hint = "its first event is written when training starts" if streams else "it holds no events_rank0.jsonl"
-        raise TercetError(f"{folder} has no events, so there is nothing to report: {hint}; is it a run folder?")
+        raise UsageError(f"{folder} has no events, so there is nothing to report: {hint}; is it a run folder?")
     config, origins = _config(folder, problems)
     heartbeats = _heartbeats(folder)
     run = Run(

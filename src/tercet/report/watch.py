@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.report.read import read_run, tail
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
@@ -239,7 +239,7 @@ def _beat(path: Path) -> dict[str, Any]:
 def watch(folder: Path, *, every: float = 1.0, once: bool = False) -> int:
     """Show a run until it ends or Ctrl-C; `once` (or no terminal) shows one frame."""
     if every <= 0:
-        raise TercetError(f"every={every:g} is not a number of seconds: take 1 or more")
+        raise UsageError(f"every={every:g} is not a number of seconds: take 1 or more")
     view, console = View(folder), Console()
     view.look()
     if once or not console.is_terminal:

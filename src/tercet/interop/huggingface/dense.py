@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.spec import BRANCHES, NSAConfig
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Block, Transformer
@@ -30,7 +30,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 Cover = Literal["selected", "window"]
 
 
-class ForeignModelError(TercetError):
+class ForeignModelError(UsageError):
     """A checkpoint that has no counterpart here."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.inference.load import Dtype, LanguageModel, load_model
 from tercet.interop.huggingface.config import TercetConfig
 from tercet.interop.huggingface.folder import check_folder
@@ -39,7 +39,7 @@ def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32") -> Pat
     """Write the model of a run, a checkpoint or a folder of weights to `out`, which must not hold anything."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TercetError(f"{out} exists and is not empty: name another folder, or remove it")
+        raise UsageError(f"{out} exists and is not empty: name another folder, or remove it")
     model = load_model(run, device="cpu", dtype=dtype)
     writing = out.with_name(f".writing-{out.name}")
     shutil.rmtree(writing, ignore_errors=True)  # what an interrupted export left

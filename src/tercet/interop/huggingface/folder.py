@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-class FolderError(TercetError):
+class FolderError(UsageError):
     """A folder that is not a whole model."""
 
 

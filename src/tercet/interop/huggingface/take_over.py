@@ -16,7 +16,7 @@ from tercet.attention.spec import NSAConfig
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.inference.load import CONFIG as OUR_CONFIG
 from tercet.inference.load import WEIGHTS as OUR_WEIGHTS
 from tercet.interop.huggingface import dense
@@ -55,7 +55,7 @@ def take_over(
     if not source.is_dir():
         raise FolderError(f"{source} is no folder: name one with config.json and model.safetensors")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TercetError(f"{out} exists and is not empty: name another folder, or remove it")
+        raise UsageError(f"{out} exists and is not empty: name another folder, or remove it")
     check_folder(source)
     theirs = read_json(source / CONFIG)
     covers = None

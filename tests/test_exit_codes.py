@@ -1,0 +1,135 @@
+"""What a script learns from the exit code: that a command failed, or that it can only be refused again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tercet import cli
+from tercet.data.errors import DataUsageError
+from tercet.errors import FAILED, WRONG_USE, TercetError, UsageError
+from tercet.parallel.launch import WrongLaunch
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def a_folder_to_stand_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("text.txt").write_text("a few words\n" * 200)
+    Path("full").mkdir()
+    Path("full/file").write_text("")
+
+
+WRONG = """
+plan --preset tiny --gpu RX1                                                 --gpu RX1 is not known here
+config diff tiny empty                                                       empty/config.toml does not exist
+train --preset tiny --data.source text --data.path nowhere --run.dir new     path=nowhere matches no file
+train --preset tiny --data.source text --data.path empty --run.dir new       path=empty holds no text file
+train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
+train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: there is no no.json
+train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
+report                                                                       no run folder was given
+report nowhere                                                               nowhere is not a folder
+report empty                                                                 empty has no events
+report empty --min_steps 3                                                   min_steps=3 is below 500
+watch                                                                        Missing from tercet watch
+watch nowhere --once                                                         nowhere is not a folder
+watch empty --every 0                                                        every=0 is not a number of seconds
+sweep --lengths abc                                                          --lengths
+flight nowhere                                                               nowhere does not exist
+doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
+doctor --distributed                                                         start it with torchrun
+generate nowhere --prompt x                                                  nowhere does not exist
+generate empty --prompt x                                                    empty holds no checkpoint
+generate empty --prompt_file nowhere                                         --prompt-file nowhere cannot be read
+generate empty --prompt x --device tpu                                       invalid choice 'tpu'
+data prepare --out o --data.source text --data.path nowhere                  path=nowhere matches no file
+data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
+data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared
+data prepare --out o --shard_tokens 0                                        shard_tokens=0 is below 1
+data prepare --out o --workers -1                                            workers=-1 is below 0
+data train-tokenizer --out t.json --vocab_size 3                             vocab_size=3 is below 257
+data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
+data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is more than this text has
+data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
+data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
+data inspect --data.source shards --data.path empty                          empty has no manifest.json
+data bench --data.source text --data.path nowhere                            path=nowhere matches no file
+eval perplexity nowhere                                                      nowhere does not exist
+eval needle empty                                                            empty holds no checkpoint
+eval recall                                                                  no run folder was given
+eval recall nowhere                                                          nowhere does not exist
+eval selection-map nowhere s.html                                            nowhere does not exist
+export hf nowhere out                                                        nowhere does not exist
+export hf empty full                                                         full exists and is not empty
+import hf nowhere out                                                        nowhere is no folder
+import hf empty out                                                          empty has no config.json
+import hf empty full                                                         full exists and is not empty
+bench decode --batches x                                                     x is no whole number
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines(), ids=lambda line: re.split(" {2,}", line)[0])
+def test_what_would_be_refused_again_is_exit_code_2(capsys, line):
+    command, said = re.split(" {2,}", line)
+    if command.split()[1:2] == ["hf"]:
+        pytest.importorskip("transformers")
+    code = cli.main(shlex.split(command))
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (WRONG_USE, 1)
+    assert err.startswith("error: ")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("data prepare --out text.txt --data.source text --data.path text.txt", "out=text.txt cannot be made"),
+        ("data inspect --data.source shards --data.path damaged --verify", "the file is damaged"),
+        ("flight empty", "has no records"),
+    ],
+)
+def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, command, said):
+    if "damaged" in command:
+        prepared = "data prepare --out damaged --workers 1 --data.source text --data.path text.txt"
+        assert cli.main(prepared.split()) == 0
+        shard = next(Path("damaged").glob("*.tokens.npy"))
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    code = cli.main(command.split())
+    assert code == FAILED
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(capsys):
+    code = cli.main(["train", "--preset", "tiny", "--parallel.strategy", "ddp", "--run.dir", "new"])
+    assert code == WRONG_USE
+    assert "needs torchrun" in capsys.readouterr().err
+    assert (WrongLaunch.exit_code, DataUsageError.exit_code) == (WRONG_USE, WRONG_USE)
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize("error", [TercetError, UsageError])
+def test_an_error_itself_says_its_code(monkeypatch, capsys, error):
+    def failing(arguments):
+        raise error("a sentence")
+
+    monkeypatch.setattr(cli, "_presets", failing)
+    assert cli.main(["presets"]) == error.exit_code
+    assert capsys.readouterr().err == "error: a sentence\n"
+
+
+def test_the_table_lists_the_codes_that_there_are():
+    from tercet.report.verdict import EXIT_CODES
+    from tercet.telemetry.watchdog import STALLED_EXIT
+
+    table = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
+    listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in cell.split(",")}
+
+    assert listed == {FAILED, WRONG_USE, *EXIT_CODES.values(), STALLED_EXIT, 128 + 2, 128 + 15}
