@@ -233,7 +233,7 @@ def _launch(
     if cos.numel() != length * size // 2:
         raise ValueError(f"cos has shape {list(cos.shape)}: {length} tokens and heads of {size} need [T, 1, D/2]")
     # shared keys' gradients are three tensors for one: half as many heads then
-    kv_block = min(kv_heads, 1 if shared and back else _KV_BLOCK)
+    kv_block = min(kv_heads, max(1, _KV_BLOCK // 2) if shared and back else _KV_BLOCK)
     kinds = 3 if not shared else 1 if back else 2
     programs = -(-heads // _Q_BLOCK) + kinds * -(-kv_heads // kv_block) + 1
     call(
