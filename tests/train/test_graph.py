@@ -4,6 +4,7 @@ statistics and what is said of them. What only a GPU can show is in test_graph_g
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from runs import losses, small
 from tercet.errors import TercetError
-from tercet.model.attention import NativeSparseAttention
+from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import Noted, ResourcesObserved, RoutesCounted, events_file, read_events
@@ -32,6 +33,7 @@ class Again:
 
     def __init__(self, model: nn.Module) -> None:
         self.trained = list(model.parameters())
+        self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
         self.warmed = self.forgot = 0
         self.held_bytes = 0
 
@@ -49,19 +51,23 @@ class Again:
                 was.copy_(value)
             elif p.grad is not None:
                 p.grad.fill_(torch.nan)
-        return Again.Recorded(act, self.trained, [p.grad for p in self.trained], adds=any(g is not None for g in given))
+        grads, adds = [p.grad for p in self.trained], any(g is not None for g in given)
+        return Again.Recorded(act, self.trained, grads, adds, self.layers)
 
     def forget(self) -> None:
         self.forgot += 1
         self.held_bytes = 0
 
+    @dataclass
     class Recorded:
-        def __init__(
-            self, act: Callable[[], None], trained: list[nn.Parameter], grads: list[Tensor | None], *, adds: bool
-        ) -> None:
-            self.act, self.trained, self.grads, self.adds = act, trained, grads, adds
+        act: Callable[[], None]
+        trained: list[nn.Parameter]
+        grads: list[Tensor | None]
+        adds: bool
+        layers: list[NativeSparseAttention | DenseAttention]
 
         def replay(self) -> None:
+            routes = [layer.routes for layer in self.layers]
             for p, g in zip(self.trained, self.grads, strict=True):
                 p.grad = g if self.adds else None
             self.act()
@@ -70,6 +76,8 @@ class Again:
                     assert p.grad is not None
                     g.copy_(p.grad)
                 p.grad = None  # a replay sets no attribute
+            for layer, was in zip(self.layers, routes, strict=True):
+                layer.routes = was
 
 
 class Run:
@@ -217,6 +225,16 @@ def test_parameters_without_a_gradient_stay_without() -> None:
         run.optimizer.add_param_group({"params": [unused], "weight_decay": 0.5})
         run.step([packed(i, 3) for i in range(accumulation)])
         assert torch.equal(unused.detach(), torch.ones(3))
+
+
+def test_routes_are_those_of_the_recorded_pass_whatever_ran_since() -> None:
+    run = Run(recorded=True)
+    run.step([packed(1, 3)])
+    wanted = [layer.routes for layer in run.model.attention_layers()]
+    for layer in run.model.attention_layers():
+        layer.routes = {}  # a sample ran
+    run.step([packed(2, 3)])
+    assert [layer.routes for layer in run.model.attention_layers()] == wanted != [{}, {}]
 
 
 def test_micro_batches_of_one_step_have_one_shape() -> None:
