@@ -85,15 +85,14 @@ def test_a_tokenizer_that_cannot_be_had_is_a_clear_error(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"is not a readable tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
-    import tokenizers
+    def offline(model, name):
+        raise OSError("Name or service not known")
 
-    class Offline:
-        @staticmethod
-        def from_pretrained(name):
-            raise OSError("Name or service not known")
-
-    monkeypatch.setattr(tokenizers, "Tokenizer", Offline)
+    monkeypatch.setattr("tercet.data.hub_access.fetch_model_file", offline)
     with pytest.raises(DataError, match=r"gpt2 is no file here and could not be fetched .*not known.*train-tokenizer"):
+        load_tokenizer("gpt2")
+    monkeypatch.setattr("tercet.data.hub_access.fetch_model_file", lambda model, name: str(tmp_path / name))
+    with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.files import find_files
+from tercet.data.hub_access import dataset_info, first_line, retries_kept
 from tercet.data.order import permutation
 from tercet.data.records import Record, make_record
 
@@ -39,14 +40,14 @@ class OpenHub:
     def __init__(self, urls: list[str], text_field: str, place: dict[str, Any] | None) -> None:
         self._urls, self._text_field = urls, text_field
         self._read = place["read"] if place else 0
+        library = _library()
         try:
-            self._stream = _library().load_dataset(
-                "parquet", data_files={"train": urls}, split="train", streaming=True, columns=[text_field]
-            )
+            with retries_kept():
+                self._stream = library.load_dataset(
+                    "parquet", data_files={"train": urls}, split="train", streaming=True, columns=[text_field]
+                )
             if place:
                 self._stream.load_state_dict(place["state"])
-        except DataError:
-            raise
         except Exception as error:  # network, missing file, broken file: the library has no common base
             raise self._broken(error) from error
         self._rows = iter(self._stream)
@@ -76,10 +77,10 @@ class OpenHub:
         return f"{name} (in reading order)", self._read
 
     def _broken(self, error: Exception) -> DataError:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        words = first_line(error)
         cause = error.__cause__ or error.__context__
-        if cause is not None and str(cause).strip():
-            words += f" / {str(cause).strip().splitlines()[0]}"
+        if cause is not None and str(cause).strip() and first_line(cause) != words:
+            words += f" / {first_line(cause)}"
         return DataError(
             f"stream over {len(self._urls)} files ({self._urls[0]} …) broke after record {self._read} of the epoch "
             f"({type(error).__name__}: {words}): check the network and the files, then go on with --resume auto"
@@ -89,18 +90,15 @@ class OpenHub:
 def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, seed: int, shuffle: bool) -> HubRecords:
     """All parquet files under `folder` of a dataset repository, at the commit that `revision` is now."""
     try:
-        from huggingface_hub import HfApi
+        info = dataset_info(dataset, revision)
     except ImportError as error:
         raise DataError(
             "source=fineweb-edu needs huggingface_hub and datasets, which are not installed: pip install 'tercet[data]'"
         ) from error
-    try:
-        info = HfApi().dataset_info(dataset, revision=revision, timeout=30)
     except Exception as error:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"dataset {dataset} at revision {revision} cannot be reached on the hub ({words}): check the network and "
-            "the name, or give a local folder of its parquet files with --data.path"
+            f"dataset {dataset} at revision {revision} cannot be reached on the hub ({first_line(error)}): "
+            "check the network and the name, or give a local folder of its parquet files with --data.path"
         ) from error
     prefix = folder.strip("/") + "/" if folder.strip("/") else ""
     names = [sibling.rfilename for sibling in info.siblings or []]

@@ -123,7 +123,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
             raise DataUsageError(f"eos_token={eos_token!r} with tokenizer=byte: its EOS is byte 0; drop eos_token")
         return ByteTokenizer()
     try:
-        from tokenizers import Tokenizer as Library
+        import tokenizers  # noqa: F401
     except ImportError as error:
         raise DataError(
             f"tokenizer={spec} needs the tokenizers library, which is not installed: pip install 'tercet[data]'"
@@ -132,25 +132,31 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     if path.is_file():
-        try:
-            return LibraryTokenizer(Library.from_file(str(path)), str(path), eos_token)
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"tokenizer={spec}: {path} is not a readable tokenizer.json: {error}") from error
+        return _from_file(path, str(path), eos_token)
     if _looks_like_path(spec):
         raise DataUsageError(
             f"tokenizer={spec}: there is no {path}: give a tokenizer.json, a folder that holds one, a hub name, or byte"
         )
+    from tercet.data.hub_access import fetch_model_file, first_line
+
     try:
-        library = Library.from_pretrained(spec)
+        fetched = fetch_model_file(spec, "tokenizer.json")
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"tokenizer={spec} is no file here and could not be fetched from the hub ({first_line}): "
+            f"tokenizer={spec} is no file here and could not be fetched from the hub ({first_line(error)}): "
             "check the name and the network, or give a tokenizer.json, or train one with `tercet data train-tokenizer`"
         ) from error
-    return LibraryTokenizer(library, spec, eos_token)
+    return _from_file(Path(fetched), spec, eos_token)
+
+
+def _from_file(path: Path, name: str, eos_token: str) -> LibraryTokenizer:
+    from tokenizers import Tokenizer as Library
+
+    try:
+        library = Library.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"tokenizer={name}: {path} is not a readable tokenizer.json: {error}") from error
+    return LibraryTokenizer(library, name, eos_token)
 
 
 def _looks_like_path(spec: str) -> bool:
