@@ -68,14 +68,14 @@ def operator(
     kc, vc = tensor(Tc, G, DK), tensor(Tc, G, DV)
     ks, vs, kw, vw = tensor(T, G, DK), tensor(T, G, DV), tensor(T, G, DK), tensor(T, G, DV)
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
-    ccu = None if cu is None else ops.nsa_compressed_bounds._init_fn(cu, 32, 16)
-    o_c, lse_c = ops.nsa_compressed._init_fn(q, kc, vc, cu, ccu, *numbers)
-    blocks = ops.nsa_select._init_fn(q, kc, lse_c, cu, ccu, *numbers)
+    ccu = None if cu is None else ops.nsa_compressed_bounds(cu, 32, 16)
+    o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu, ccu, *numbers)
+    blocks = ops.nsa_select(q, kc, lse_c, cu, ccu, *numbers)
     out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(
         q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, *numbers
     )
     if backward:
-        ops.nsa_backward._init_fn(
+        ops.nsa_backward(
             out,
             q,
             kc,

@@ -15,6 +15,7 @@ from cases import Inputs, attend, compressed_length, cu, inputs
 from tercet.attention import kernels
 from tercet.attention.kernels.documents import Documents
 from tercet.attention.kernels.selected_plan import default_settings, make_plan
+from tercet.attention.kernels.settings import Launch
 
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
@@ -107,6 +108,20 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
         documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
         score.select(q, kc, torch.zeros(1, 1, 65536), tercet.NSAConfig(), documents)
         assert launches == expected
+
+
+def test_ranges_of_queries_reach_to_the_end_of_the_longest_document() -> None:
+    compressed = importlib.import_module("tercet.attention.kernels.compressed")
+    x, bounds = sample(), cu(DOCUMENTS)
+    ccu = CONFIG.compressed_cu_seqlens(bounds)
+    bounded, unbounded = (
+        Documents(1, TOKENS, x.kc.shape[1], bounds, ccu, longest=longest) for longest in (LONGEST, -1)
+    )
+    out, lse = compressed.forward(x.q, x.kc, x.vc, CONFIG, unbounded)
+    given = (x.q, x.kc, x.vc, lse, torch.ones_like(out), None, torch.zeros_like(lse), CONFIG)
+    launch = Launch(rows=16, keys=16)
+    found = compressed.key_gradients(*given, bounded, launch)
+    torch.testing.assert_close(found, compressed.key_gradients(*given, unbounded, launch))
 
 
 def test_the_selected_branch_takes_one_design_where_documents_are_short() -> None:

@@ -118,3 +118,35 @@ def test_partial_sums_of_key_gradients_are_no_more_than_fill_a_device() -> None:
             parts, sets = divided(launch, 65536, heads, programs, by_heads=True)
             assert parts == 1 or (parts - 1) * programs < 2048
             assert heads % sets == 0
+
+
+def test_operators_registered_plainly_are_what_the_compiler_is_told() -> None:
+    """Results share no memory with arguments or each other, nothing is written to, and fakes have their shapes."""
+    ops = importlib.import_module("tercet.attention.kernels.ops")
+    x, bounds = sample(), torch.tensor([0, 17, 40], dtype=torch.int32)
+    ccu = CONFIG.compressed_cu_seqlens(bounds)
+    q, kc, vc, ks, vs, kw, vw, gates = x.tensors()
+    numbers = (ops._sizes(CONFIG), [], 23)
+    o_c, lse_c = ops.nsa_compressed(q, kc, vc, bounds, ccu, *numbers)
+    blocks = ops.nsa_select(q, kc, lse_c, bounds, ccu, *numbers)
+    forward = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, bounds, ccu, *numbers)
+    out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*forward)
+    kept = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, bounds, ccu)
+    checks = ("test_schema", "test_faketensor")
+    for name, arguments in (
+        ("nsa_compressed_bounds", (bounds, 8, 4)),
+        ("nsa_compressed", (q, kc, vc, bounds, ccu, *numbers)),
+        ("nsa_select", (q, kc, lse_c, bounds, ccu, *numbers)),
+        ("nsa_row_sums", (out, gates, o_c, o_s, o_w)),
+        ("nsa_backward", (out, *kept, saved, *numbers)),
+    ):
+        operator = getattr(torch.ops.tercet, name).default
+        torch.library.opcheck(operator, arguments, test_utils=checks)
+        storages = [t.untyped_storage().data_ptr() for t in as_tuple(operator(*arguments)) if t.numel()]
+        given = {t.untyped_storage().data_ptr() for t in arguments if isinstance(t, torch.Tensor)}
+        assert len(set(storages)) == len(storages), name
+        assert not given & set(storages), name
+
+
+def as_tuple(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)

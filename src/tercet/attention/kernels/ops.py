@@ -28,6 +28,7 @@ from tercet.attention.kernels.compressed import key_gradients as compressed_key_
 from tercet.attention.kernels.documents import Documents, compressed_bounds
 from tercet.attention.kernels.output import Multiplied, multiply
 from tercet.attention.kernels.query_gradient import query_gradients
+from tercet.attention.kernels.registering import operator
 from tercet.attention.kernels.score import select
 from tercet.attention.kernels.selected import SAVED, selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.window import forward as window_forward
@@ -84,20 +85,15 @@ def _none(q: Tensor) -> Tensor:
 # ------------------------------------------------------------ where documents' compressed tokens begin
 
 
-@torch.library.custom_op("tercet::nsa_compressed_bounds", mutates_args=())
+@operator(lambda cu, block, stride: torch.empty_like(cu))
 def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
     return compressed_bounds(cu, block, stride)
-
-
-@nsa_compressed_bounds.register_fake
-def _(cu: Tensor, block: int, stride: int) -> Tensor:
-    return torch.empty_like(cu)
 
 
 # ------------------------------------------------------------ compressed attention and the selection
 
 
-@torch.library.custom_op("tercet::nsa_compressed", mutates_args=())
+@operator(lambda q, kc, vc, *_: _rows_like(q, vc))
 def nsa_compressed(
     q: Tensor,
     kc: Tensor,
@@ -112,21 +108,12 @@ def nsa_compressed(
     return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu, span, longest))
 
 
-@nsa_compressed.register_fake
-def _(
-    q: Tensor,
-    kc: Tensor,
-    vc: Tensor,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-) -> tuple[Tensor, Tensor]:
-    return _rows_like(q, vc)
+def _selection_like(q, kc, lse, cu, ccu, config, span, longest):
+    count = _config(tuple(config)).select_count
+    return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
 
 
-@torch.library.custom_op("tercet::nsa_select", mutates_args=())
+@operator(_selection_like)
 def nsa_select(
     q: Tensor,
     kc: Tensor,
@@ -139,21 +126,6 @@ def nsa_select(
 ) -> Tensor:
     q, kc = _flat(q, kc)
     return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu, span, longest))
-
-
-@nsa_select.register_fake
-def _(
-    q: Tensor,
-    kc: Tensor,
-    lse: Tensor,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-) -> Tensor:
-    count = _config(tuple(config)).select_count
-    return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
 
 
 # ------------------------------------------------------------ the rest of the forward pass
@@ -220,7 +192,12 @@ def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, conf
 # ------------------------------------------------------------ backward
 
 
-@torch.library.custom_op("tercet::nsa_row_sums", mutates_args=())
+def _row_sums_like(dout, gates, o_c, o_s, o_w):
+    sums = dout.new_empty(3, dout.shape[0] * dout.shape[1] * dout.shape[2], dtype=torch.float32)
+    return sums, torch.empty_like(sums), gates.new_empty(gates.shape), dout.new_empty(dout.shape)
+
+
+@operator(_row_sums_like)
 def nsa_row_sums(
     dout: Tensor, gates: Tensor, o_c: Tensor | None, o_s: Tensor | None, o_w: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,13 +207,15 @@ def nsa_row_sums(
     return row_sums([o_c, o_s, o_w], dout, gates, mix=True)
 
 
-@nsa_row_sums.register_fake
-def _(dout, gates, o_c, o_s, o_w):
-    sums = dout.new_empty(3, dout.shape[0] * dout.shape[1] * dout.shape[2], dtype=torch.float32)
-    return sums, torch.empty_like(sums), gates.new_empty(gates.shape), dout.new_empty(dout.shape)
+def _gradients_like(
+    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
+    span, longest, sums=None, planes=None,
+):  # fmt: skip
+    like = (q, kc, vc, ks, vs, kw, vw, gates if sums is None else None)
+    return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in like)
 
 
-@torch.library.custom_op("tercet::nsa_backward", mutates_args=())
+@operator(_gradients_like)
 def nsa_backward(
     dout: Tensor,
     q: Tensor,
@@ -304,15 +283,6 @@ def _gradients(
     return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
 
 
-@nsa_backward.register_fake
-def _(
-    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
-    span, longest, sums=None, planes=None,
-):  # fmt: skip
-    like = (q, kc, vc, ks, vs, kw, vw, gates if sums is None else None)
-    return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in like)
-
-
 def _keep(ctx, inputs, output) -> None:
     q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, *ctx.numbers = inputs
     out, o_s, lse_s, o_w, lse_w, *saved = output
@@ -331,6 +301,7 @@ def _keep(ctx, inputs, output) -> None:
 _KEPT = 17  # tensors before `saved`
 
 
+@once_differentiable
 def _attend_gradient(ctx, dout, *_unused):
     if dout is None:
         return (None,) * 16
@@ -365,24 +336,29 @@ def _watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _save_compressed(ctx, inputs, output):
-    q, kc, vc, cu, ccu, *ctx.numbers = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
+class _Compressed(torch.autograd.Function):
+    """nsa_compressed with its gradient, for compressed attention by itself."""
 
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = torch.ops.tercet.nsa_compressed(*inputs)
+        q, kc, vc, cu, ccu, *ctx.numbers = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
+        return output
 
-def _compressed_gradient(ctx, dout, _lse):
-    q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    none = (None,) * 5
-    dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
-        dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], *ctx.numbers
-    )
-    return dq, dkc, dvc, *(None,) * 5
-
-
-nsa_compressed.register_autograd(_compressed_gradient, setup_context=_save_compressed)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _lse):
+        q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
+        if dout is None:
+            return (None,) * 8
+        none = (None,) * 5
+        dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
+            dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], *ctx.numbers
+        )
+        return dq, dkc, dvc, *(None,) * 5
 
 
 # ------------------------------------------------------------ what the package calls
@@ -466,7 +442,7 @@ def compressed_select(
 ) -> tuple[Tensor, Tensor]:
     numbers = (_sizes(config), list(span), None)
     ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
-    out, lse = torch.ops.tercet.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
+    out, lse = _Compressed.apply(q, kc, vc, cu_seqlens, ccu, *numbers)
     with torch.no_grad():
         block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, *numbers)
         return out, torch.ops.tercet.keep_selection(block_indices)
