@@ -35,7 +35,7 @@ class Again:
         self.trained = list(model.parameters())
         self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
         self.warmed = self.forgot = 0
-        self.held_bytes = 0
+        self.held_bytes = self.kept_bytes = 0
 
     def warm_up(self, act: Callable[[], None]) -> None:
         self.warmed += 1
@@ -311,7 +311,19 @@ def test_a_graph_is_refused_where_it_cannot_be(device: str, changes: dict[str, s
 
 
 def test_what_broke_a_recording_is_told_not_what_broke_after_it() -> None:
-    first = RuntimeError("no synchronisation while capturing\nsecond line")
-    last = RuntimeError("capture was invalidated")
-    last.__context__ = first
-    assert graph._first_cause(last) == "no synchronisation while capturing"
+    first, last = ValueError("no waiting while capturing"), RuntimeError("the capture was invalidated")
+
+    def wait() -> None:
+        raise first
+
+    def capture() -> None:
+        try:
+            graph._tell_what_breaks(wait)
+        finally:
+            raise last
+
+    with pytest.raises(RuntimeError) as broken:
+        capture()
+    assert graph._what_broke(broken.value) is first
+    other = RuntimeError("the capture could not begin")
+    assert graph._what_broke(other) is other

@@ -8,7 +8,7 @@ step whose layers are looked at: everything is recorded anew, so that there is n
 
 Memory. Recordings share one pool and one stream, and passes outside of them (to warm up) happen only while there is no
 recording: a step needs what it needs without graphs, and not twice. The allocator calls the pool's memory free between
-replays, though nobody else may have it: `held_bytes` says how much that is. Validation and samples run beside it.
+replays, though nobody else may have it; `held_bytes` makes up for that. Validation and samples run beside the pool.
 
 Gradients. Where one micro-batch makes a step, the first recording writes them, into the pool, and there is nothing to
 clear or to add. Else they are added to buffers that a step clears first.
@@ -53,7 +53,8 @@ class Replays(Protocol):
 class Records(Protocol):
     """Who makes recordings of what is launched."""
 
-    held_bytes: int
+    held_bytes: int  # at the peak of a replay, beyond what the allocator counts
+    kept_bytes: int  # taken from the device for all recordings, and kept
 
     def warm_up(self, act: Callable[[], None]) -> None:
         """Do it as it will be recorded, so that all is compiled and every library has its workspace."""
@@ -73,8 +74,7 @@ class CudaRecorder:
         # gradients are accumulated on the stream that they were first accumulated on.
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._before = (0, 0)
-        self.held_bytes = 0
+        self.held_bytes = self.kept_bytes = 0
 
     def warm_up(self, act: Callable[[], None]) -> None:
         here = torch.cuda.current_stream(self._device)
@@ -87,28 +87,33 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         gc.collect()  # what dies in the middle of a capture may end it
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
         if not self._graphs:
-            self._before, self._pool = self._used(), torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()
         try:
             # thread_local: the loader pins memory and a save copies in threads of their own, which is none of ours
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                act()
-        except torch.OutOfMemoryError:
-            raise
+                _tell_what_breaks(act)
         except RuntimeError as error:
+            broke = _what_broke(error)
+            if isinstance(broke, torch.OutOfMemoryError):
+                raise broke from None
+            said = f"{type(broke).__name__}: {(str(broke).strip().splitlines() or [''])[0]}"
             raise TercetError(
-                f"a step could not be recorded as a CUDA graph ({_first_cause(error)}): "
+                f"a step could not be recorded as a CUDA graph ({said}): "
                 "--train.cuda-graph off launches kernel by kernel"
-            ) from error
+            ) from broke
         finally:
             if collects:
                 gc.enable()
         self._graphs.append(graph)
-        reserved, allocated = (now - then for now, then in zip(self._used(), self._before, strict=True))
-        self.held_bytes = reserved - allocated
+        self.kept_bytes += torch.cuda.memory_reserved(self._device) - before
+        more = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+        self.held_bytes = max(self.held_bytes, more)
         # From here on a peak is what lives beside the pool; the whole is that and held_bytes.
         torch.cuda.reset_peak_memory_stats(self._device)
         return graph
@@ -119,18 +124,26 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self.held_bytes = 0
+        self.held_bytes = self.kept_bytes = 0
         torch.cuda.empty_cache()
 
-    def _used(self) -> tuple[int, int]:
-        return torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+
+class _Broke(RuntimeError):
+    """Marks what went wrong while recording: a capture that fails ends with another error, which says nothing of it."""
 
 
-def _first_cause(error: BaseException) -> str:
-    """A capture that fails ends with an error of its own: what broke it came before."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _tell_what_breaks(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception as error:
+        raise _Broke from error
+
+
+def _what_broke(error: BaseException) -> BaseException:
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, _Broke):
+        seen = seen.__context__
+    return error if seen is None or seen.__cause__ is None else seen.__cause__
 
 
 @dataclass(frozen=True)
@@ -262,7 +275,7 @@ class StepGraph:
         self._routes = [layer.routes for layer in self._layers]
         rows = " × ".join(map(str, fit.tokens)) + " tokens"
         documents = "" if fit.room is None else f", up to {fit.room} documents"
-        kept = f"{self._recorder.held_bytes / 2**30:.2f} GiB kept for them"
+        kept = f"{self._recorder.kept_bytes / 2**30:.2f} GiB kept for them"
         variants = " and of those that are looked at" if len(kinds) > 1 else ""
         self._news.append(f"CUDA graph: passes of {rows}{documents} recorded{variants}, {kept}")
 
