@@ -43,6 +43,8 @@ watch empty --every 0                                                        eve
 sweep --lengths abc                                                          --lengths
 flight nowhere                                                               nowhere does not exist
 doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
+doctor --folder empty --short                                                --folder empty without --distributed
+doctor --share_gpus --short                                                  --share_gpus without --distributed
 doctor --distributed                                                         start it with torchrun
 generate nowhere --prompt x                                                  nowhere does not exist
 generate empty --prompt x                                                    empty holds no checkpoint

@@ -32,7 +32,10 @@ def doctor(
         from tercet.parallel.probe import probe
 
         return probe(folder, share_gpus=share_gpus)
-    from tercet.config.load import load
+    from tercet.config.load import ConfigError, load
     from tercet.doctor.examine import doctor as examine
 
+    if folder is not None or share_gpus:
+        given = "--share_gpus" if folder is None else f"--folder {folder}"
+        raise ConfigError(f"{given} without --distributed has no meaning: give both, or leave it out")
     return examine(load(preset=preset, file=config).config, short=short, as_json=json)
