@@ -131,11 +131,10 @@ def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
     assert not dy[..., 64:].any()
 
 
-@pytest.mark.parametrize("sets", [3, 1])
-def test_the_operators_keep_their_promises(sets: int) -> None:
-    y = torch.randn(2, 20, heads.columns(6, 2, 16, sets))
+def test_the_operators_keep_their_promises() -> None:
+    sizes = [3, 1, 16, 4, 1]
+    y = torch.randn(1, 20, heads.columns(3, 1, 16, 1))
     turn = [torch.randn(20, 1, 8) for _ in range(2)]
-    sizes = [6, 2, 16, 4, sets]
     torch.library.opcheck(torch.ops.tercet.heads_apart.default, (y, *turn, None, None, sizes))
     grads = [torch.randn_like(x) for x in heads.apart(y, turn, (None,) * 4, sizes)]
     torch.library.opcheck(torch.ops.tercet.heads_together.default, (grads, *turn, None, None, sizes))
