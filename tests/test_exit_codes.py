@@ -61,6 +61,9 @@ data train-tokenizer --out t --data.source text --data.path text.txt         voc
 data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
 data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
 data inspect --data.source shards --data.path empty                          empty has no manifest.json
+data inspect --data.source text --data.path text.txt --split validation      no document for validation
+data inspect --data.source synthetic --data.synthetic.task recall --data.seq_len 64    have room for
+data bench --data.source text --data.path text.txt --world_size 3            is not a multiple of world_size=3
 data bench --data.source text --data.path nowhere                            path=nowhere matches no file
 eval perplexity nowhere                                                      nowhere does not exist
 eval needle empty                                                            empty holds no checkpoint

@@ -15,7 +15,7 @@ import torch
 
 from tercet.config.data import DataConfig
 from tercet.data.ahead import Ahead
-from tercet.data.errors import DataError
+from tercet.data.errors import DataUsageError
 from tercet.data.packing import Batches, LoaderStats, Packing, pack
 from tercet.data.sequence_shuffle import pack_shuffled
 from tercet.data.sources import open_stream
@@ -106,9 +106,11 @@ def build_loader(
     """
     if batch_sequences < 1 or batch_sequences % world_size:
         above = -(-max(batch_sequences, 1) // world_size) * world_size
-        raise DataError(f"batch_sequences={batch_sequences} is not a multiple of world_size={world_size}: take {above}")
+        raise DataUsageError(
+            f"batch_sequences={batch_sequences} is not a multiple of world_size={world_size}: take {above}"
+        )
     if not 0 <= rank < world_size:
-        raise DataError(f"rank={rank} is not one of 0 … {world_size - 1} (world_size={world_size})")
+        raise DataUsageError(f"rank={rank} is not one of 0 … {world_size - 1} (world_size={world_size})")
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)

@@ -42,7 +42,7 @@ class ShardStream:
         made_with = manifest["tokenizer"]
         if made_with["fingerprint"] != tokenizer.fingerprint:
             mend = "byte" if made_with["name"] == "byte" else str(folder / "tokenizer.json")
-            raise DataError(
+            raise DataUsageError(
                 f"{folder} was tokenised with {made_with['name']}, not with tokenizer={tokenizer.name}: "
                 f"use --data.tokenizer {mend}, or prepare the shards again"
             )
@@ -62,7 +62,7 @@ class ShardStream:
             mine = in_validation(hashes, reading.validation_fraction) == (reading.split == "validation")
         self._shard, self._start, self._end = shard[mine], starts[mine], ends[mine]
         if not mine.any():
-            raise DataError(
+            raise DataUsageError(
                 f"{name}: no document of {len(mine)} in {folder} is for {reading.split} with validation_fraction="
                 f"{reading.validation_fraction}: change that fraction, or prepare more documents"
             )
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataUsageError(f"{folder} has no {MANIFEST}: it is not a folder made by `tercet data prepare`")
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
-        raise DataError(
+        raise DataUsageError(
             f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}: prepare the shards again"
         )
     return manifest

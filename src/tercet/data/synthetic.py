@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
-from tercet.data.errors import DataError
+from tercet.data.errors import DataUsageError
 from tercet.data.order import in_validation, key, mix, random_below, random_u64
 from tercet.data.stream import Cursor, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
@@ -47,7 +47,7 @@ class SyntheticStream:
         self._facts = {**config.model_dump(), "length": length, "tokenizer": tokenizer.fingerprint}
         self._make = make_task(config, length, tokenizer.vocab_size, tokenizer.eos_id)
         if reading.split == "validation" and reading.validation_fraction == 0:
-            raise DataError(f"{name}: no document for validation with validation_fraction=0: raise that fraction")
+            raise DataUsageError(f"{name}: no document for validation with validation_fraction=0: raise that fraction")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -85,9 +85,11 @@ def make_task(config: SyntheticConfig, length: int, vocab_size: int, eos_id: int
     if config.task == "random":
         return _random(length, vocab_size, eos_id)
     if vocab_size < ASCII:
-        raise DataError(f"synthetic.task={config.task} writes ASCII codes: vocab_size={vocab_size} is below {ASCII}")
+        raise DataUsageError(
+            f"synthetic.task={config.task} writes ASCII codes: vocab_size={vocab_size} is below {ASCII}"
+        )
     if chr(eos_id).isprintable() and eos_id < ASCII:
-        raise DataError(f"synthetic.task={config.task} writes ASCII codes, but EOS is {eos_id} ({chr(eos_id)!r})")
+        raise DataUsageError(f"synthetic.task={config.task} writes ASCII codes, but EOS is {eos_id} ({chr(eos_id)!r})")
     return (_recall if config.task == "recall" else _copy)(config, length, smallest_dtype(vocab_size), eos_id)
 
 
@@ -118,7 +120,7 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
     slots = room // fact
     if slots < config.pairs:
         need = length + config.pairs * fact - room
-        raise DataError(
+        raise DataUsageError(
             f"synthetic.task=recall: documents of {length} tokens have room for {max(slots, 0)} of {config.pairs} "
             f"pairs before min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, "
             "or fewer pairs, or a smaller min_distance"
@@ -157,7 +159,7 @@ def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) ->
     distance = asked_at + 1 - size
     if distance <= config.min_distance:
         need = length + config.min_distance + 1 - distance
-        raise DataError(
+        raise DataUsageError(
             f"synthetic.task=copy: documents of {length} tokens put only {distance} tokens between a string of {size} "
             f"and its copy, min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, a shorter "
             "string, or a smaller min_distance"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tercet.data.ahead import Ahead
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.order import document_hash, permutation, validation_threshold
 from tercet.data.records import Record
 from tercet.data.stream import Cursor, Document, Documents, Reading, fresh_counts
@@ -127,7 +127,7 @@ class TextStream:
                 number, last = number + 1, block.last
                 yield block
             if found == 0:
-                raise DataError(
+                raise DataUsageError(
                     f"{self._name}: no document for {self._reading.split} with validation_fraction="
                     f"{self._reading.validation_fraction}: change that fraction, or add documents"
                 )
