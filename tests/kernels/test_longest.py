@@ -75,6 +75,23 @@ def test_a_bound_changes_no_result(two_plans: None) -> None:
         first = past
 
 
+def test_where_only_the_backward_pass_may_take_either_design_results_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    selected = importlib.import_module("tercet.attention.kernels.selected")
+    x, bounds = sample(), cu(DOCUMENTS)
+    wanted, chosen, wanted_grads = outcome(x, cu_seqlens=bounds)
+    settings = replace(default_settings(16, 16, torch.float32, 16), backward_limit=0.1)
+    monkeypatch.setattr(selected, "default_settings", lambda *_: settings)
+    p = make_plan((1, TOKENS, TOKENS, 1, 1, 2, 16, 16), 4, 4, (16, 0, 1), settings)
+    assert p.union_forward
+    assert not p.union_only
+    out, as_chosen, grads = outcome(x, cu_seqlens=bounds)
+    assert torch.equal(chosen, as_chosen)
+    for found, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
 def test_compiled_with_a_bound_it_gives_the_same_bits() -> None:
     x, bounds = sample((40, 5)).leaves(), cu((40, 5))
 
@@ -132,6 +149,10 @@ def test_the_selected_branch_takes_one_design_where_documents_are_short() -> Non
     assert not plan(32, None).union_only
     assert plan(32, None).identity != packed.identity, "they launch other kernels"
     assert not plan(16, 4096).union_only
+    assert plan(16, 4096).union_forward, "sure of the forward pass, which bears larger unions"
+    assert plan(16, 4096).limits[0] > 65536, "what is not launched is not chosen"
+    assert not plan(8, 8192).union_forward
+    assert not plan(16, None).union_forward
     assert plan(4096, 16).union_only
 
 

@@ -195,7 +195,7 @@ def selected_forward(
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
     c.launch(union.tile_forward, grid, args, **_options(s.warps, s.union_stages, s.union_registers))
-    if p.union_only:
+    if p.union_forward:
         return o, lse, saved
     order, list_table, pieces, span = saved[3:]
     rows = min(p.range_tokens, p.N) * p.G * p.n * p.h

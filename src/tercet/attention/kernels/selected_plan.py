@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,6 +98,7 @@ class Plan:
     blocks_per_sequence: int
     L: int  # block numbers, the padding's included
     union_only: bool
+    union_forward: bool  # union tiles in the forward pass for sure, whatever the backward pass takes
     limits: tuple[float, float]
     forced: int  # forced blocks per query, at most; 0 where no design needs them apart
     lists: int
@@ -171,7 +173,10 @@ def make_plan(
         whole = range_tokens // longest if ranges > 1 else 1  # documents of this length that a range holds for sure
         over = ranges > 1
         largest_mean = (whole * (largest_mean / 2 + 1.5) + over * largest_mean) / (whole + over)
-    union_only = min(largest_mean, tile_tokens * n) <= min(limits)
+    largest_mean = min(largest_mean, tile_tokens * n)
+    union_only, union_forward = largest_mean <= min(limits), largest_mean <= limits[0]
+    if union_forward:
+        limits = (math.inf, limits[1])  # what is not launched must not be chosen
     if union_only:
         ranges, range_tokens = cut(piece_bytes)
     L = (B * blocks_per_sequence if documents is None else T // select_block + documents) + 1
@@ -206,6 +211,7 @@ def make_plan(
         blocks_per_sequence=blocks_per_sequence,
         L=L,
         union_only=union_only,
+        union_forward=union_forward,
         limits=limits,
         forced=0 if union_only else min(initial + local, n),
         lists=ranges * G * L,
