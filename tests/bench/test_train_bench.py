@@ -211,3 +211,20 @@ def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
     assert train_plot.draw({"results": rows}, tmp_path / "map.png")
     with pytest.raises(TercetError, match="--picture"):
         command(plot=str(tmp_path / "results.json"))
+
+
+def test_more_settings_reach_every_cell_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch):
+    seen: list[dict[str, Any]] = []
+
+    def measured(cells: list[dict[str, Any]], *_: Any) -> tuple[None, list[dict[str, Any]]]:
+        seen.extend(train_cell.configured(c, 2).model.nsa.__dict__ for c in cells)
+        return None, [cell(c["kind"], 1, 64, 80.0) for c in cells]
+
+    monkeypatch.setattr(train, "measured", measured)
+    one = {"preset": "tiny", "lengths": "64", "tokens": 64, "device": "cpu"}
+    commands.train(**one, settings="model.nsa.window=48, train.clip=2")
+    assert [nsa["window"] for nsa in seen] == [48, 48]
+    with pytest.raises(TercetError, match=r"unknown key model\.nsa\.windw"):
+        commands.train(**one, settings="model.nsa.windw=48")
+    with pytest.raises(TercetError, match="--settings window is no KEY=VALUE"):
+        commands.train(**one, settings="window")

@@ -124,6 +124,7 @@ def train(
     statistics: bool = True,
     compile: str = "auto",
     cuda_graph: str = "off",
+    settings: str = "",
     device: str = "auto",
     seconds: float = 600,
     out: str | None = None,
@@ -147,6 +148,7 @@ def train(
         statistics: Look at gates and selection in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
         cuda_graph: on: forward and backward of a step as one CUDA graph; off, or auto (where it can be).
+        settings: More settings of the run, as model.nsa.window=512,model.shared_kv=true.
         device: auto, cuda or cpu.
         seconds: A cell that takes longer is ended, and says so.
         out: Also write the JSON line to this file.
@@ -176,10 +178,19 @@ def train(
         checkpointing=checkpointing,
         packed=[kind for kind in packed.split(",") if kind], plain=[kind for kind in plain.split(",") if kind],
         statistics=statistics, seconds=seconds,
-        flags={"train.compile": compile, "train.cuda_graph": cuda_graph}
+        flags=_settings(settings) | {"train.compile": compile, "train.cuda_graph": cuda_graph}
         | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
     )  # fmt: skip
+
+
+def _settings(text: str) -> dict[str, str]:
+    from tercet.errors import UsageError
+
+    pairs = [part.strip() for part in text.split(",") if part.strip()]
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise UsageError(f"--settings {wrong[0]} is no KEY=VALUE: give them as model.nsa.window=512,train.clip=1")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _numbers(flag: str, text: str) -> list[int]:
