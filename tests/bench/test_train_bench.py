@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tercet.attention.spec import NSAConfig
-from tercet.bench import attention, train, train_cell, train_plot
+from tercet.bench import attention, commands, train, train_cell, train_plot
 from tercet.errors import TercetError
 
 
