@@ -52,6 +52,10 @@ def test_a_cell_that_failed_says_how(code, text, late, outcome):
     assert cell.tokens_per_s is None
 
 
+def test_a_cell_whose_data_ended_too_early_is_a_cell_and_not_the_end_of_the_table():
+    assert judge(POINT, [logged(1, 9.0)], 0, "", None).outcome == "1 steps until its data ended: 2 are needed"
+
+
 def test_a_cliff_is_found_along_batch_and_along_length_and_a_slope_is_not():
     def cell(length: int, batch: int, speed: float | None) -> Cell:
         point = Point("ddp", length, batch, "none", 25.0)

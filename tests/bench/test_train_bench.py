@@ -64,9 +64,9 @@ def test_packed_documents_and_a_row_for_each_stand_beside_each_other():
 
 
 def test_settings_that_cannot_be_are_refused_in_one_line():
-    with pytest.raises(TercetError, match="tokens=100 is not a multiple of length 64"):
+    with pytest.raises(TercetError, match="--tokens 100 is not a multiple of length 64"):
         train.cells_of("m7c", ("nsa",), (64,), 100, (), 64, "none", ())
-    with pytest.raises(TercetError, match="kinds=sparse is unknown"):
+    with pytest.raises(TercetError, match="--kinds sparse is unknown"):
         train.cells_of("m7c", ("sparse",), (64,), 64, (), 64, "none", ())
 
 
@@ -204,7 +204,7 @@ def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
     from tercet.bench.commands import train as command
 
     rows = train.compared([cell("nsa", 1, 64, 80.0), cell("dense", 1, 64, 100.0), cell("nsa", 2, 128, 90.0)], True)
-    (tmp_path / "results.json").write_text(json.dumps({"results": rows}))
+    (tmp_path / "results.json").write_text(json.dumps({"bench": "train", "results": rows}))
     picture = tmp_path / "map.svg"
     assert command(plot=str(tmp_path / "results.json"), picture=str(picture)) == 0
     assert "0.80" in picture.read_text() or picture.stat().st_size > 5000

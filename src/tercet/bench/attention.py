@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.functional import nsa_attention
 from tercet.attention.spec import NSAConfig
+from tercet.errors import FAILED, WRONG_USE
 
 
 @dataclass(frozen=True)
@@ -399,15 +400,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs at head 64")
     args = parser.parse_args(argv)
     names, kinds = args.shapes.split(","), args.inputs.split(",")
-    for value, choices in ((names, SHAPES), (kinds, ("random", "smooth"))):
-        if unknown := [v for v in value if v not in choices]:
-            parser.error(f"{unknown[0]!r} is unknown: pick from {', '.join(choices)}")
+    dense_kinds = [name for name in args.dense.split(",") if name]
+    asked = {"--shapes": (names, SHAPES), "--inputs": (kinds, ("random", "smooth"))}
+    for flag, (given, known) in (asked | {"--dense": (dense_kinds, ("cudnn", "flash"))}).items():
+        if unknown := [name for name in given if name not in known]:
+            print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
+            return WRONG_USE
     if not torch.cuda.is_available():
         print(
             "error: tercet bench attention needs a CUDA device, and none is visible: run it on a machine with a GPU",
             file=sys.stderr,
         )
-        return 2
+        return FAILED
     config = NSAConfig()
     device = torch.cuda.get_device_name()
     # a model's backward hands over to autograd's thread once, not once per operator

@@ -96,10 +96,10 @@ def decode(
         profile: Also print the time of every kernel of the attention step.
     """
     from tercet.bench.decode import HEADS, main
-    from tercet.errors import TercetError
+    from tercet.errors import UsageError
 
     if heads not in HEADS:
-        raise TercetError(f"heads={heads!r} is unknown: pick one of {', '.join(HEADS)}")
+        raise UsageError(f"--heads {heads} is unknown: pick one of {', '.join(HEADS)}")
     return main(
         batches=_numbers("--batches", batches), contexts=_numbers("--contexts", contexts), heads=heads,
         attention=attention, preset=preset,
@@ -157,20 +157,17 @@ def train(
     """
     from pathlib import Path
 
-    from tercet.errors import TercetError
+    from tercet.bench.train import PICTURES, check_place, main, read_results
 
     if plot is not None:
-        import json
-
-        from tercet.bench.train import check_place
         from tercet.bench.train_plot import draw
+        from tercet.errors import UsageError
 
         if picture is None:
-            raise TercetError("--plot needs --picture FILE.svg to draw into")
-        check_place("--picture", Path(picture))
-        print("\n".join(draw(json.loads(Path(plot).read_text()), Path(picture))))
+            raise UsageError(f"--plot {plot} needs --picture FILE.svg to draw into")
+        check_place("--picture", Path(picture), PICTURES)
+        print("\n".join(draw(read_results("--plot", Path(plot)), Path(picture))))
         return 0
-    from tercet.bench.train import main
 
     return main(
         preset=preset, kinds=kinds.split(","), lengths=_numbers("--lengths", lengths), tokens=tokens,

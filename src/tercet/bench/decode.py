@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.bench.decode_model import model_rows
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention
 
 HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
@@ -42,7 +42,7 @@ def main(
     model_contexts: list[int], steps: int, profile: bool = False,
 ) -> int:  # fmt: skip
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
-        raise TercetError(
+        raise UsageError(
             f"contexts={short[0]} is too short for the attention step, whose caches grow by {_MARGIN} tokens while "
             f"they are measured: give at least {_MARGIN + 1}, or --no-attention"
         )

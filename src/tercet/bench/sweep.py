@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.telemetry.events import StepLogged, events_file, read_events
 
 # Tokens per second below this share of a neighbour's is a cliff: sparse attention should cost about the same per token.
@@ -92,6 +92,8 @@ def sweep(
     ):
         if unknown := [name for name in given if name not in known]:
             raise ConfigError(f"{flag} {unknown[0]} is unknown: pick of {', '.join(known)}")
+    if steps < 2:
+        raise UsageError(f"--steps {steps} is below 2: the first step of a cell is not counted, give at least 2")
     base = load(preset=preset).config
     grid = points(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
@@ -208,7 +210,7 @@ def judge(point: Point, logged: Sequence[StepLogged], code: int, text: str, late
         return Cell(point, lines[-1].strip()[:200], steps=len(logged))
     counted = logged[1:]
     if not counted:
-        raise TercetError(f"a cell made {len(logged)} steps: take --steps of at least 2")
+        return Cell(point, f"{len(logged)} steps until its data ended: 2 are needed", steps=len(logged))
     took = statistics.median(e.step_seconds for e in counted)
     return Cell(
         point,

@@ -18,13 +18,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tercet.config.load import load
+from tercet.config.train import ActivationCheckpointing
 from tercet.durable import write_text
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 
 KINDS = ("nsa", "dense")
+PICTURES = (".svg", ".png")
 # Both start from the same distribution of weights: first losses differ by this share and by the noise of a batch.
 NEAR = 0.02
 # As a batch grows, tokens per second may fall by this share and no more.
@@ -38,13 +40,19 @@ def cells_of(
     """Both kinds of a setting beside each other in time, so that a drift of the device's clock falls on both. Documents
     of the `packed` kinds are packed, of those that are `plain` as well a row each in another cell, of the others too.
     """
-    for name, given in (("kinds", kinds), ("packed", packed), ("plain", plain)):
-        if unknown := set(given) - set(KINDS):
-            raise TercetError(f"{name}={','.join(sorted(unknown))} is unknown: pick of {', '.join(KINDS)}")
+    modes = get_args(ActivationCheckpointing)
+    for flag, given, known in (
+        ("--kinds", kinds, KINDS), ("--packed", packed, KINDS), ("--plain", plain, KINDS),
+        ("--checkpointing", [checkpointing], modes),
+    ):  # fmt: skip
+        if unknown := [name for name in given if name not in known]:
+            raise UsageError(f"{flag} {unknown[0]} is unknown: pick of {', '.join(known)}")
     if wrong := [length for length in lengths if tokens % length]:
-        raise TercetError(f"tokens={tokens} is not a multiple of length {wrong[0]}: give --tokens of whole sequences")
+        raise UsageError(f"--tokens {tokens} is not a multiple of length {wrong[0]}: give --tokens of whole sequences")
     settings = [(tokens // length, length) for length in lengths]
     settings += [(b, batch_length) for b in batches if (b, batch_length) not in settings]
+    if not settings:
+        raise UsageError("no --lengths and no --batches: there is nothing to measure, give one of them")
     return [
         {
             "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
@@ -211,14 +219,29 @@ def _figure(cell: dict[str, Any] | None, name: str, form: str) -> str:
     return "" if cell[name] is None else format(cell[name], form)
 
 
-def check_place(flag: str, file: Path | None) -> None:
-    """Before anything is measured: whether a file could be written there at all."""
+def check_place(flag: str, file: Path | None, kinds: Sequence[str] = ()) -> None:
+    """Before anything is measured: whether a file, of one of these kinds, could be written there at all."""
     if file is None:
         return
     if not file.parent.is_dir():
-        raise TercetError(f"{flag} {file}: there is no folder {file.parent}: make it first")
+        raise UsageError(f"{flag} {file}: there is no folder {file.parent}: make it first")
     if file.is_dir():
-        raise TercetError(f"{flag} {file} is a folder: name a file in it")
+        raise UsageError(f"{flag} {file} is a folder: name a file in it")
+    if kinds and file.suffix not in kinds:
+        raise UsageError(f"{flag} {file} is of no kind that can be drawn: let its name end in {' or '.join(kinds)}")
+
+
+def read_results(flag: str, file: Path) -> dict[str, Any]:
+    """What `--out` wrote."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if result["bench"] == "train" and isinstance(result["results"], list):
+            return dict(result)
+    except OSError as error:
+        raise UsageError(f"{flag} {file} cannot be read ({error.strerror}): name a file that --out wrote") from None
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UsageError(f"{flag} {file} is not what --out wrote: name a file of `tercet bench train --out FILE`")
 
 
 def main(
@@ -227,8 +250,12 @@ def main(
     statistics: bool, flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
     begun = time.time()
-    for flag, file in (("--out", out), ("--picture", picture)):
-        check_place(flag, file)
+    check_place("--out", out)
+    check_place("--picture", picture, PICTURES)
+    whole = {"--tokens": (tokens, 1), "--batch_length": (batch_length, 1), "--steps": (steps, 1)}
+    for flag, (number, least) in (whole | {"--repeats": (repeats, 0)}).items():
+        if number < least:
+            raise UsageError(f"{flag} {number} is below {least}: give at least {least}")
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
     for name in dict.fromkeys(cell["preset"] for cell in cells):
         load(preset=name, flags=flags)  # a preset that is not there is told as such, before any process is started

@@ -29,6 +29,7 @@ from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
 from tercet.attention.spec import NSAConfig
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
+from tercet.errors import FAILED, WRONG_USE
 
 
 def _tried(*rows: tuple[int, int, int, int, bool, int]) -> list[Launch]:
@@ -135,15 +136,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--share", help=argparse.SUPPRESS)  # "i/n": this process only compiles its share
     args = parser.parse_args(argv)
+    names, kernels = args.shapes.split(","), args.kernels.split(",")
+    for flag, given, known in (("--shapes", names, list(SHAPES)), ("--kernels", kernels, list(CANDIDATES))):
+        if unknown := [name for name in given if name not in known]:
+            print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
+            return WRONG_USE
     if not torch.cuda.is_available():
         print(
             "error: tercet bench tune needs a CUDA device, and none is visible: run it on a machine with a GPU",
             file=sys.stderr,
         )
-        return 2
-    names, kernels = args.shapes.split(","), args.kernels.split(",")
-    if unknown := [n for n in names if n not in SHAPES] + [k for k in kernels if k not in CANDIDATES]:
-        parser.error(f"{unknown[0]!r} is unknown: pick from {', '.join([*SHAPES, *CANDIDATES])}")
+        return FAILED
     config = NSAConfig()
     if args.share:
         mine, of = map(int, args.share.split("/"))
