@@ -32,6 +32,7 @@ from tercet.data.text import BAD_RECORDS_KEPT, OpenRecords, encode_records, hash
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 
 PLAN = "prepare.json"
+LOCK = ".lock"
 CHUNK_BYTES = 1 << 20  # text sent to a worker at once
 PREPARABLE = ("python-source", "text", "jsonl", "parquet", "fineweb-edu")
 
@@ -78,6 +79,7 @@ def prepare(
     workers = workers or os.cpu_count() or 1
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     records = record_source(data, seed=0, shuffle=False)
+    _check_folder(out)
     _make_folder(out)
     with _only_one(out):
         plan = {
@@ -292,17 +294,27 @@ def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def _check_folder(out: Path) -> None:
+    """Shards go into a folder of their own: one that is empty, or that a preparation has begun."""
+    if not out.is_dir() or (out / PLAN).is_file() or any(out.glob("shard-*.json")):
+        return  # whose shards they are is for the plan to say
+    others = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, f"{PLAN}.partial"))
+    if others:
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise DataUsageError(f"out={out} holds {shown}, and no shards: name a folder that is new or empty")
+
+
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"out={out} cannot be made ({error}): name a folder that can be written") from error
+        raise DataUsageError(f"out={out} cannot be made ({error}): name a folder that can be written") from error
 
 
 @contextmanager
 def _only_one(out: Path) -> Iterator[None]:
     """Two preparations of one folder would overwrite each other; the lock goes with its process."""
-    with open(out / ".lock", "w") as lock:
+    with open(out / LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
