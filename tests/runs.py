@@ -181,7 +181,7 @@ def _serve() -> None:
             code = train(RunConfig.model_validate(order["config"]), resume=order["resume"])
         except TercetError as error:
             print(f"error: {error}", file=sys.stderr)
-            code = 1
+            code = error.exit_code
         except BaseException:
             import traceback
 

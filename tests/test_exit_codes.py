@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,9 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
     Path("text.txt").write_text("a few words\n" * 200)
     Path("full").mkdir()
     Path("full/file").write_text("")
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("run/events_rank0.jsonl").write_text("told\n")
+    Path("list.json").write_text("[]")
 
 
 WRONG = """
@@ -33,6 +37,15 @@ train --preset tiny --data.source text --data.path empty --run.dir new       pat
 train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
 train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: there is no no.json
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
+train --preset tiny --run.dir run                                            run already holds a run
+train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
+train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
+train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
+train --preset tiny --resume run/checkpoints/step-00000007                   step-00000007 does not exist
+train --preset tiny --model.vocab_size 100 --run.dir empty                   model.vocab_size=100 is smaller
+train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere: nowhere is neither
+train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors: cannot be read
+train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     train.cuda_graph=on on a cpu
 report                                                                       no run folder was given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events
@@ -54,6 +67,9 @@ data prepare --out o --data.source text --data.path nowhere                  pat
 data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
 data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared
 data prepare --out o --shard_tokens 0                                        shard_tokens=0 is below 1
+data prepare --out text.txt --data.source text --data.path text.txt          out=text.txt cannot be made
+data prepare --out full --data.source text --data.path text.txt              out=full holds file, and no shards
+data prepare --out run --data.source text --data.path text.txt               out=run holds checkpoints, events_rank0
 data prepare --out o --workers -1                                            workers=-1 is below 0
 data train-tokenizer --out t.json --vocab_size 3                             vocab_size=3 is below 257
 data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
@@ -75,7 +91,27 @@ export hf empty full                                                         ful
 import hf nowhere out                                                        nowhere is no folder
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
+sweep --steps 1 --out o                                                      --steps 1 is below 2
 bench decode --batches x                                                     x is no whole number
+bench decode --contexts 5                                                    contexts=5 is too short
+bench decode --heads X                                                       --heads X is unknown
+bench attention --shapes P9k                                                 --shapes P9k is unknown
+bench attention --inputs rough                                               --inputs rough is unknown
+bench attention --dense torch                                                --dense torch is unknown
+bench tune --shapes P9k                                                      --shapes P9k is unknown
+bench tune --kernels foo                                                     --kernels foo is unknown
+bench train --preset tiny --kinds sparse                                     --kinds sparse is unknown
+bench train --preset tiny --tokens 100                                       --tokens 100 is not a multiple of length
+bench train --preset tiny --checkpointing foo                                --checkpointing foo is unknown
+bench train --preset tiny --lengths ,                                        no --lengths and no --batches
+bench train --preset tiny --steps 0                                          --steps 0 is below 1
+bench train --preset tiny --out nowhere/o.json                               there is no folder nowhere
+bench train --preset tiny --picture empty                                    --picture empty is a folder
+bench train --preset tiny --picture map.xyz                                  --picture map.xyz
+bench train --plot list.json                                                 --plot list.json needs --picture
+bench train --plot nowhere.json --picture x.svg                              --plot nowhere.json cannot be read
+bench train --plot text.txt --picture x.svg                                  --plot text.txt is not what --out wrote
+bench train --plot list.json --picture x.svg                                 --plot list.json is not what --out wrote
 """
 
 
@@ -84,22 +120,27 @@ def test_what_would_be_refused_again_is_exit_code_2(capsys, line):
     command, said = re.split(" {2,}", line)
     if command.split()[1:2] == ["hf"]:
         pytest.importorskip("transformers")
+    before = sorted(Path().rglob("*"))
     code = cli.main(shlex.split(command))
     err = capsys.readouterr().err
     assert (code, err.count("\n")) == (WRONG_USE, 1)
     assert err.startswith("error: ")
     assert said in err
+    assert sorted(Path().rglob("*")) == before  # what was refused leaves nothing behind
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("data prepare --out text.txt --data.source text --data.path text.txt", "out=text.txt cannot be made"),
         ("data inspect --data.source shards --data.path damaged --verify", "the file is damaged"),
         ("flight empty", "has no records"),
+        ("bench attention", "needs a CUDA device"),
+        ("bench tune", "needs a CUDA device"),
+        ("train --preset tiny --run.device cuda --run.dir new", "torch sees no CUDA device"),
     ],
 )
-def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, command, said):
+def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, monkeypatch, command, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     if "damaged" in command:
         prepared = "data prepare --out damaged --workers 1 --data.source text --data.path text.txt"
         assert cli.main(prepared.split()) == 0
@@ -117,6 +158,14 @@ def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(c
     assert code == WRONG_USE
     assert "needs torchrun" in capsys.readouterr().err
     assert (WrongLaunch.exit_code, DataUsageError.exit_code) == (WRONG_USE, WRONG_USE)
+    assert not Path("new").exists()
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on_it(capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**20, used=2**20, free=5))
+    code = cli.main(["train", "--preset", "tiny", "--run.device", "cpu", "--run.dir", "new"])
+    assert code == WRONG_USE
+    assert "new has 0.00 GiB free" in capsys.readouterr().err
     assert not Path("new").exists()
 
 

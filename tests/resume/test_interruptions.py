@@ -240,7 +240,7 @@ def test_a_failed_save_stops_the_run_when_nothing_else_was_asked_for(nursery: Nu
 def test_an_unwritable_folder_is_one_line(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     child = nursery.run(small(run__dir=str(tmp_path / "file" / "run")), resume=None)
-    assert child.code == 1
+    assert child.code == 2
     assert child.output.strip().count("\n") == 0
     assert "cannot be written (Not a directory): pick another --run.dir" in child.output
 
@@ -250,7 +250,7 @@ def test_a_folder_without_rights_is_one_line(nursery: Nursery, tmp_path: Path) -
         pytest.skip("root may write anywhere")
     (tmp_path / "closed").mkdir(mode=0o500)
     child = nursery.run(small(run__dir=str(tmp_path / "closed" / "run")))
-    assert child.code == 1
+    assert child.code == 2
     assert "cannot be written (Permission denied)" in child.output
 
 
@@ -259,7 +259,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_over(nursery: Nursery, tmp_pat
     assert nursery.run(config).code == 0
     before = losses(tmp_path / "run")
     child = nursery.run(config)
-    assert child.code == 1
+    assert child.code == 2
     assert "already holds a run: pick another --run.dir, or go on with: tercet train --resume auto" in child.output
     assert losses(tmp_path / "run") == before
     child = nursery.run(config, resume="auto")
@@ -303,11 +303,11 @@ def test_a_config_that_changed_since_is_refused_with_the_difference(nursery: Nur
     folder = str(tmp_path / "run")
     assert nursery.run(small(run__dir=folder)).code == 0
     child = nursery.run(small(run__dir=folder, train__lr=0.5, train__steps=8), resume="auto")
-    assert child.code == 1
+    assert child.code == 2
     assert "train.lr was 0.0003, now 0.5" in child.output
     assert "train.steps" not in child.output
     child = nursery.run(small(run__dir=folder, model__ffn_dim=40), resume="auto")
-    assert child.code == 1
+    assert child.code == 2
     assert "another model: model.ffn_dim was 32, now 40" in child.output
     changed = small(run__dir=folder, train__lr=0.5, train__steps=8, checkpoint__allow_config_change=True)
     child = nursery.run(changed, resume="auto")
@@ -327,7 +327,7 @@ def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
     source = a / "checkpoints" / "step-00000002"
     for resume in (str(source), str(a)):
         child = nursery.run(small(run__dir=str(b)), resume=resume)
-        assert child.code == 1
+        assert child.code == 2
         assert f"{b} already holds a run, and --resume {resume} is another's: pick another --run.dir" in child.output
         assert (losses(b), saved_steps(b)) == before
     # Its own, by whatever way, is no other's.
@@ -364,7 +364,7 @@ def test_a_fork_that_died_before_its_first_save_begins_again(nursery: Nursery, t
     for path in (b / "checkpoints").iterdir():  # as if it had been killed while it saved
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     child = nursery.run(forked, resume="auto")  # this would have been another run, from step 0
-    assert child.code == 1
+    assert child.code == 2
     assert f"{b} began with {source} and has saved nothing of its own: go on with --resume {source}" in child.output
     other = a / "checkpoints" / "step-00000004"
     assert "already holds a run" in nursery.run(forked, resume=str(other)).output

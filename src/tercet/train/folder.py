@@ -20,7 +20,7 @@ import tercet
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
 from tercet.durable import write_json
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
 
@@ -34,21 +34,36 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._before = {p.name for p in path.iterdir()} if path.is_dir() else set()
+            # Innermost first, the order in which a refused run takes them away again.
+            self._made = [p for p in (path / LOCK, self.checkpoints, path, *path.parents) if not p.exists()]
+            self._lock = self._take(lock)
         except OSError as error:
-            raise TercetError(
+            raise UsageError(
                 f"run folder {path} cannot be written ({error.strerror}): pick another --run.dir, or mend its rights"
             ) from None
-        if not lock:  # rank 0 holds it for all
-            return
-        try:
-            # Held by the kernel, so a killed process leaves no stale lock.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise TercetError(
-                f"run folder {path} is in use by another process: wait for it, or pick another --run.dir"
-            ) from None
+
+    def _take(self, lock: bool) -> int:
+        """The lock's open file; only rank 0 locks it, for all."""
+        while True:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            if not lock:
+                return handle
+            try:
+                # Held by the kernel, so a killed process leaves no stale lock.
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(handle)
+                raise TercetError(
+                    f"run folder {self.path} is in use by another process: wait for it, or pick another --run.dir"
+                ) from None
+            try:
+                if os.path.samestat(os.fstat(handle), os.stat(self.path / LOCK)):
+                    return handle
+            except FileNotFoundError:
+                pass
+            os.close(handle)  # a refused run took this file away since it was opened: the lock is another one now
 
     @property
     def holds_a_run(self) -> bool:
@@ -63,6 +78,16 @@ class RunFolder:
         write_json(self.path / "env.json", environment)
 
     def close(self) -> None:
+        """Let go of the folder. Of a run that was refused before it wrote anything, nothing stays behind."""
+        now = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
+        if now - self._before <= {LOCK, self.checkpoints.name}:
+            for made in self._made:
+                try:
+                    made.unlink() if made == self.path / LOCK else made.rmdir()
+                except FileNotFoundError:
+                    continue  # another rank was quicker
+                except OSError:
+                    break  # not empty: somebody else's
         os.close(self._lock)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
+from tercet.errors import UsageError
 from tercet.train import manifest
 from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
 from tercet.train.manifest import CheckpointError
@@ -48,6 +49,10 @@ FREE = (
     "train.max_skipped",
     "train.init_",
 )
+
+
+class WrongCheckpoint(CheckpointError, UsageError):
+    """One that is not there, or is none of this run's or this model's: asked for again, it is refused again."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,14 @@ def choose(resume: str, checkpoints: Path, *, verify: bool) -> Found | None:
 def _resolve(path: Path) -> Path:
     """A checkpoint folder, or the newest one of a run folder or of its checkpoints/."""
     if manifest.step_of(path) is not None or (path / manifest.MANIFEST).is_file():
+        if not path.is_dir():
+            raise WrongCheckpoint(f"{path} does not exist: name a checkpoint folder, or a run folder that has one")
         return path.resolve()
     for folder in (path / "checkpoints", path):
         found = manifest.complete_checkpoints(folder)
         if found:
             return found[-1]
-    raise CheckpointError(
+    raise WrongCheckpoint(
         f"{path} is neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one: name one"
     )
 
@@ -123,7 +130,7 @@ def saved_config(found: Found) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(
+        raise WrongCheckpoint(
             f"{found.path}: its config is not one of this Tercet ({key}: {first['msg']}): use the version of Tercet "
             "that wrote it, or take over its weights with train.init_from"
         ) from None
@@ -136,13 +143,13 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     told = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
     shape = [k for k in changed if k.startswith("model.") and k not in ("model.backend", "model.rope_scaling")]
     if shape:
-        raise CheckpointError(
+        raise WrongCheckpoint(
             f"the checkpoint is of another model: {'; '.join(told[k] for k in shape)}: put these back, or take over "
             "the weights that fit a changed model with train.init_from"
         )
     path = [k for k in changed if not k.startswith(FREE) and k != "model.backend"]
     if path and not allow_change:
-        raise CheckpointError(
+        raise WrongCheckpoint(
             f"the config has changed since the checkpoint: {'; '.join(told[k] for k in path)}: put these back, or pass "
             "--checkpoint.allow-config-change to go on with the new values"
         )
@@ -173,8 +180,12 @@ def load_weights_file(path: Path, model: nn.Module) -> None:
 
     try:
         weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"train.init_from={path}: cannot be read ({error})") from None
+    except OSError as error:
+        raise WrongCheckpoint(f"train.init_from={path}: cannot be read ({error}): name a file that is there") from None
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"train.init_from={path}: cannot be read ({error}): it is damaged, copy it anew"
+        ) from None
     weights = {k.removeprefix(MODEL): v for k, v in weights.items() if not k.startswith(OPTIMIZER)}
     live = {k.removeprefix(MODEL): v for k, v in tensors_to_save(model, None).items()}
     _compare(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
@@ -200,4 +211,4 @@ def _compare(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, to
     for what, names in (("lacks", missing), ("has a surplus of", surplus), ("differs in shape:", sorted(differ))):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise CheckpointError(f"{path} does not fit the model: it {what} {', '.join(names[:3])}{more}")
+            raise WrongCheckpoint(f"{path} does not fit the model: it {what} {', '.join(names[:3])}{more}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import Tokenizer
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.model.cost import parameters
 from tercet.telemetry.events import RunStarted, events_file, read_events
 from tercet.telemetry.sinks import tensorboard, wandb
@@ -20,7 +20,7 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     """The checkpoint to go on from, if any, and what there is to say about it. Refuses to train over a run."""
     if resume is None:
         if folder.holds_a_run:
-            raise TercetError(
+            raise UsageError(
                 f"{folder.path} already holds a run: pick another --run.dir, or go on with: {go_on(folder.path)}"
             )
         return None, []
@@ -30,17 +30,17 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     except manifest.CheckpointError as error:
         if resume == "auto":
             raise
-        raise manifest.CheckpointError(f"--resume {resume}: {error}; or use --resume auto") from None
+        raise type(error)(f"--resume {resume}: {error}; or use --resume auto") from None
     if start is None:
         for other in _forked_from(folder):
             if other is not None and other.parent != folder.checkpoints.resolve():
-                raise TercetError(
+                raise UsageError(
                     f"{folder.path} began with {other} and has saved nothing of its own: go on with --resume {other} "
                     f"--run.dir {shlex.quote(str(folder.path))}"
                 )
         return None, [f"--resume auto: {folder.checkpoints} has no complete checkpoint, starting at step 0"]
     if not start.is_in(folder.checkpoints) and folder.holds_a_run and not _is_same_fork(folder, start):
-        raise TercetError(
+        raise UsageError(
             f"{folder.path} already holds a run, and --resume {resume} is another's: pick another --run.dir, or go on "
             f"with the run that is there: {go_on(folder.path)}"
         )
@@ -78,14 +78,14 @@ def check_fit(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> Non
     if config.log.wandb:
         wandb()
     if tokenizer.vocab_size > config.model.vocab_size:
-        raise TercetError(
+        raise UsageError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
             f"pass --model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
         )
     needed = 12 * parameters(config.model).total  # fp32 weights and two moments
     free = shutil.disk_usage(folder.path).free
     if free < needed:
-        raise TercetError(
+        raise UsageError(
             f"one checkpoint takes about {needed / 2**30:.2f} GiB, {folder.path} has {free / 2**30:.2f} GiB free: "
             "free some, or pick another --run.dir"
         )

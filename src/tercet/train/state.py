@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tercet.config.schema import RunConfig
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -109,7 +109,7 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether blocks are compiled: asked for, or on a GPU."""
     if config.parallel.strategy == "cp":
         if config.train.compile == "on":
-            raise TercetError("train.compile=on with parallel.strategy=cp: blocks that exchange keys are not compiled")
+            raise UsageError("train.compile=on with parallel.strategy=cp: blocks that exchange keys are not compiled")
         return False
     return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
 
@@ -128,7 +128,7 @@ def records(config: RunConfig, device: torch.device) -> bool:
             "or --parallel.strategy single"
         )
     if reason is not None and asked == "on":
-        raise TercetError(f"train.cuda_graph=on {reason}")
+        raise UsageError(f"train.cuda_graph=on {reason}")
     return reason is None
 
 
@@ -150,14 +150,14 @@ def _initialise(state: TrainState, config: RunConfig) -> None:
     moments = state.optimizer if config.train.init_state == "optimizer" else None
     if path.suffix == ".safetensors":
         if moments is not None:
-            raise TercetError(f"train.init_from={path} holds weights only: use --train.init-state weights")
+            raise UsageError(f"train.init_from={path} holds weights only: use --train.init-state weights")
         restore.load_weights_file(path, state.model)
         state.parent = {"path": str(path)}
         return
     try:
         found = restore.choose(str(path), path, verify=config.checkpoint.verify)
     except manifest.CheckpointError as error:
-        raise TercetError(f"train.init_from={path}: {error}") from None
+        raise type(error)(f"train.init_from={path}: {error}") from None
     assert found is not None
     restore.load_tensors(found.path, state.model, moments)
     state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
