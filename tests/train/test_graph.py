@@ -16,8 +16,19 @@ from tercet.errors import TercetError
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
-from tercet.telemetry.events import Noted, ResourcesObserved, RoutesCounted, events_file, read_events
-from tercet.train import graph, header, state
+from tercet.report.attention_gates import fallbacks
+from tercet.report.gates import Thresholds
+from tercet.report.read import read_run
+from tercet.telemetry.events import (
+    HealthFired,
+    Noted,
+    RecordingFailed,
+    ResourcesObserved,
+    RoutesCounted,
+    events_file,
+    read_events,
+)
+from tercet.train import graph, header, loop, state
 from tercet.train.graph import StepGraph, fill_bounds, room_for
 from tercet.train.guard import NonFiniteGuard
 from tercet.train.loop import train
@@ -54,6 +65,9 @@ class Again:
         grads, adds = [p.grad for p in self.trained], any(g is not None for g in given)
         return Again.Recorded(act, self.trained, grads, adds, self.layers)
 
+    def lend(self, made: Tensor) -> Tensor:
+        return made
+
     def forget(self) -> None:
         self.forgot += 1
         self.held_bytes = 0
@@ -78,6 +92,21 @@ class Again:
                 p.grad = None  # a replay sets no attribute
             for layer, was in zip(self.layers, routes, strict=True):
                 layer.routes = was
+
+
+class Fails(Again):
+    """As Again, until a given recording."""
+
+    def __init__(self, model: nn.Module, last: int = 0, error: Exception | None = None) -> None:
+        super().__init__(model)
+        self.left, self.error = last, error or TercetError("a step could not be recorded (RuntimeError: no)")
+
+    def record(self, act: Callable[[], None]) -> Again.Recorded:
+        self.left -= 1
+        if self.left < 0:
+            act()  # something of it may be there when it fails
+            raise self.error
+        return super().record(act)
 
 
 class Run:
@@ -184,7 +213,7 @@ def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
     assert run.graph is not None
     expected = Run(recorded=False)
     expected.step([packed(1, 3), packed(2, 3)])
-    for g in run.graph._grads:
+    for g in run.graph._grads[False]:
         assert g is not None
         g.fill_(7.0)
     for each in (run, expected):
@@ -245,10 +274,12 @@ def test_micro_batches_of_one_step_have_one_shape() -> None:
 @pytest.fixture
 def recorded_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (state, header):
-        monkeypatch.setattr(room, "records", lambda config, device: config.train.cuda_graph == "on")
+        monkeypatch.setattr(room, "records", lambda config, device: config.train.cuda_graph != "off")
     built = StepGraph.__init__
     monkeypatch.setattr(
-        graph.StepGraph, "__init__", lambda self, model, precision: built(self, model, precision, Again(model))
+        graph.StepGraph,
+        "__init__",
+        lambda self, model, precision, **how: built(self, model, precision, Again(model), **how),
     )
 
 
@@ -287,6 +318,104 @@ def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, recorded_any
     counted = {how: [(e.route, e.calls) for e in events[how] if isinstance(e, RoutesCounted)] for how in told}
     assert counted["on"] == counted["off"]  # a pass is a pass, and what sampling ran on is not training's
     assert any("CUDA graph: passes of 1 × 128 tokens" in e.text for e in events["on"] if isinstance(e, Noted))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["broken", "memory"])
+def test_steps_that_may_fail_to_be_recorded_go_on_launch_by_launch(error: Exception | None, accumulation: int) -> None:
+    """The third step is looked at: it asks for both recordings anew, of which the second fails."""
+    told = []
+    for recorded in (False, True):
+        run = Run(recorded=False)
+        if recorded:
+            run.recorder = Fails(run.model, 2, error)
+            run.graph = StepGraph(run.model, "fp32", run.recorder, may_fail=True)
+        results = []
+        for i in range(5):
+            result = run.step([packed(10 * i + j, 3) for j in range(accumulation)], looked_at=i == 2)
+            results += [result.loss, result.grad_norm]
+            if i == 2:
+                results += [torch.tensor(list(s.read().values())) for s in run.stats]
+            if run.graph is not None:
+                said = run.graph.failures()
+                assert len(said) == (1 if i == 2 else 0)
+                assert not said or ("out of memory" if error else "could not be recorded") in said[0]
+        told.append([*results, *bits(run.model)])
+    assert run.recorder.held_bytes == 0  # nothing is kept for what is not replayed any more
+    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+def test_steps_that_must_be_recorded_stop_the_run_where_they_cannot_be() -> None:
+    for error, kind in ((None, TercetError), (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError)):
+        run = Run(recorded=False)
+        run.graph = StepGraph(run.model, "fp32", Fails(run.model, 0, error))
+        with pytest.raises(kind):
+            run.step([packed(1, 3)])
+
+
+def test_micro_batches_of_several_shapes_are_launched_where_recording_may_fail() -> None:
+    told = []
+    for recorded in (False, True):
+        run = Run(recorded=False)
+        if recorded:
+            run.graph = StepGraph(run.model, "fp32", Again(run.model), may_fail=True)
+        run.step([packed(1, 3), packed(2, 3, length=64)])
+        told.append(bits(run.model))
+    assert run.graph is not None
+    assert "tokens [1, 64] beside one of [1, 128]" in run.graph.failures()[0]
+    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+@pytest.mark.parametrize("action", ["warn", "halt"])
+def test_a_run_that_cannot_be_recorded_goes_on_and_its_report_counts_it(
+    tmp_path: Path, recorded_anywhere: None, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    def record(self: Again, act: Callable[[], None]) -> Again.Recorded:
+        raise TercetError("a step could not be recorded as a CUDA graph (ValueError: no)")
+
+    monkeypatch.setattr(Again, "record", record)
+    told = {}
+    for how in ("off", "auto"):
+        run = small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action)
+        if how == "auto" and action == "halt":
+            with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 1: .*ValueError: no"):
+                train(run, origins={})
+            return
+        assert train(run, origins={}) == 0
+        told[how] = losses(tmp_path / how)
+    assert told["auto"] == told["off"]
+    events = list(read_events(events_file(tmp_path / "auto")))
+    assert [e.step for e in events if isinstance(e, RecordingFailed)] == [1]
+    fired = [e.sentence for e in events if isinstance(e, HealthFired) and e.rule == "fallback"]
+    assert len(fired) == 1
+    assert "launched kernel by kernel, though train.cuda_graph=auto" in fired[0]
+    assert ("recordings that failed", "1") in fallbacks(read_run(tmp_path / "auto"), Thresholds()).evidence
+    assert not any("recordings" in label for label, _ in fallbacks(read_run(tmp_path / "off"), Thresholds()).evidence)
+    with pytest.raises(TercetError, match="ValueError: no"):
+        train(small(run__dir=str(tmp_path / "on"), train__cuda_graph="on"), origins={})
+
+
+def test_a_resumed_run_has_room_for_the_documents_of_its_past(tmp_path: Path, recorded_anywhere: None) -> None:
+    """How sums are divided may depend on it, and a resumed run has the bits of one that was not interrupted."""
+    made: list[StepGraph] = []
+    several = {"train__cuda_graph": "on", "run__dir": str(tmp_path / "run")}
+    built = state.build_state
+
+    def build(*given: object) -> state.TrainState:
+        found = built(*given)  # type: ignore[arg-type]
+        assert found.graph is not None
+        if not made:
+            found.graph.room = 64  # as if a batch of so many had been
+        made.append(found.graph)
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "build_state", build)
+        train(small(**several, train__steps=2), origins={})
+        train(small(**several, train__steps=4), origins={}, resume="auto")
+    assert [g.room for g in made] == [64, 64]
+    assert made[1]._fit is not None
+    assert made[1]._fit.room == 64
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,11 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         for sink in bench.behind:
             sink.close()
     took, tokens = statistics.median(seconds), config.train.tokens_per_step
-    start = losses[0]
+    start, lost = losses[0], bench.state.graph.failures() if bench.state.graph is not None else []
     sound = all(map(math.isfinite, losses)) and (expected is None or abs(start - expected) <= _SAME_LOSS * expected)
+    outcome = f"not as a CUDA graph: {lost[0][:200]}" if lost else "ok"
     return {
-        "outcome": "ok" if sound else f"wrong loss: {start} at the first step, {expected} uncompiled",
+        "outcome": outcome if sound else f"wrong loss: {start} at the first step, {expected} uncompiled",
         "tokens_per_s": tokens / took,
         "ms": 1e3 * took,
         "spread": (max(seconds) - min(seconds)) / took,

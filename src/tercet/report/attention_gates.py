@@ -8,7 +8,7 @@ from collections import Counter
 from tercet.report.gates import Case, Gate, Thresholds, skipped_steps
 from tercet.report.read import Run
 from tercet.report.routes import fastest, route_counts
-from tercet.telemetry.events import DoctorReported, HealthFired
+from tercet.telemetry.events import DoctorReported, HealthFired, RecordingFailed
 
 PARITY = "kernel parity"
 
@@ -59,6 +59,8 @@ def fallbacks(run: Run, limits: Thresholds) -> Gate:
     taken = sum(calls for (*_, fallback), calls in counts.items() if fallback)
     case.show("passes", f"{total:,}")
     case.show("fallbacks", f"{taken:,}")
+    if lost := len(run.of(RecordingFailed)):  # train.cuda_graph=auto allows it
+        case.show("recordings that failed", f"{lost:,}")
     if not counts:
         case.lacks("no pass was counted", "")
     if taken:

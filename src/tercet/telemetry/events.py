@@ -127,6 +127,15 @@ class Noted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordingFailed(Event):
+    """Steps could not be recorded as a CUDA graph, where that was allowed to fail: this process launches them kernel by
+    kernel from this step on."""
+
+    kind: ClassVar[str] = "recording_failed"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """How the process left: completed, interrupted, halted (non-finite steps) or failed."""
 
@@ -247,6 +256,7 @@ KINDS: dict[str, type[Event]] = {
         CheckpointSaved,
         CheckpointFailed,
         Noted,
+        RecordingFailed,
         RunEnded,
         LayersObserved,
         RoutesCounted,

@@ -15,6 +15,7 @@ from tercet.telemetry.events import (
     Event,
     HealthFired,
     LayersObserved,
+    RecordingFailed,
     RoutesCounted,
     RunStarted,
     StepLogged,
@@ -67,6 +68,9 @@ class HealthMonitor:
             found = [*self._gates(event), *self._selection(event)]
         elif isinstance(event, RoutesCounted):
             found = self._routes(event)
+        elif isinstance(event, RecordingFailed):
+            sentence = f"steps are launched kernel by kernel, though train.cuda_graph=auto ({event.reason})"
+            found = self._always(event, "fallback", sentence, 1, 0)
         else:
             found = []
         return [f for f in found if f.action != "off"]

@@ -10,8 +10,14 @@ Memory. Recordings share one pool and one stream, and passes outside of them (to
 recording: a step needs what it needs without graphs, and not twice. The allocator calls the pool's memory free between
 replays, though nobody else may have it; `held_bytes` makes up for that. Validation and samples run beside the pool.
 
-Gradients. Where one micro-batch makes a step, the first recording writes them, into the pool, and there is nothing to
-clear or to add. Else they are added to buffers that a step clears first.
+Gradients. Where one micro-batch makes a step, each recording writes its own into the pool, and there is nothing to
+clear or to add. Nothing holds their memory: they are read after a replay and before the next, so that other recordings
+may use it, and they are not there at the peak of any. (One set for all recordings was there at the peak of all but the
+first.) With several micro-batches they are added to buffers that a step clears first, and live as long as without
+graphs.
+
+Bits. Replays compute what the same launches compute; but how some sums are divided (compressed keys' gradients,
+FlashAttention's dQ when it is to be reproducible) depends on the number of documents, and here that is the room.
 """
 
 from __future__ import annotations
@@ -27,7 +33,8 @@ from torch import Tensor, nn
 
 from tercet.errors import TercetError
 from tercet.model.attention import DenseAttention, NativeSparseAttention
-from tercet.train.step import MicroBatch, autocast, loss_sum
+from tercet.parallel.strategy import Single
+from tercet.train.step import MicroBatch, autocast, loss_sum, passes
 
 LEAST_ROOM = 16
 # The first pass compiles; the second adds to gradients that are there, which is other code.
@@ -62,6 +69,9 @@ class Records(Protocol):
     def record(self, act: Callable[[], None]) -> Replays:
         """Without doing it. Memory is shared with the recordings made since `forget`."""
 
+    def lend(self, made: Tensor) -> Tensor:
+        """What a recording has made, where it is: until the next replay, and without holding its memory."""
+
     def forget(self) -> None:
         """Nobody replays what has been recorded so far: its memory is given back."""
 
@@ -88,10 +98,10 @@ class CudaRecorder:
         gc.collect()  # what dies in the middle of a capture may end it
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_reserved(self._device)
+        before, kept = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -108,15 +118,22 @@ class CudaRecorder:
                 "--train.cuda-graph off launches kernel by kernel"
             ) from broke
         finally:
+            torch.cuda.set_stream(here)  # PyTorch stays on the recording's when a capture ends in an error
             if collects:
                 gc.enable()
         self._graphs.append(graph)
-        self.kept_bytes += torch.cuda.memory_reserved(self._device) - before
-        more = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
-        self.held_bytes = max(self.held_bytes, more)
+        self.kept_bytes += torch.cuda.memory_reserved(self._device) - kept
+        self.held_bytes = max(self.held_bytes, torch.cuda.max_memory_allocated(self._device) - before)
         # From here on a peak is what lives beside the pool; the whole is that and held_bytes.
         torch.cuda.reset_peak_memory_stats(self._device)
         return graph
+
+    def lend(self, made: Tensor) -> Tensor:
+        if made.dtype != torch.float32:  # the interface knows no bf16; such a tensor keeps its memory
+            return made
+        lent = torch.as_tensor(_Place(made), device=made.device)
+        assert lent.data_ptr() == made.data_ptr()
+        return lent
 
     def forget(self) -> None:
         if self._graphs:
@@ -126,6 +143,13 @@ class CudaRecorder:
         self._graphs.clear()
         self.held_bytes = self.kept_bytes = 0
         torch.cuda.empty_cache()
+
+
+class _Place:
+    """Where a tensor is, for another that does not hold the memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
 
 
 class _Broke(RuntimeError):
@@ -167,10 +191,16 @@ def _documents(batch: MicroBatch) -> int | None:
 
 
 class StepGraph:
-    """The passes of one model's steps, recorded when they are first asked for."""
+    """The passes of one model's steps, recorded when they are first asked for.
 
-    def __init__(self, model: nn.Module, precision: str, recorder: Records | None = None) -> None:
-        self._model, self._precision = model, precision
+    `may_fail`: where they cannot be recorded, steps are launched kernel by kernel from then on, and `failures` says so.
+    Else that is an error.
+    """
+
+    def __init__(
+        self, model: nn.Module, precision: str, recorder: Records | None = None, *, may_fail: bool = False
+    ) -> None:
+        self._model, self._precision, self._may_fail = model, precision, may_fail
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = device = self._trained[0].device
         self._recorder = recorder or CudaRecorder(device)
@@ -182,10 +212,13 @@ class StepGraph:
         self._fit: Fit | None = None
         self._batch: MicroBatch | None = None  # the buffers
         self._recorded: dict[bool, Replays] = {}  # by whether layers are looked at
-        self._writes: Replays | None = None  # the one that does not add its gradients
-        self._grads: list[Tensor | None] = []
+        self._grads: dict[bool, list[Tensor | None]] = {}  # likewise, where its replay leaves them
         self._routes: list[dict] = []
         self._news: list[str] = []
+        self._given_up = False
+        self._failures: list[str] = []
+        # Documents that there has been room for. Saved and taken up with a run: bits may depend on it.
+        self.room = 0
 
     @property
     def held_bytes(self) -> int:
@@ -197,6 +230,11 @@ class StepGraph:
         told, self._news = self._news, []
         return told
 
+    def failures(self) -> list[str]:
+        """Why steps are not recorded any more, if that has been found out since the last call."""
+        told, self._failures = self._failures, []
+        return told
+
     def passes(
         self, batches: Sequence[MicroBatch], scale: Tensor, phase: Callable[[str], AbstractContextManager[None]]
     ) -> Tensor:
@@ -206,13 +244,15 @@ class StepGraph:
         """
         looked_at = any(s.enabled for s in self._stats)
         self._scale.copy_(scale)
+        if not self._prepared(batches, looked_at):
+            return passes(self._model, batches, scale, self._precision, Single(), phase)
+        assert self._fit is not None
+        grads = self._grads[looked_at]
         total, seen = torch.zeros_like(self._loss), None
         for i, batch in enumerate(batches):
             with phase("passes"):
-                if i == 0:
-                    self._prepare(batches, looked_at)
-                    if self._recorded[looked_at] is not self._writes:
-                        torch._foreach_zero_([g for g in self._grads if g is not None])
+                if i == 0 and self._fit.adds:
+                    torch._foreach_zero_([g for g in grads if g is not None])
                 self._fill(batch)
                 self._recorded[looked_at].replay()
                 total += self._loss
@@ -224,8 +264,33 @@ class StepGraph:
         if seen is not None:
             for stats, row in zip(self._stats, seen, strict=True):
                 stats.add(row)
-        self._attach(self._grads)
+        self._attach(grads)
         return total
+
+    def _prepared(self, batches: Sequence[MicroBatch], looked_at: bool) -> bool:
+        """Whether these can be replayed; nothing has been computed of them yet. After a capture that CUDA itself has
+        ended, PyTorch keeps what the capture had allocated until then."""
+        if not self._given_up:
+            try:
+                self._prepare(batches, looked_at)
+            except (TercetError, torch.OutOfMemoryError) as error:
+                if not self._may_fail:
+                    raise
+                failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            else:
+                return True
+            # The error is gone, and with it the frames that hold what was being computed.
+            self._given_up = True
+            self._failures.append(failure)
+            gc.collect()
+            self._clear()
+            self._look(looked_at)
+        return False
+
+    def _clear(self) -> None:
+        self._recorded, self._grads, self._batch = {}, {}, None
+        self._attach([None] * len(self._trained))
+        self._recorder.forget()
 
     def _prepare(self, batches: Sequence[MicroBatch], looked_at: bool) -> None:
         fit = self._fit
@@ -234,7 +299,7 @@ class StepGraph:
             return
         documents = [d for d in map(_documents, batches) if d is not None]
         first = batches[0]
-        room = max(room_for(max(documents)), (fit and fit.room) or 0) if documents else None
+        room = max(room_for(max(documents)), self.room) if documents else None
         adds = len(batches) > 1 or (fit is not None and fit.adds)
         fit = Fit(tuple(first.tokens.shape), room, first.max_seqlen, adds)
         if odd := next((b for b in batches if not fit.holds(b)), None):
@@ -247,11 +312,11 @@ class StepGraph:
     def _record(self, fit: Fit, batch: MicroBatch, looked_at: bool) -> None:
         """Recordings for these sizes, of passes with layers looked at as well once there has been one."""
         kinds = sorted({*self._recorded, looked_at})
-        self._recorded, self._writes, self._grads, self._batch = {}, None, [], None
-        self._attach([None] * len(self._trained))
-        self._recorder.forget()
+        nothing: list[Tensor | None] = [None] * len(self._trained)
+        self._clear()
         bounds = None
         if fit.room is not None:
+            self.room = fit.room
             bounds = torch.zeros(fit.room + 1, dtype=torch.int32, device=self._device)
         tokens, targets = torch.empty_like(batch.tokens), torch.empty_like(batch.targets)
         self._fit, self._batch = fit, MicroBatch(tokens, targets, bounds, fit.max_seqlen)
@@ -262,15 +327,18 @@ class StepGraph:
             for _ in range(_WARM_UPS):
                 self._recorder.warm_up(self._pass)
             reached = [p.grad is not None for p in self._trained]
-            self._attach([None] * len(self._trained))
+            self._attach(nothing)
+        added = nothing
         if fit.adds:
-            self._grads = [torch.zeros_like(p) if r else None for p, r in zip(self._trained, reached, strict=True)]
+            added = [torch.zeros_like(p) if r else None for p, r in zip(self._trained, reached, strict=True)]
         for kind in kinds:
             self._look(kind)
-            self._attach(self._grads or [None] * len(self._trained))
+            self._attach(added)
             self._recorded[kind] = self._recorder.record(self._pass)
-            if not self._grads:
-                self._writes, self._grads = self._recorded[kind], [p.grad for p in self._trained]
+            made = [p.grad for p in self._trained]
+            self._grads[kind] = added if fit.adds else [g if g is None else self._recorder.lend(g) for g in made]
+            del made
+            self._attach(nothing)  # the memory of what was made is free for the next recording
         self._look(looked_at)
         self._routes = [layer.routes for layer in self._layers]
         rows = " × ".join(map(str, fit.tokens)) + " tokens"

@@ -214,6 +214,15 @@ class Trainer:
         state.interval.add(step, result)
         self._recent[step] = batches
         self.screen.advance(step)
+        for reason in state.graph.failures() if state.graph is not None else ():
+            self._tell_unrecorded(reason)
+
+    def _tell_unrecorded(self, reason: str) -> None:
+        """train.cuda_graph=auto has found that it cannot be."""
+        told = events.RecordingFailed(step=self.state.step, reason=reason)
+        self.log.emit(told)
+        if halting := self.observer.observe(told):
+            raise Halted(f"stopped by health.fallback=halt after step {self.state.step}: {halting[0].sentence}")
 
     def _after_step(self) -> None:
         """What is due after this step. The save comes last: what it holds, the log has already told."""

@@ -52,6 +52,7 @@ class TrainState:
             "guard": self.guard.state_dict(),
             "interval": self.interval.state_dict(),
             "parent": self.parent,
+            "graph_room": 0 if self.graph is None else self.graph.room,
             # The schedule is a function of config and step; nothing else of it exists to be saved.
             "config": config.model_dump(mode="json"),
         }
@@ -75,7 +76,7 @@ def build_state(config: RunConfig, device: torch.device, strategy: Strategy, sta
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
     if recorded:
-        state.graph = StepGraph(model, config.train.precision)
+        state.graph = StepGraph(model, config.train.precision, may_fail=config.train.cuda_graph == "auto")
     if start is not None:
         _take_up(state, start, strategy)
     elif config.train.init_from is not None:
@@ -139,6 +140,8 @@ def _take_up(state: TrainState, start: restore.Found, strategy: Strategy) -> Non
     state.cursor, state.parent = saved["data"], saved["parent"]
     state.guard.load_state_dict(saved["guard"])
     state.interval.load_state_dict(saved["interval"])
+    if state.graph is not None:
+        state.graph.room = int(saved.get("graph_room", 0))  # unknown to checkpoints from before there were graphs
     own = start.path / manifest.rank_file(strategy.rank)
     if own.exists():  # on more ranks than saved, the new ones keep their seed
         restore_rng(manifest.read_json(own)["state"]["rng"], state.device)

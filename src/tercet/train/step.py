@@ -98,7 +98,7 @@ def train_step(
     # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
     scale = strategy.world_size / targets
     if graph is None:
-        total = _passes(model, batches, scale, precision, strategy, phase)
+        total = passes(model, batches, scale, precision, strategy, phase)
     else:
         total = graph.passes(batches, scale, phase)
     with phase("communication"):
@@ -110,7 +110,7 @@ def train_step(
     return StepResult(mean, norm, bad)
 
 
-def _passes(
+def passes(
     model: nn.Module,
     batches: Sequence[MicroBatch],
     scale: Tensor,
@@ -118,6 +118,7 @@ def _passes(
     strategy: Strategy,
     phase: Callable[[str], AbstractContextManager[None]],
 ) -> Tensor:
+    """What RunsPasses does, launch by launch."""
     device = batches[0].tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     for i, batch in enumerate(batches):
