@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.prepare import prepare
 from tercet.data.shards import verify
 
@@ -197,6 +197,23 @@ def test_a_folder_begun_with_other_settings_is_not_continued(source, tmp_path):
     prepare(source, tmp_path / "out", workers=1)
     with pytest.raises(DataError, match=r"was begun with shard_tokens=67108864, now shard_tokens=5"):
         prepare(source, tmp_path / "out", workers=1, shard_tokens=5)
+
+
+def test_shards_are_not_put_beside_other_things(source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("a", "b", "c", "d"):
+        (out / name).write_text("")
+    with pytest.raises(DataUsageError, match="holds a, b, c and 1 more, and no shards: name a folder that is new or"):
+        prepare(source, out, workers=1)
+    assert sorted(p.name for p in out.iterdir()) == ["a", "b", "c", "d"]
+
+
+def test_a_preparation_that_ended_before_its_first_file_is_begun_again(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in (".lock", "prepare.json.partial"):
+        (tmp_path / "out" / name).write_text("")
+    assert prepare(source, tmp_path / "out", workers=1)["documents"]
 
 
 def test_two_preparations_of_one_folder_do_not_meet(source, tmp_path):
