@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from rounding import check_as_near, distance
 from runs import losses, small
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -141,29 +143,45 @@ def test_a_compiled_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
     assert told["resumed"] == told["straight"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_compiled_step_has_the_gradients_of_an_uncompiled_one(attention: str, packed: bool):
-    """Every block fits into the selection, so that no near-tie can choose others."""
+def gradients(attention: str, packed: bool, *, compiled: bool, narrow: bool = True) -> dict[str, torch.Tensor]:
+    """The loss and every parameter's gradient. Every block fits into the selection, so that no near-tie can choose
+    others."""
     config = small(**{**SIZES, "model__nsa__select_count": 16, "model__attention": attention})
     device = torch.device("cuda")
     tokens = torch.randint(1, 256, (4, 1025), device=device, generator=torch.Generator(device).manual_seed(0))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     bounds = torch.tensor([0, 700, 1024, 2048, 3072, 3500, 4096], dtype=torch.int32, device=device)
     batch = MicroBatch(inputs.view(1, -1), targets.view(1, -1), bounds) if packed else MicroBatch(inputs, targets, None)
-    found = []
-    for compiled in (True, False):
-        torch.manual_seed(0)
-        model = Transformer(config.model).to(device)
-        for layer in model.attention_layers():  # far from its beginning, where gates and φ are at rest
-            for p in layer.parameters():
-                torch.nn.init.normal_(p, std=0.05)
-        if compiled:
-            compile_blocks(model, "none")
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(batch.tokens, batch.cu_seqlens, batch.targets).total
-        (loss / targets.numel()).backward()
-        found.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}})
-    for name, wanted in found[1].items():
-        error = (found[0][name].double() - wanted.double()).norm() / wanted.double().norm()
-        assert error < 2e-2, f"{name}: {error:.1e}"
+    torch.manual_seed(0)
+    model = Transformer(config.model).to(device)
+    for layer in model.attention_layers():  # far from its beginning, where gates and φ are at rest
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, std=0.05)
+    # blocks compiled for too many cases are no longer compiled, and would be compared with themselves
+    torch._dynamo.reset()
+    counters.clear()
+    if compiled:
+        compile_blocks(model, "none")
+    with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
+        loss = model(batch.tokens, batch.cu_seqlens, batch.targets).total
+    (loss / targets.numel()).backward()
+    assert (counters["stats"]["unique_graphs"] > 0) == compiled
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_compiled_step_is_as_near_to_the_true_gradients_as_an_uncompiled_one(attention: str, packed: bool) -> None:
+    """As near, not the same: what moves all keys alike moves no softmax but by their rotary turns, so that gradients
+    of φ's position and biases are what is left of sums that nearly cancel. bf16 leaves two digits of them, and a
+    compiler that rounds less often leaves others."""
+    found, known = (gradients(attention, packed, compiled=compiled) for compiled in (True, False))
+    check_as_near(found, known, gradients(attention, packed, compiled=False, narrow=False))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_fp32_a_compiled_step_has_the_gradients_of_an_uncompiled_one(packed: bool) -> None:
+    found, known = (gradients("nsa", packed, compiled=compiled, narrow=False) for compiled in (True, False))
+    assert found.keys() == known.keys()
+    for name, wanted in known.items():
+        assert distance(found[name], wanted) < 1e-4, name
