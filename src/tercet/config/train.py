@@ -56,8 +56,8 @@ class TrainConfig(Section):
     compile: Switch = "auto"
     """torch.compile of each block; auto: on a GPU only (on a CPU it costs half a minute, for no gain)."""
     cuda_graph: Switch = "off"
-    """Record forward and backward as a CUDA graph, for small batches where the host is slower than the GPU; auto: where
-    it can be (one GPU, one rank). off until it has been measured."""
+    """Record forward and backward as a CUDA graph, for steps where the host is slower than the GPU. on: an error where
+    it cannot be; auto: where it can be (one GPU, one rank), else without, said and counted."""
 
     val_every: int = Field(default=250, ge=0)
     """Steps between validations; 0 validates at the end only."""
