@@ -119,12 +119,42 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
     for longest, expected in (
         (-1, [("_score", 1024), ("_choose", 1024)] * 2),  # two ranges of queries
         (2048, [("_score", 32), ("_choose", 32)]),
-        (1024, [("_choose", 16)]),  # all are selected
+        (1024, [("_choose", 0)]),  # all are selected: nothing is scored, and nothing read
     ):
         launches.clear()
         documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
         score.select(q, kc, torch.zeros(1, 1, 65536), tercet.NSAConfig(), documents)
         assert launches == expected
+
+
+@pytest.mark.parametrize(("promised", "widest"), [(60, 1024), (60, 2), (20, 1024), (100, 1024), (100, 2)])
+def test_a_promise_that_is_broken_costs_choice_and_reads_no_foreign_memory(
+    monkeypatch: pytest.MonkeyPatch, promised: int, widest: int
+) -> None:
+    score = importlib.import_module("tercet.attention.kernels.score")
+    compressed = importlib.import_module("tercet.attention.kernels.compressed")
+    documents = (100, 20)
+    x, bounds = sample(documents), cu(documents)
+    ccu, found = CONFIG.compressed_cu_seqlens(bounds), []
+    _, lse = compressed.forward(x.q, x.kc, x.vc, CONFIG, Documents(1, 120, x.kc.shape[1], bounds, ccu))
+    empty, promise = torch.empty, Documents(1, 120, x.kc.shape[1], bounds, ccu, longest=promised)
+    for poison in (0, 1 << 29):  # as a score, and as an index that was never written
+
+        def surrounded(*shape: int, poison: int = poison, **options: Any) -> torch.Tensor:
+            whole = empty((3, *shape), **options)
+            return whole.fill_(poison)[1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", surrounded)
+            found.append(score.select(x.q, x.kc, lse, CONFIG, promise, widest=widest))
+    assert torch.equal(*found)
+    place = torch.cat([torch.arange(n) for n in documents])[:, None] // CONFIG.select_block
+    first, last = found[0][0, :, 0].split(1, dim=1)
+    several = place > 0
+    assert torch.equal(torch.where(several, last, first), place.int()), "its own block is always there"
+    assert torch.all((first >= 0) & (first < torch.where(several, place, 1)))
+    # one of the blocks that have scores, which are multiples of four; the lowest where none has
+    assert int(first.max()) < {20: 1, 60: 4, 100: 6}[promised]
 
 
 def test_ranges_of_queries_reach_to_the_end_of_the_longest_document() -> None:

@@ -173,17 +173,26 @@ def _best(key, wanted):
 
 
 @triton.jit
-def _load_keys(SCORES, block, end, INITIAL: tl.constexpr):
-    """Scores as whole numbers of the same order; -1 where a block is forced or not there."""
-    score = tl.load(SCORES[:, None] + block, mask=block < end[:, None], other=0.0)
+def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr):
+    """Scores as whole numbers of the same order; -1 where a block is forced or not there.
+
+    A row has `blocks` scores, which are all that it needs unless a packed document is longer than the caller promised.
+    Blocks after those count as 0 then: it costs the choice's quality, and no other row's memory is read."""
+    if PACKED:
+        there = tl.minimum(end, blocks)
+    else:  # the host knows the length itself; a bound would cost registers here
+        there = end
+    score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=0.0)
     score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
     return tl.where((block >= INITIAL) & (block < end[:, None]), score.to(tl.int32, bitcast=True), -1)
 
 
 @triton.jit
-def _choose_range(SCORES, OUT, end, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr):
+def _choose_range(
+    SCORES, OUT, end, blocks, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     block = tl.arange(0, NP)[None, :]
-    taken = _best(_load_keys(SCORES, block, end, INITIAL), WANTED)
+    taken = _best(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
     to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
     tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
 
@@ -222,11 +231,11 @@ def _choose(
             end = tl.where(inside & (current >= COUNT), current - LOCAL + 1, 0)
             last -= LOCAL - 1
             if (NP >= 128) & (last <= NP // 4):
-                _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 4 if NP >= 128 else NP)
+                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP // 4 if NP >= 128 else NP, PACKED)
             elif (NP >= 128) & (last <= NP // 2):
-                _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP // 2 if NP >= 128 else NP)
+                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP // 2 if NP >= 128 else NP, PACKED)
             else:
-                _choose_range(scores, out + INITIAL, end, INITIAL, WANTED, NP)
+                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP, PACKED)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
@@ -252,7 +261,7 @@ def _shortlist(
         block = (chunk * NP + tl.arange(0, NP))[None, :]
         alone = tl.arange(0, 1)
         scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4) + alone
-        key = _load_keys(scores, block, end + alone, INITIAL)
+        key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED)
         taken = _best(key, WANTED)
         place = tl.cumsum(taken.to(tl.int32), 1) - 1
         number = tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
@@ -351,10 +360,12 @@ def select(
                 num_warps=1,
             )  # fmt: skip
         else:
-            wide = power_of_2(max(32, blocks - local))
+            # at least as many as are wanted, also where fewer blocks are promised than there are
+            wide = power_of_2(max(32, wanted + initial, blocks - local))
             side = min(_SIDE_BY_SIDE, queries, max(1, 512 // wide))
             call(
-                _choose, (here * queries // side, G), (scores, indices, cu), (*bounds, tile0, blocks),
+                _choose, (here * queries // side, G), (scores, indices, cu),
+                (*bounds, tile0, blocks if scored else 0),
                 (*sizes, slots, G, queries, side, wide, documents.packed, documents.stretch), num_warps=1,
             )  # fmt: skip
     return indices
