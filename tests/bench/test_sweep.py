@@ -81,12 +81,18 @@ def test_heat_maps_are_drawn_with_cells_that_failed(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_sweep_fills_its_table_and_survives_a_cell_that_cannot_run(tmp_path, capsys):
-    assert (
-        sweep(
-            "tiny", (64, 96), (1,), steps=3, seconds=200, out=str(tmp_path), device="cpu", strategies=("single", "bad")
-        )
-        == 0
-    )
+    code = sweep(
+        "tiny",
+        (64, 96),
+        (1,),
+        steps=3,
+        seconds=200,
+        out=str(tmp_path),
+        device="cpu",
+        strategies=("single", "cp"),
+        ranks=5,
+    )  # sequences of neither length can be split among five ranks
+    assert code == 0
     cells = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
     assert [c["outcome"] == "ok" for c in cells] == [True, True, False, False]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
