@@ -148,5 +148,23 @@ def test_operators_registered_plainly_are_what_the_compiler_is_told() -> None:
         assert not given & set(storages), name
 
 
+def test_an_operator_without_a_gradient_refuses_what_needs_one() -> None:
+    ops = importlib.import_module("tercet.attention.kernels.ops")
+    q, kc, vc, *_, gates = sample().leaves().tensors()
+    given = (q, kc, vc, None, None, ops._sizes(CONFIG), [], None)
+    with pytest.raises(RuntimeError, match=r"nsa_compressed has no gradient of its own, and its argument 0 needs one"):
+        torch.ops.tercet.nsa_compressed(*given)
+    with torch.no_grad():
+        out, _ = torch.ops.tercet.nsa_compressed(*given)
+    assert not out.requires_grad
+    with pytest.raises(RuntimeError, match=r"nsa_row_sums has no gradient of its own, and its argument 1 needs one"):
+        torch.ops.tercet.nsa_row_sums(out, gates, out, out, out)
+    y, turn = torch.zeros(1, 20, 64, requires_grad=True), [torch.zeros(20, 1, 8)] * 2
+    with pytest.raises(RuntimeError, match=r"heads_apart has no gradient of its own, and its argument 0 needs one"):
+        torch.ops.tercet.heads_apart(y, *turn, None, None, [1, 1, 16, 4, 1])
+    with pytest.raises(RuntimeError, match=r"heads_together has no gradient of its own, and its argument 0 needs one"):
+        torch.ops.tercet.heads_together([y], *turn, None, None, [1, 1, 16, 4, 1])
+
+
 def as_tuple(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)

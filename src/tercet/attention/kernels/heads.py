@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tercet.attention.kernels.launching import call
+from tercet.attention.kernels.registering import operator
 from tercet.attention.kernels.settings import power_of_2
 
 # Rows of whole cache lines in bf16, and whole tiles of a product
@@ -247,38 +248,7 @@ def _launch(
 
 
 # ------------------------------------------------------------ operators
-# Registered plainly: custom_op's wrappers cost the host 30 microseconds a call, these 8. Their gradient is `apart`'s.
-
-_LIBRARY = torch.library.Library("tercet", "FRAGMENT")
-_LIBRARY.define(
-    "heads_apart(Tensor y, Tensor cos, Tensor sin, Tensor? there, Tensor? is_there, int[] sizes) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "heads_together(Tensor[] grads, Tensor cos, Tensor sin, Tensor? back, Tensor? is_back, int[] sizes) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def heads_apart(
-    y: Tensor, cos: Tensor, sin: Tensor, there: Tensor | None, is_there: Tensor | None, sizes: Sequence[int]
-) -> list[Tensor]:
-    """[q, ks, vs, kw, vw, chunks, logits] of a product y; [q, k, v, chunks, logits] with one set of keys and values.
-    `sizes` are H, G, D, d and the number of sets, 3 or 1; the map says which tokens of packed documents stand in chunks
-    (chunks.Rearrangement), None where chunks are simply every d tokens."""
-    parts = _parts_like(y, sizes)
-    seven = parts if len(parts) == 7 else [*parts[:3], None, None, *parts[3:]]
-    _launch(y.contiguous(), seven, cos, sin, there, is_there, sizes, back=False)
-    return parts
-
-
-def heads_together(
-    grads: Sequence[Tensor], cos: Tensor, sin: Tensor, back: Tensor | None, is_back: Tensor | None, sizes: Sequence[int]
-) -> Tensor:
-    """The gradient of y from those of q, ks, vs, kw, vw, chunks and logits, however many sets there are."""
-    dy = _together_like(grads, sizes)
-    _launch(dy, [x.contiguous() for x in grads], cos, sin, back, is_back, sizes, back=True)
-    return dy
+# Their gradient is `apart`'s.
 
 
 def _parts_like(y: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -296,14 +266,27 @@ def _together_like(grads: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return grads[0].new_empty(*grads[0].shape[:2], columns(heads, kv_heads, size, sets))
 
 
-_LIBRARY.impl("heads_apart", heads_apart, "CompositeExplicitAutograd")
-_LIBRARY.impl("heads_together", heads_together, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "tercet::heads_apart", lambda y, cos, sin, there, is_there, sizes: _parts_like(y, sizes), lib=_LIBRARY
-)
-torch.library.register_fake(
-    "tercet::heads_together", lambda grads, cos, sin, back, is_back, sizes: _together_like(grads, sizes), lib=_LIBRARY
-)
+@operator(lambda y, cos, sin, there, is_there, sizes: _parts_like(y, sizes))
+def heads_apart(
+    y: Tensor, cos: Tensor, sin: Tensor, there: Tensor | None, is_there: Tensor | None, sizes: list[int]
+) -> list[Tensor]:
+    """[q, ks, vs, kw, vw, chunks, logits] of a product y; [q, k, v, chunks, logits] with one set of keys and values.
+    `sizes` are H, G, D, d and the number of sets, 3 or 1; the map says which tokens of packed documents stand in chunks
+    (chunks.Rearrangement), None where chunks are simply every d tokens."""
+    parts = _parts_like(y, sizes)
+    seven = parts if len(parts) == 7 else [*parts[:3], None, None, *parts[3:]]
+    _launch(y.contiguous(), seven, cos, sin, there, is_there, sizes, back=False)
+    return parts
+
+
+@operator(lambda grads, cos, sin, back, is_back, sizes: _together_like(grads, sizes))
+def heads_together(
+    grads: list[Tensor], cos: Tensor, sin: Tensor, back: Tensor | None, is_back: Tensor | None, sizes: list[int]
+) -> Tensor:
+    """The gradient of y from those of q, ks, vs, kw, vw, chunks and logits, however many sets there are."""
+    dy = _together_like(grads, sizes)
+    _launch(dy, [x.contiguous() for x in grads], cos, sin, back, is_back, sizes, back=True)
+    return dy
 
 
 class _Apart(torch.autograd.Function):
