@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tercet
 from runs import GPU_SIZES, small
 from tercet.doctor import collectives, kernels, machine, storage
 from tercet.doctor.before import examine_before_training
@@ -87,10 +88,46 @@ def test_kernels_are_held_against_the_reference(packed):
     assert 0 < backward < kernels.TOLERANCE["bfloat16"]
 
 
+def test_packed_documents_are_compared_with_the_bound_that_training_gives(monkeypatch):
+    from tercet.attention import functional
+
+    real, bounds = functional.nsa_attention, []
+
+    def watched(**named):
+        cu = named["cu_seqlens"]
+        bounds.append((named["max_seqlen"], None if cu is None else int(cu.diff().max())))
+        return real(**named)
+
+    monkeypatch.setattr(functional, "nsa_attention", watched)
+    for packed in (True, False):
+        kernels.compare(small().model, torch.float32, device="cpu", length=64, backend="reference", packed=packed)
+    assert len(bounds) == 6
+    assert all(told == real and (told is not None) == (at < 3) for at, (told, real) in enumerate(bounds))
+
+
+def test_kernels_of_long_documents_are_examined_where_training_runs_them():
+    pytest.importorskip("triton")
+    from tercet.attention.kernels.selected_plan import default_settings, make_plan
+
+    cfg = tercet.NSAConfig()
+
+    def one_design(T, head, longest):
+        settings = default_settings(head, head, torch.bfloat16, cfg.select_block)
+        return make_plan((1, T, T, 12, 2, 16, head, head), 2, 3, (64, 1, 2), settings, longest).union_forward
+
+    for head in (64, 128):
+        T = kernels.examined_length(cfg, "bfloat16", packed=True)
+        assert not one_design(T, head, T - T // 4 - 31)
+        T = kernels.examined_length(cfg, "bfloat16", packed=True, seq_len=2048)
+        assert one_design(T, head, T - T // 4 - 31), "what the run will not launch is not compiled for a short check"
+    assert kernels.examined_length(cfg, "bfloat16", packed=True, seq_len=8192) == 8192
+    assert kernels.examined_length(cfg, "float32", packed=True) == 3072
+
+
 def test_what_training_runs_is_what_is_examined_first(monkeypatch):
     asked = []
 
-    def compare(model, dtype, *, device, packed):
+    def compare(model, dtype, *, device, packed, length):
         asked.append((dtype, packed))
         return 0.0, 0.0, 1.0
 
@@ -110,7 +147,7 @@ def test_what_training_runs_is_what_is_examined_first(monkeypatch):
 def test_kernels_are_examined_in_the_precision_of_the_run(monkeypatch, precision, dtype):
     asked = []
 
-    def compare(model, dtype, *, device, packed):
+    def compare(model, dtype, *, device, packed, length):
         asked.append(dtype)
         return 1e-3, 1e-3, 1.0  # right for bf16, far off for fp32
 

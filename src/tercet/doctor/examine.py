@@ -37,7 +37,12 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
         packed = config is None or not config.data.cross_document_attention
         # Kernels run on a GPU only, whatever `auto` will find.
         precision = resolved_precision(config.train.precision if config else "auto", "cuda")
-        found.append(("kernel parity", lambda: kernels.parity(model, short=short, packed=packed, precision=precision)))
+        seq_len = config.data.seq_len if config else None
+
+        def parity() -> Finding:
+            return kernels.parity(model, short=short, packed=packed, precision=precision, seq_len=seq_len)
+
+        found.append(("kernel parity", parity))
     found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
     if not short:
         found += [
