@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -105,11 +107,89 @@ def test_what_went_well_after_a_retry_is_told_afterwards():
         logger.removeHandler(handler)
 
 
-def test_an_earlier_download_counts_where_the_hub_does_not_answer(offline, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda name, file, local_files_only: str(tmp_path / name / file)
+def test_threads_that_overlap_silence_nobody():
+    logger, heard = logging.getLogger("datasets"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(handler)
+    before = (list(logger.handlers), logger.propagate)
+    first_in, second_in, said, first_out = (threading.Event() for _ in range(4))
+
+    def first():
+        with retries_kept():
+            logger.warning("first")
+            first_in.set()
+            second_in.wait(10)
+            said.wait(10)
+        first_out.set()
+
+    def second():
+        first_in.wait(10)
+        with retries_kept():
+            logger.warning("second")
+            second_in.set()
+            first_out.wait(10)
+            assert heard == ["meanwhile", "first"]
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            done = [threads.submit(first), threads.submit(second)]
+            second_in.wait(10)
+            logger.warning("meanwhile")  # by a thread that keeps nothing
+            said.set()
+            for thread in done:
+                thread.result(10)
+        logger.warning("after")
+        assert heard == ["meanwhile", "first", "second", "after"]
+        assert (logger.handlers, logger.propagate) == before
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_an_earlier_download_counts_where_the_hub_does_not_answer(offline, monkeypatch, tmp_path, caplog):
+    kept = str(tmp_path / "snapshots" / "c0ffee" / "tokenizer.json")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, local_files_only: kept)
+    assert fetch_model_file("gpt2", "tokenizer.json") == kept
+    assert fetch_model_file("gpt2", "tokenizer.json") == kept
+    (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("tercet")]
+    assert told == (
+        "the hub cannot be reached ([Errno -2] Name or service not known): tokenizer.json of gpt2 is the earlier "
+        "download, revision c0ffee"
     )
-    assert fetch_model_file("gpt2", "tokenizer.json") == str(tmp_path / "gpt2" / "tokenizer.json")
+
+
+def answer(status: int) -> Exception:
+    error = huggingface_hub.errors.HfHubHTTPError.__new__(huggingface_hub.errors.HfHubHTTPError)
+    error.args, error.response = (f"{status} Client Error",), SimpleNamespace(status_code=status)
+    return error
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, 2), (403, 2), (404, 2), (429, 1), (503, 1)])
+def test_an_answer_that_is_no_yes_is_an_error_whatever_was_fetched_before(monkeypatch, capfd, status, code):
+    def info(self, name, **options):
+        raise answer(status)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("an old file was taken"))
+    for flags in ("--data.tokenizer gtp2", "--data.source fineweb-edu"):
+        assert cli.main(["data", "inspect", *flags.split()]) == code
+        assert f"({status} Client Error): check the n" in capfd.readouterr().err
+
+
+def test_a_connection_that_breaks_below_http_is_no_answer(monkeypatch):
+    class TransportError(Exception):
+        """As the hub's library knows it: no OSError."""
+
+    class ReadTimeout(TransportError):
+        pass
+
+    def info(self, name, **options):
+        raise ReadTimeout("timed out")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, local_files_only: "/kept/tokenizer.json")
+    assert fetch_model_file("gpt2", "tokenizer.json") == "/kept/tokenizer.json"
 
 
 def test_a_hub_that_answers_is_asked_for_the_file_itself(monkeypatch):

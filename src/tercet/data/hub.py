@@ -12,7 +12,7 @@ from typing import Any
 
 from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.files import find_files
-from tercet.data.hub_access import dataset_info, first_line, retries_kept
+from tercet.data.hub_access import dataset_info, first_line, refused, retries_kept
 from tercet.data.order import permutation
 from tercet.data.records import Record, make_record
 
@@ -96,7 +96,8 @@ def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, se
             "source=fineweb-edu needs huggingface_hub and datasets, which are not installed: pip install 'tercet[data]'"
         ) from error
     except Exception as error:
-        raise DataError(
+        kind = DataUsageError if refused(error) else DataError
+        raise kind(
             f"dataset {dataset} at revision {revision} cannot be reached on the hub ({first_line(error)}): "
             "check the network and the name, or give a local folder of its parquet files with --data.path"
         ) from error

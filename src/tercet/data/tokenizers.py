@@ -137,12 +137,13 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         raise DataUsageError(
             f"tokenizer={spec}: there is no {path}: give a tokenizer.json, a folder that holds one, a hub name, or byte"
         )
-    from tercet.data.hub_access import fetch_model_file, first_line
+    from tercet.data.hub_access import fetch_model_file, first_line, refused
 
     try:
         fetched = fetch_model_file(spec, "tokenizer.json")
     except Exception as error:
-        raise DataError(
+        kind = DataUsageError if refused(error) else DataError
+        raise kind(
             f"tokenizer={spec} is no file here and could not be fetched from the hub ({first_line(error)}): "
             "check the name and the network, or give a tokenizer.json, or train one with `tercet data train-tokenizer`"
         ) from error
