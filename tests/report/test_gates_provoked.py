@@ -194,3 +194,19 @@ def test_a_layer_that_leaves_a_branch_to_others_is_told_and_many_such_layers_are
     assert ("dead branch", f"{dead(0).sentence} from step 30 on: 1 of {layers} layers") in told.evidence
     assert selection(ran, [dead(0), dead(1)], one_in_all).verdict == "NO-GO"
     assert selection(ran, [dead(0)], Thresholds(40, lone_branch_layers=0)).verdict == "NO-GO"
+
+
+def test_layers_are_counted_over_all_that_is_wrong_with_them_and_a_stuck_selection_in_any_is_no_go(healthy, tmp_path):
+    ran = on_gpu(healthy, tmp_path / "run")
+    one_in_all = Thresholds(40, lone_branch_layers=1 / ran.config["model.layers"])
+
+    def fired(rule, layer):
+        return HealthFired(
+            step=30, rule=rule, action="warn", sentence=f"layer {layer}: {rule}", value=0, threshold=0, layer=layer
+        )
+
+    assert selection(ran, [fired("dead_branch", 0), fired("gate_collapse", 0)], one_in_all).verdict == "GO"
+    assert selection(ran, [fired("dead_branch", 0), fired("gate_collapse", 1)], one_in_all).verdict == "NO-GO"
+    assert selection(ran, [fired("dead_branch", None)], one_in_all).verdict == "NO-GO"
+    assert selection(ran, [fired("selection_stuck", 0)], one_in_all).verdict == "NO-GO"
+    assert selection(ran, [fired("selection_stuck", 0)], Thresholds(40, lone_branch_layers=1.0)).verdict == "NO-GO"

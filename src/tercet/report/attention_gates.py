@@ -107,16 +107,19 @@ def selection(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         "dead_branch": "leave that branch out on purpose, or see whether its keys get gradients",
         "selection_stuck": "raise model.nsa.select_count above the forced blocks, or data.seq_len",
     }
+    # Layers share the work out: in the best model that we have trained the first one reads its window alone. What
+    # counts is how many have something, whichever of the two it is.
+    ill = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
+    few = None not in ill and len(ill) <= limits.lone_branch_layers * len(sparse)
     for rule, mend in mends.items():
         found = [f for f in findings if f.rule == rule]
         if not found:
             continue
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         told_of = f"{found[0].sentence} from step {found[0].step} on{more}"
-        layers = {f.layer for f in found}
-        # Layers share the work out: in the best model that we have trained the first one reads its window alone.
-        if None not in layers and len(layers) <= limits.lone_branch_layers * len(sparse):
-            case.show(rule.replace("_", " "), f"{told_of}: {len(layers)} of {len(sparse)} layers")
+        if few and rule != "selection_stuck":
+            layers = len({f.layer for f in found})
+            case.show(rule.replace("_", " "), f"{told_of}: {layers} of {len(sparse)} layers")
         else:
             case.against(told_of, mend)
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
