@@ -105,6 +105,12 @@ def test_recall_of_nothing_is_refused_by_name(name):
         recall_by_distance(language_model(**RECALL), **{"length": 128, "documents": 1, name: 0})
 
 
+def test_no_targets_to_measure_is_a_wrong_question():
+    with pytest.raises(TercetError, match="there is nothing to measure") as caught:
+        by_position(language_model(), iter(()))
+    assert caught.value.exit_code == 2
+
+
 def test_loss_by_position_adds_up_to_the_loss_of_the_batch():
     model = language_model(data__source="python-source")
     batches = list(held_out(model, sequences=4, batch=2))

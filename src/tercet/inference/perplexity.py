@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.data.loader import Batch, build_loader
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 from tercet.inference.load import LanguageModel
 from tercet.model.cost import chunk_rows
 from tercet.model.loss import IGNORED
@@ -70,7 +70,7 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Stretch]
             nats[0].scatter_add_(0, stretch, loss.double())
             nats[1].scatter_add_(0, stretch, torch.ones_like(loss, dtype=torch.float64))
     if nats is None:
-        raise TercetError("there is nothing to measure: no target tokens; raise data.validation_fraction, or sequences")
+        raise UsageError("there is nothing to measure: no target tokens; raise data.validation_fraction, or sequences")
     sums, counts = nats.tolist()
     edges = [(0, 0), *((1 << i, (2 << i) - 1) for i in range(len(sums)))]
     return [Stretch(a, b, int(n), s) for (a, b), s, n in zip(edges, sums, counts, strict=False) if n]
