@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tercet.attention import dispatch
+from tercet.attention import machine
 
 PROGRAM = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed: importing it raises ImportError
 import torch, tercet
-from tercet.attention.dispatch import TRITON_INSTALLED
+from tercet.attention.machine import TRITON_INSTALLED
 
 assert not TRITON_INSTALLED
 layer = tercet.NativeSparseAttention(32, 4, 2, 8)
@@ -42,7 +42,7 @@ def test_the_layer_trains_and_the_missing_kernels_are_named() -> None:
 
 BROKEN = """
 import torch
-from tercet.attention.dispatch import TRITON_INSTALLED
+from tercet.attention.machine import TRITON_INSTALLED
 from tercet.model.transformer import ModelConfig, Transformer
 
 assert TRITON_INSTALLED
@@ -73,7 +73,7 @@ def test_a_broken_triton_stops_nothing_on_a_cpu(tmp_path: Path) -> None:
 def test_no_kernel_runs_on_a_gpu_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
 ) -> None:
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(machine, "TRITON_INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    assert dispatch.kernels_run_on(x) is runs
+    assert machine.kernels_run_on(x) is runs

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor
 
 from tercet.attention import selection as _keep_selection  # noqa: F401  (registers tercet::keep_selection)
-from tercet.attention.dispatch import OLDEST_CAPABILITY, interpreting
 from tercet.attention.kernels import heads as _heads  # noqa: F401  (registers tercet::heads_apart)
 from tercet.attention.kernels.ops import compressed_select, nsa
 from tercet.attention.kernels.ops import selected_attention as selected
 from tercet.attention.kernels.ops import window_attention as window
 from tercet.attention.kernels.settings import unfit_blocks
+from tercet.attention.machine import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
 from tercet.attention.spec import NSAConfig
 
 __all__ = ["compressed_select", "nsa", "selected", "unsupported", "window"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported(
@@ -36,7 +34,7 @@ def unsupported(
         return f"the kernels need a CUDA device: q is on {q.device.type}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
         return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(q.device)} is older"
-    if q.dtype not in _DTYPES or any(x.dtype != q.dtype for x in keys + values):
+    if q.dtype not in KERNEL_DTYPES or any(x.dtype != q.dtype for x in keys + values):
         found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))
         return f"q, k and v must share one of bfloat16, float16, float32: got {found}"
     if (reason := unfit_blocks(config)) is not None:
