@@ -87,6 +87,15 @@ def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
     assert code == 2
     assert "--gpu RX 1 is not known here: pick one of GH200, H200" in err
     assert run(capsys, "plan", "--preset", "m7c", "--gpu", "h100 pcie")[1].count("756 TFLOP/s") == 1
+    assert run(capsys, "plan", "--preset", "m7c", "--gpu", "H2000")[0] == 2  # no H200
+    assert run(capsys, "plan", "--preset", "m7c", "--gpu", "NVIDIA A100-SXM4-80GB")[1].count("312 TFLOP/s") == 1
+
+
+def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):
+    plain, traced = run(capsys, "plan", "--preset", "tny"), run(capsys, "plan", "--preset", "tny", "--debug")
+    assert (plain[0], traced[0]) == (2, 2)
+    assert "Traceback" in traced[2]
+    assert "Traceback" not in plain[2]
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU here")
@@ -251,8 +260,9 @@ def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):
     assert (code, err) == (1, "error: disk full: free 3 GiB\n")
     assert out.startswith(f"tercet {tercet.__version__}: run tiny")  # the sign of life before torch is loaded
     assert out.count("\n") == 1
-    with pytest.raises(TercetError):
-        cli.main(["train", "--preset", "tiny", "--debug"])
+    code, _, err = run(capsys, "train", "--preset", "tiny", "--debug")
+    assert code == 1
+    assert err.startswith("Traceback")
 
 
 def test_python_dash_m_is_the_same_command_and_the_first_line_comes_within_a_second():

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch([a for a in arguments if a != "--debug"])
     except TercetError as error:
         if debug:
-            raise
-        if not getattr(error, "told", False):  # one of many ranks says it for all
+            traceback.print_exc()
+        elif not getattr(error, "told", False):  # one of many ranks says it for all
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:

@@ -31,9 +31,18 @@ def test_a_validation_is_rounded_up_to_whole_passes_and_says_so(asked, passes):
 def test_the_time_is_estimated_where_the_device_is_known(monkeypatch):
     assert lines()["time"] == "estimated after the first log lines"
     monkeypatch.setattr(header, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(header, "_total_memory", lambda device: 139 << 30)
     gpu = torch.device("cuda")
     whole, half = (lines(gpu, step, train__steps=10**9)["time"] for step in (0, 5 * 10**8))
     assert "if steps reach 30% of the device's peak" in whole
     assert whole != half
     assert lines(gpu, train__precision="bf16", train__steps=10**9)["time"] == whole
     assert lines(gpu, train__precision="fp32")["time"] == "estimated after the first log lines"  # no peak for it
+
+
+def test_a_step_that_cannot_fit_is_told_before_it_is_tried(monkeypatch):
+    assert "warning" not in lines()
+    monkeypatch.setattr(header, "host_total_gib", lambda: 2**-13)
+    told = lines()["warning"]
+    assert "and there are 0.1 MiB" in told
+    assert "train.micro_batch" in told

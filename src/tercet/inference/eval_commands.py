@@ -60,7 +60,7 @@ def needle(
     """A needle in a haystack: a fact at each depth of texts of each length, asked for at the end.
 
     Args:
-        lengths: Tokens of the texts; a quarter, half and all of the model's context unless given.
+        lengths: Tokens of the texts; a quarter, half and all of the model's context unless given, where a needle fits.
         depths: Where the fact stands: 0 is the beginning, 1 the end.
         trials: Texts per length and depth.
         style: recall (noise and ab=42;), text (held-out text and a sentence); auto follows the training data.
@@ -68,10 +68,12 @@ def needle(
         batch: Texts at once.
     """
     from tercet.inference.load import load_model
+    from tercet.inference.needle import SHORTEST
     from tercet.inference.needle import needle as search
 
     model = load_model(run, device=device, dtype=dtype)
-    sizes = lengths or tuple(model.context // n for n in (4, 2, 1))
+    parts = tuple(model.context // n for n in (4, 2, 1))
+    sizes = lengths or tuple(n for n in parts if n >= SHORTEST) or parts[-1:]
     found = []
     for result in search(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
         found.append(result)

@@ -20,6 +20,7 @@ from tercet.inference.perplexity import held_out
 from tercet.inference.recall import judge
 
 Style = Literal["auto", "recall", "text"]
+SHORTEST = 128  # tokens of a text that a needle and its question, as bytes, fit into with room to spare
 _NAMES = ("harbour", "orchard", "lantern", "glacier", "saddle", "violin", "meadow", "compass")
 
 
@@ -98,7 +99,8 @@ def _document(
         straw = hay[start : start + length]
     room = length - len(fact) - len(question) - len(value)
     if room < 0:
-        raise UsageError(f"lengths holds {length}: a needle and its question alone take {length - room} tokens")
+        least = length - room
+        raise UsageError(f"lengths holds {length}: a needle and its question alone take {least} tokens, give more")
     at = round(depth * room)
     return [*straw[:at], *fact, *straw[at:room], *question, *value], len(value)
 

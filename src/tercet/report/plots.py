@@ -181,7 +181,8 @@ def throughput(run: Run, twin: Run | None) -> Plot | None:
         axes.set_ylim(bottom=0)
         short_numbers(axes)
         label_steps(axes, "tokens per second")
-        axes.legend(loc="lower right")
+        if own is not None:
+            axes.legend(loc="lower right")
 
     shown = [e.mfu for e in run.steps if e.mfu is not None]
     mfu = f" Model FLOP utilisation {100 * shown[-1]:.1f}% at the end." if shown else " The device's peak is not known."

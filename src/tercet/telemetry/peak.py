@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 # Dense bf16 TFLOP/s by a part of the name that CUDA reports, from the makers' data sheets. First match wins.
@@ -16,6 +17,7 @@ _BF16_TFLOPS = (
     ("A100", 312.0),
     ("A800", 312.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("L4", 121.0),
     ("RTX 4090", 165.0),
 )
@@ -28,8 +30,12 @@ CPU_UTILISATION = 0.30
 
 def peak_flops(device_name: str) -> float | None:
     """bf16 FLOP/s that the device could do at most; None where we do not know."""
-    name = device_name.lower()
-    return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS if part.lower() in name), None)
+
+    def named(part: str) -> bool:
+        # a whole word: an H2000 is no H200
+        return re.search(rf"(?<![a-z0-9]){re.escape(part)}(?![a-z0-9])", device_name, re.IGNORECASE) is not None
+
+    return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS if named(part)), None)
 
 
 def measured_cpu_flops(side: int = 512) -> float:

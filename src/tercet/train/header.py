@@ -6,10 +6,11 @@ import torch
 
 from tercet.config.schema import RunConfig
 from tercet.config.train import resolved_precision
-from tercet.model.cost import flops_per_token, parameters
+from tercet.model.cost import flops_per_token, memory, parameters
 from tercet.parallel.strategy import Strategy
+from tercet.telemetry.memory import GIB, host_total_gib
 from tercet.telemetry.peak import GPU_UTILISATION, peak_flops
-from tercet.telemetry.units import duration, quantity
+from tercet.telemetry.units import duration, quantity, size
 from tercet.train.device import device_name
 from tercet.train.state import TrainState, compiles, records
 
@@ -46,6 +47,15 @@ def header_lines(
         lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
     if state.parent:
         lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
+    if strategy.world_size == 1 and (room := _total_memory(device)) is not None:
+        compute = 2 if precision_of(config, device) == "bf16" else 4
+        needed = memory(
+            model, config.tokens_per_pass, compute_bytes=compute,
+            activation_checkpointing=train.activation_checkpointing,
+        ).total  # fmt: skip
+        if needed > room:
+            mend = "fewer sequences (train.micro_batch), train.activation_checkpointing=full, or another preset"
+            lines.append(("warning", f"a step needs about {size(needed)}, and there are {size(room)}: {mend}"))
     if train.warmup_steps >= train.steps:
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
@@ -63,6 +73,14 @@ def _time(config: RunConfig, state: TrainState, device: torch.device, strategy: 
     left = (config.train.steps - state.step) * config.train.tokens_per_step
     rate = peak * GPU_UTILISATION * strategy.world_size / flops_per_token(config.model, config.data.seq_len)
     return f"about {duration(left / rate)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
+
+
+def _total_memory(device: torch.device) -> int | None:
+    """Bytes of the device, or of the machine where the run is on its CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = host_total_gib()
+    return None if total is None else round(total * GIB)
 
 
 def _validation(config: RunConfig) -> str:
