@@ -79,10 +79,11 @@ def python_files(which: str) -> Files:
     """*.py of the standard library, and of the installed packages if `which` is site-packages."""
     paths = sysconfig.get_paths()
     stdlib = Path(paths["stdlib"])
-    # _sysconfigdata and config-* are written when a Python is built, and differ between machines.
+    # _sysconfigdata and config-* are written when a Python is built, and differ between machines; pydoc_data is prose,
+    # one file of 750 kB: a short run may read hardly anything else.
     found = [
         (f"stdlib/{file.relative_to(stdlib).as_posix()}", file)
-        for file in _walk(stdlib, leave=("site-packages", "dist-packages", "__pycache__"))
+        for file in _walk(stdlib, leave=("site-packages", "dist-packages", "__pycache__", "pydoc_data"))
         if file.suffix == ".py"
         and not file.name.startswith("_sysconfigdata")
         and not file.relative_to(stdlib).parts[0].startswith("config-")
