@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from inference.models import language_model
 from tercet.errors import TercetError
-from tercet.inference.needle import needle
+from tercet.inference.needle import needle, usual_lengths
 from tercet.inference.perplexity import by_position, held_out, overall
 from tercet.inference.pictures import curve_plot, needle_map, perplexity_plot
 from tercet.inference.recall import recall_by_distance, window_reach
@@ -71,6 +71,14 @@ def test_a_needle_is_found_where_the_model_sees_it_and_nowhere_else():
     # logits of 1 for the chosen one of 256 tokens, 0 for all others
     spread = math.log(math.e + 255)
     assert [f.nats for f in found] == pytest.approx([spread - 1, spread - 1, spread, spread - 1])
+
+
+def test_lengths_that_nobody_gave_are_those_that_a_needle_fits_into():
+    facts, text = language_model(**RECALL), language_model(data__source="python-source")
+    assert (facts.context, text.context) == (128, 128)
+    assert usual_lengths(facts) == (32, 64, 128)  # a fact takes a dozen tokens, a sentence some eighty
+    assert usual_lengths(text) == usual_lengths(facts, "text") == (128,)
+    assert len(list(needle(text, lengths=usual_lengths(text), depths=(0.5,), trials=1))) == 1
 
 
 def test_a_needle_in_text_is_read_from_held_out_documents():

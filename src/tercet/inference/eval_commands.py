@@ -68,12 +68,11 @@ def needle(
         batch: Texts at once.
     """
     from tercet.inference.load import load_model
-    from tercet.inference.needle import SHORTEST
     from tercet.inference.needle import needle as search
+    from tercet.inference.needle import usual_lengths
 
     model = load_model(run, device=device, dtype=dtype)
-    parts = tuple(model.context // n for n in (4, 2, 1))
-    sizes = lengths or tuple(n for n in parts if n >= SHORTEST) or parts[-1:]
+    sizes = lengths or usual_lengths(model, style)
     found = []
     for result in search(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
         found.append(result)

@@ -20,7 +20,7 @@ from tercet.inference.perplexity import held_out
 from tercet.inference.recall import judge
 
 Style = Literal["auto", "recall", "text"]
-SHORTEST = 128  # tokens of a text that a needle and its question, as bytes, fit into with room to spare
+_SHORTEST_TEXT = 128  # tokens that a sentence and its question, as bytes, fit into with room to spare
 _NAMES = ("harbour", "orchard", "lantern", "glacier", "saddle", "violin", "meadow", "compass")
 
 
@@ -42,6 +42,13 @@ class Found:
         return {**asdict(self), "accuracy": self.accuracy}
 
 
+def usual_lengths(model: LanguageModel, style: Style = "auto") -> tuple[int, ...]:
+    """A quarter, half and all of the model's context, but for those that are too short for a needle in text."""
+    least = 1 if _resolved(model, style) == "recall" else _SHORTEST_TEXT
+    lengths = tuple(model.context // n for n in (4, 2, 1))
+    return tuple(n for n in lengths if n >= least) or lengths[-1:]
+
+
 def needle(
     model: LanguageModel,
     *,
@@ -61,9 +68,7 @@ def needle(
     ):
         if not kept:
             raise UsageError(f"{name}={value} must be {rule}")
-    if style == "auto":
-        data = model.run.data
-        style = "recall" if data.source == "synthetic" and data.synthetic.task == "recall" else "text"
+    style = _resolved(model, style)
     generator = random.Random(seed)
     hay = [] if style == "recall" else _held_out_tokens(model, max(lengths) * 4)
     for length in lengths:
@@ -77,6 +82,13 @@ def needle(
                 answers += judge(model, tokens, spans)
             right, nats = sum(a.right for a in answers), sum(a.nats for a in answers) / trials
             yield Found(length, depth, right, trials, nats)
+
+
+def _resolved(model: LanguageModel, style: Style) -> Style:
+    if style != "auto":
+        return style
+    data = model.run.data
+    return "recall" if data.source == "synthetic" and data.synthetic.task == "recall" else "text"
 
 
 def _document(
