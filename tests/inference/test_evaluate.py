@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from inference.models import language_model
+from tercet.cli import main
+from tercet.config.load import write_config
 from tercet.errors import TercetError
 from tercet.inference.needle import needle, usual_lengths
 from tercet.inference.perplexity import by_position, held_out, overall
@@ -141,6 +145,37 @@ def test_positions_are_counted_within_documents():
 def test_longer_sequences_than_in_training_can_be_measured():
     found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=256))
     assert found[-1].last == 255
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "usual", "beyond"),
+    [
+        ("perplexity {} --sequences 1", "--seq-len", "128", "256"),
+        ("needle {} --depths 0.5 --trials 1", "--lengths", "64 128", "64 192 256"),
+        ("recall {} --documents 1", "--length", "128", "256"),
+    ],
+)
+def test_lengths_that_training_never_reached_are_measured_with_a_warning(
+    tmp_path, capsys, command, flag, usual, beyond
+):
+    model = language_model(**RECALL)
+    write_config(model.run, {}, tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+    def measured(*more: str) -> tuple[str, dict]:
+        assert main(["eval", *command.format(tmp_path).split(), *more]) == 0
+        out, err = capsys.readouterr()
+        record = json.loads(out.splitlines()[-1])
+        return err, record["runs"][0] if "runs" in record else record
+
+    for within in ((), (flag, *usual.split())):
+        err, record = measured(*within)
+        assert (err, record["warning"], record["trained_length"]) == ("", None, 128)
+    err, record = measured(flag, *beyond.split())
+    longer = beyond.removeprefix("64 ")
+    assert err.startswith(f"warning: {flag} {longer} is beyond the 128 tokens that {tmp_path} was trained at")
+    assert err.count("\n") == 1
+    assert err == f"warning: {record['warning']}\n"
 
 
 def test_the_map_shows_the_blocks_that_the_layers_read():

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tercet.inference.arguments import Device, Dtype, Plot, Run
+
+if TYPE_CHECKING:
+    from tercet.inference.load import LanguageModel
 
 
 def perplexity(
@@ -29,6 +34,7 @@ def perplexity(
     from tercet.inference.perplexity import by_position, held_out, overall
 
     model = load_model(run, device=device, dtype=dtype)
+    warning = _beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
     found = by_position(model, held_out(model, sequences=sequences, seq_len=seq_len, batch=batch))
     print(f"{'context':>15}  {'tokens':>10}  {'loss':>8}  {'perplexity':>10}")
     for s in found:
@@ -40,7 +46,8 @@ def perplexity(
 
         perplexity_plot({model.run.run.name: found}, plot)
         print(plot)
-    print(json.dumps({"eval": "perplexity", "run": str(run), "step": model.step, "all": whole.as_dict(),
+    print(json.dumps({"eval": "perplexity", "run": str(run), "step": model.step, "trained_length": model.context,
+                      "warning": warning, "all": whole.as_dict(),
                       "by_position": [s.as_dict() for s in found]}))  # fmt: skip
     return 0
 
@@ -73,6 +80,7 @@ def needle(
 
     model = load_model(run, device=device, dtype=dtype)
     sizes = lengths or usual_lengths(model, style)
+    warning = _beyond_training(model, run, "--lengths", sizes)
     found = []
     for result in search(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
         found.append(result)
@@ -86,7 +94,8 @@ def needle(
 
         needle_map(found, plot)
         print(plot)
-    print(json.dumps({"eval": "needle", "run": str(run), "step": model.step, "found": [f.as_dict() for f in found]}))
+    print(json.dumps({"eval": "needle", "run": str(run), "step": model.step, "trained_length": model.context,
+                      "warning": warning, "found": [f.as_dict() for f in found]}))  # fmt: skip
     return 0
 
 
@@ -116,9 +125,9 @@ def recall(
     curves, records, reach = {}, [], None
     for run in runs:
         model = load_model(run, device=device, dtype=dtype)
-        found = recall_by_distance(
-            model, length=model.context if length is None else length, documents=documents, batch=batch
-        )
+        asked = model.context if length is None else length
+        warning = _beyond_training(model, run, "--length", [asked])
+        found = recall_by_distance(model, length=asked, documents=documents, batch=batch)
         reach = window_reach(model)
         print(f"{run}: windows alone reach {reach} tokens back")
         for r in found:
@@ -126,8 +135,9 @@ def recall(
             print(f"  {f'{r.first} to {r.last}':>15} tokens back: {r.accuracy:>6.1%} of {r.asked}{far}")
         curves[str(run)] = [(r.last, r.accuracy) for r in found]
         records.append(
-            {"run": str(run), "step": model.step, "reach": reach, "by_distance": [r.as_dict() for r in found]}
-        )
+            {"run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
+             "reach": reach, "by_distance": [r.as_dict() for r in found]}
+        )  # fmt: skip
     if plot is not None:
         from tercet.inference.pictures import curve_plot
 
@@ -174,3 +184,19 @@ def selection_map(
     read = {f"layer_{layer.layer}": sorted(layer.read_by(t)) for layer in found}
     print(json.dumps({"eval": "selection_map", "run": str(run), "query": t, "blocks": read}))
     return 0
+
+
+def _beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
+    """What is said, here and in the JSON line, of lengths that training never reached; they are measured all the same:
+    how a model fares there is a fair question."""
+    longer = sorted({n for n in lengths if n > model.context})
+    if not longer:
+        return None
+    warning = (
+        f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained at "
+        f"(data.seq_len): what comes after the first {model.context} tells how it fares at positions that it has never "
+        f"seen, not what it has learnt; to teach it these, train on: --train.init-from {run} "
+        f"--data.seq-len {longer[-1]}"
+    )
+    print(f"warning: {warning}", file=sys.stderr)
+    return warning
