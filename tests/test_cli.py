@@ -245,8 +245,32 @@ def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeyp
     assert seen.pop()[0].run.name == "m7c"
     code, _, err = run(capsys, "train", "--resume", "auto", "--run.dir", new)
     assert code == 2
-    assert "no configuration given" in err
+    assert f"there is no run to resume at {new}" in err
     assert not seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--resume auto --run.dir gone", "--resume auto: there is no run to resume at gone, which does not exist: "),
+        ("--resume auto --run.dir gone", "begin one with `tercet train --preset tiny --run.dir gone`"),
+        ("--resume auto --run.dir=gone", "there is no run to resume at gone, which does not exist: "),
+        ("--resume gone", "--resume gone: there is no run to resume at gone, which does not exist: "),
+        ("--resume gone --run.dir new", "begin one with `tercet train --preset tiny --run.dir new`"),
+        ("--resume auto --run.dir bare", "there is no run to resume at bare, which has kept no config.toml: "),
+        ("--resume auto", "--resume auto without --run.dir, a preset or a file names no run: "),
+        ("--run.dir gone", "no configuration given: try `tercet train --preset tiny`"),
+    ],
+)
+def test_a_run_that_is_not_there_to_resume_is_named_and_how_to_begin_one(
+    capsys, tmp_path, monkeypatch, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("bare").mkdir()
+    code, out, err = run(capsys, "train", *arguments.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+    assert [p.name for p in tmp_path.iterdir()] == ["bare"]
 
 
 def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):

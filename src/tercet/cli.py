@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -283,7 +284,7 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
     parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}", description=description)
     own = parsed.options
     if command == "train" and own.preset is None and file is None:
-        raise _usage("no configuration given: try `tercet train --preset tiny`, or `tercet presets` for the list")
+        raise _usage(_unconfigured(own.resume, parsed.overrides.get("run.dir")))
     return merge([*layers, *(_launched(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
 
 
@@ -296,6 +297,24 @@ def _resumed_config(resume: str | None, folder: str | None) -> str | None:
 
         run = run_of(Path(resume)) if resume else None
     return str(run / "config.toml") if run and (run / "config.toml").is_file() else None
+
+
+def _unconfigured(resume: str | None, folder: str | None) -> str:
+    """Why there is nothing to train: no preset, no file, and no run to go on with that has kept its own."""
+    if resume is None:
+        return "no configuration given: try `tercet train --preset tiny`, or `tercet presets` for the list"
+    if resume == "auto" and folder is None:
+        return (
+            "--resume auto without --run.dir, a preset or a file names no run: give the folder of one with --run.dir, "
+            "or begin one with `tercet train --preset tiny` (`tercet presets` lists them)"
+        )
+    given, where = ("auto", str(folder)) if resume == "auto" else (resume, resume)
+    said = "does not exist" if not Path(where).exists() else "has kept no config.toml"
+    new = shlex.quote(folder or "runs/NAME")
+    return (
+        f"--resume {given}: there is no run to resume at {where}, which {said}: name the folder of a run, or begin one "
+        f"with `tercet train --preset tiny --run.dir {new}` (`tercet presets` lists them)"
+    )
 
 
 def _launched(options: Any) -> list[Layer]:
