@@ -62,7 +62,7 @@ doctor --distributed                                                         sta
 generate nowhere --prompt x                                                  nowhere does not exist
 generate empty --prompt x                                                    empty holds no checkpoint
 generate empty --prompt_file nowhere                                         --prompt-file nowhere cannot be read
-generate empty --prompt x --device tpu                                       invalid choice 'tpu'
+generate empty --prompt x --device tpu                                       --device tpu is unknown
 data prepare --out o --data.source text --data.path nowhere                  path=nowhere matches no file
 data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
 data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared

@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from tercet.config.keys import Key, all_keys, docstrings, suggestion
-from tercet.config.load import ConfigError
+from tercet.config.load import ConfigError, as_none, in_our_words
+from tercet.config.misread import complaint, options_of, options_with_keys
 from tercet.config.schema import RunConfig
 
 T = TypeVar("T")
@@ -56,7 +57,13 @@ def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any],
     for written, name in given:
         _check_known(written, name, own)
     mirrored = _mirror(options, values)
-    result = _read(mirrored, arguments, prog=prog, description=description)
+    result = _read(
+        mirrored,
+        _empty_as_tyro_writes_it(arguments),
+        prog=prog,
+        description=description,
+        complain=lambda: complaint(arguments, options_with_keys(options, values)),
+    )
     overrides = {}
     for _, name in given:
         path = _positive(name)
@@ -80,7 +87,13 @@ def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, pos
         return functools.partial(function, *given, **named)
 
     markers = (tyro.conf.PositionalRequiredArgs,) if positional else ()
-    return _read(put_off, arguments, prog=prog, markers=markers)()
+    return _read(
+        put_off,
+        arguments,
+        prog=prog,
+        markers=markers,
+        complain=lambda: complaint(arguments, options_of(function), loose=positional),
+    )()
 
 
 def _read(
@@ -88,10 +101,11 @@ def _read(
     arguments: Sequence[str],
     *,
     prog: str,
+    complain: Callable[[], str | None],
     description: str | None = None,
     markers: Sequence[Any] = (),
 ) -> T:
-    """tyro, whose errors come in boxes: here each is one line."""
+    """tyro, whose errors come in boxes: here each is one line, that of `complain` if it finds what is wrong."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -106,7 +120,22 @@ def _read(
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ConfigError(_in_one_line(said.getvalue())) from None
+        raise ConfigError(complain() or _in_one_line(said.getvalue(), prog)) from None
+
+
+def _empty_as_tyro_writes_it(arguments: Sequence[str]) -> list[str]:
+    """`--run.threads none`, as files and the documentation have it; tyro knows None alone."""
+    found, name = [], ""
+    for argument in arguments:
+        flag, given, value = argument.partition("=")
+        if re.match(r"--[A-Za-z]", flag):
+            name = flag[2:].replace("-", "_")
+            empty = given and value == "none" and as_none(name, value) is None
+            found.append(f"{flag}=None" if empty else argument)
+        else:
+            found.append("None" if argument == "none" and as_none(name, argument) is None else argument)
+            name = ""
+    return found
 
 
 def option_value(arguments: Sequence[str], name: str) -> str | None:
@@ -126,7 +155,7 @@ def given_flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return [(flag, flag[2:].replace("-", "_")) for flag in flags]
 
 
-def _in_one_line(box: str) -> str:
+def _in_one_line(box: str, prog: str) -> str:
     """tyro's box: a title, what is wrong, and perhaps options that are spelt alike."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │╭╮╰╯") for line in box.splitlines()]
     paragraphs: list[list[str]] = [[]]
@@ -137,11 +166,16 @@ def _in_one_line(box: str) -> str:
             paragraphs[-1].append(line)
     said = " ".join(paragraphs[0]).removeprefix("Error parsing ")
     # What a section says is framed by pydantic: how many errors, in which class, the whole input, a link.
-    framed = re.search(r"validation errors? for \w+ (.*?) \[type=", said)
+    framed = re.search(r"validation errors? for \w+ (.*?) \[type=\w+, input_value=(.*?), input_type=", said)
     if framed:
-        return f"{said.partition(':')[0]}: {framed[1].replace('Value error, ', '')}"
-    near = [line.split()[0] for line in paragraphs[1] if line.startswith("--")] if len(paragraphs) > 1 else []
-    return said + (f": did you mean {' or '.join(near[:2])}?" if near and said.startswith("Unrecogn") else "")
+        section = said.partition(":")[0]
+        key, of_a_value, rule = framed[1].partition(" Input should ")
+        if of_a_value:
+            return f"{section}.{key}={framed[2]} (flag): {in_our_words(of_a_value.lstrip() + rule)}"
+        return f"{section}: {framed[1].replace('Value error, ', '')}"
+    if said.startswith("Unrecognized options: "):
+        return f"{said.partition(': ')[2]} is nothing that {prog} takes: `{prog} --help` lists what it does"
+    return said
 
 
 def _check_known(written: str, name: str, own: set[str]) -> None:

@@ -184,6 +184,32 @@ def as_none(path: str, value: Any) -> Any:
     return None if value == "none" and type(None) in getattr(key and key.annotation, "__args__", ()) else value
 
 
+# What pydantic says of a value, and what is said here.
+_RULES = (
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "above"),
+    ("less than", "below"),
+    ("a valid integer", "a whole number"),
+    ("a valid number", "a number"),
+    ("a valid boolean", "true or false"),
+    ("a valid string", "text"),
+    ("a valid tuple", "a list"),
+)
+
+
+def in_our_words(message: str) -> str:
+    """A rule that a value breaks: `must be at least 1` for `Input should be greater than or equal to 1`."""
+    _, should, rule = message.partition("Input should be ")
+    if not should:
+        return message[0].lower() + message[1:]
+    for theirs, ours in _RULES:
+        if rule.startswith(theirs):
+            # behind a kind of value stands how reading it failed, which its value shows
+            return f"must be {ours}{rule.removeprefix(theirs) if ' than' in theirs else ''}"
+    return f"must be {rule}"
+
+
 def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     problems: dict[str, str] = {}
     for problem in error.errors(include_url=False):
@@ -193,7 +219,6 @@ def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mappin
         if key is None:
             problems.setdefault(path, f"{path}: {message}" if path else message)
             continue
-        said = message[0].lower() + message[1:]
-        problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {said}")
+        problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {in_our_words(message)}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
