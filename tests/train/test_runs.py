@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runs import losses, rows, small
+from tercet import cli
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, events_file, read_events
@@ -253,6 +255,35 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
     assert 0 < told.step < 1000
     assert max(losses(tmp_path / "run")) == told.step
     assert newest(tmp_path / "run").name == f"step-{told.step:08d}"
+
+
+@pytest.mark.parametrize("ended", ["by its last step", "by the end of its data"])
+def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: str
+) -> None:
+    (tmp_path / "text.txt").write_text("a few words, " * 30)
+    run = tmp_path / "run"
+    by_data = {
+        "data__source": "text",
+        "data__path": (str(tmp_path / "text.txt"),),
+        "data__exhaustion": "stop",
+        "data__validation_fraction": 0.0,
+    }
+    assert train(small(run__dir=str(run), train__steps=5, **(by_data if "data" in ended else {})), origins={}) == 0
+    assert "nothing was left" not in capsys.readouterr().out
+    made = len(losses(run))
+    before = losses(run)
+
+    assert cli.main(["train", "--resume", "auto", "--run.dir", str(run)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"nothing was left to do: {made} steps were made before, of 5 planned")
+    assert ("and the data ended" in last) == ("data" in ended)
+    assert losses(run) == before
+
+    further = last.partition("to train further: tercet ")[2]
+    assert cli.main(shlex.split(further)) == 0
+    assert "nothing was left" not in capsys.readouterr().out
+    assert len(losses(run)) > made
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def sum_up(
     completed: bool,
     reason: str,
     began: float,
+    first_step: int,
     bad_records: int,
     bad_examples: Sequence[str],
 ) -> None:
@@ -49,12 +50,27 @@ def sum_up(
             f"{reason}: saved after step {state.step} and left ({steps}, {took}); go on with: {go_on(folder.path)}"
         )
         return
+    if state.step == first_step > 0:
+        screen.say(_nothing_left(config, folder, state.step, reason))
+        return
     if bad_records:
         screen.say(f"warning: {bad_records} bad records were left out: {'; '.join(bad_examples)}", "bold yellow")
     figures = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
     losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
     screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {folder.path}")
     screen.say(f"is it any good?  tercet report {folder.path}")
+
+
+def _nothing_left(config: RunConfig, folder: RunFolder, made: int, reason: str) -> str:
+    """Of a run that had ended before it was resumed."""
+    planned = config.train.steps
+    if made < planned:
+        why = f"{made} steps were made before, of {planned} planned, and {reason}"
+        more = "--data.exhaustion repeat --checkpoint.allow-config-change"
+    else:
+        why = f"{made} steps were made before, of {planned} planned"
+        more = f"--train.steps {2 * made}"
+    return f"nothing was left to do: {why}; to train further: {go_on(folder.path)} {more}"
 
 
 def newest(folder: RunFolder) -> str:
