@@ -11,6 +11,7 @@ import torch
 
 from tercet.attention.spec import NSAConfig
 from tercet.bench import attention, commands, train, train_cell, train_plot
+from tercet.config.load import load
 from tercet.errors import TercetError
 
 
@@ -41,6 +42,35 @@ def test_packed_and_plain_batches_hold_the_same_sequences():
         asked["flags"] = {"run.device": "cpu", "model.layers": 1}
         losses.append(train_cell.measure(asked, steps=1, repeats=0)["first_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (
+            {"cuda_graph": "on"},
+            2,
+            "--cuda-graph on with a cpu: CUDA graphs are a GPU's: take --cuda-graph off, or auto",
+        ),
+        ({"cuda_graph": "on", "device": "cpu"}, 2, "--cuda-graph on with a cpu"),
+        ({"device": "cuda"}, 1, "--device cuda, but torch sees no CUDA device: use --device cpu"),
+    ],
+)
+def test_what_no_cell_could_do_here_is_refused_at_once(monkeypatch, capsys, options, code, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    with pytest.raises(TercetError) as caught:
+        commands.train(preset="tiny", lengths="64", tokens=64, **options)
+    assert (caught.value.exit_code, capsys.readouterr().out) == (code, "")
+    assert str(caught.value).startswith(said)
+
+
+def test_with_a_gpu_graphs_are_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for flags in ({"train.cuda_graph": "on"}, {"run.device": "cuda"}, {"train.cuda_graph": "auto"}):
+        train.check_device(load(preset="tiny", flags=flags).config)
+    with pytest.raises(TercetError, match="--cuda-graph on with a cpu"):
+        train.check_device(load(preset="tiny", flags={"train.cuda_graph": "on", "run.device": "cpu"}).config)
 
 
 def test_lengths_share_their_tokens_and_batches_their_length():

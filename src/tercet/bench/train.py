@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tercet.config.load import load
+from tercet.config.schema import RunConfig
 from tercet.config.train import ActivationCheckpointing
 from tercet.durable import write_text
 from tercet.errors import TercetError, UsageError
@@ -231,6 +232,24 @@ def check_place(flag: str, file: Path | None, kinds: Sequence[str] = ()) -> None
         raise UsageError(f"{flag} {file} is of no kind that can be drawn: let its name end in {' or '.join(kinds)}")
 
 
+def check_device(config: RunConfig) -> None:
+    """What no cell could do on this machine, said once. torch is asked for what needs a GPU alone: no context is made,
+    whose memory the cells would lack."""
+    wanted, recorded = config.run.device, config.train.cuda_graph == "on"
+    if wanted != "cuda" and not recorded:
+        return
+    if wanted != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return
+    if wanted == "cuda":
+        raise TercetError("--device cuda, but torch sees no CUDA device: use --device cpu, or mend the driver")
+    raise UsageError(
+        "--cuda-graph on with a cpu: CUDA graphs are a GPU's: take --cuda-graph off, or auto, or a machine with a GPU"
+    )
+
+
 def read_results(flag: str, file: Path) -> dict[str, Any]:
     """What `--out` wrote."""
     try:
@@ -258,7 +277,8 @@ def main(
             raise UsageError(f"{flag} {number} is below {least}: give at least {least}")
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
     for name in dict.fromkeys(cell["preset"] for cell in cells):
-        load(preset=name, flags=flags)  # a preset that is not there is told as such, before any process is started
+        # a preset that is not there is told as such, before any process is started
+        check_device(load(preset=name, flags=flags).config)
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags, "nsa" in packed] if "nsa" in kinds else None
