@@ -8,11 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from runs import small
 from tercet import cli
+from tercet.attention.spec import NSAConfig
 from tercet.data.errors import DataUsageError
 from tercet.errors import FAILED, WRONG_USE, TercetError, UsageError
+from tercet.parallel.context_layout import Layout
+from tercet.parallel.failure import PeerFailed
+from tercet.parallel.fsdp import Sharded
 from tercet.parallel.launch import WrongLaunch
+from tercet.parallel.strategy import Single
+from tercet.telemetry.events import EventLog
+from tercet.train.ranks import parting
+from tercet.train.validate import Validation
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -177,6 +187,61 @@ def test_an_error_itself_says_its_code(monkeypatch, capsys, error):
     monkeypatch.setattr(cli, "_presets", failing)
     assert cli.main(["presets"]) == error.exit_code
     assert capsys.readouterr().err == "error: a sentence\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UsageError("refused"), WRONG_USE, "error: refused\n"),
+        (TercetError("failed"), FAILED, "error: failed\n"),
+        (PeerFailed("rank 1 is gone", told=True), FAILED, ""),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt\n"),
+        (ValueError("a bug"), FAILED, "ValueError: a bug\n"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_ends_with_the_code_that_one_process_would(monkeypatch, capsys, error, code, said, rank):
+    left = []
+    monkeypatch.setattr("os._exit", left.append)
+    ranks = SimpleNamespace(world_size=2, rank=rank, explain=lambda e: e, close=lambda: None)
+    with parting(ranks):
+        raise error
+    assert left == [code]
+    assert capsys.readouterr().err.endswith(said)
+
+
+def unsplit_context():
+    Layout(bounds=(0, 10), ranks=4, config=NSAConfig())
+
+
+def unsplit_groups():
+    few = SimpleNamespace(strategy="hsdp", shard_ranks=4)
+    Sharded._mesh(SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")), parallel=few, world_size=6))
+
+
+def unvalidated():
+    validation = Validation(small(train__val_tokens=64), Single(), None)
+    validation._batches = []
+    validation.loss(torch.nn.Linear(1, 1), torch.device("cpu"))
+
+
+def unwritable_events():
+    Path("run/events_rank1.jsonl").mkdir()
+    EventLog(Path("run"), rank=1)
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (unsplit_context, "10 tokens cannot be split into two equal chunks for each of 4 context ranks"),
+        (unsplit_groups, "6 ranks cannot be split into groups of 4"),
+        (unvalidated, "validation has no target tokens"),
+        (unwritable_events, "run/events_rank1.jsonl: cannot be written"),
+    ],
+)
+def test_refusals_deep_in_a_run_are_wrong_use_too(refused, said):
+    with pytest.raises(UsageError, match=said):
+        refused()
 
 
 def test_the_table_lists_the_codes_that_there_are():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tercet.attention.spec import NSAConfig
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.length % (2 * self.ranks):
             above = -(-self.length // (2 * self.ranks)) * 2 * self.ranks
-            raise TercetError(
+            raise UsageError(
                 f"{self.length} tokens cannot be split into two equal chunks for each of {self.ranks} context ranks: "
                 f"make micro_batch × seq_len a multiple of {2 * self.ranks}, such as {above}"
             )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from tercet.config.train import resolved_precision
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.parallel.distributed import Distributed
 from tercet.parallel.launch import backend_of
 
@@ -69,7 +69,7 @@ class Sharded(Distributed):
             return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("shard",))
         shard = self.parallel.shard_ranks or self.world.launch.local_world_size
         if self.world_size % shard:
-            raise TercetError(
+            raise UsageError(
                 f"{self.world_size} ranks cannot be split into groups of {shard}, the ranks of one machine: "
                 "give --parallel.shard-ranks"
             )

@@ -171,7 +171,7 @@ def join(
                 f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its own output"
             ) from None
     if verdict["error"]:
-        problem = LaunchError(verdict["error"])
+        problem = (WrongLaunch if verdict["wrong"] else LaunchError)(verdict["error"])
         problem.told = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all have read the verdict
         raise problem
@@ -245,18 +245,20 @@ def _roll_call(
     The store may hold what ranks of an earlier attempt wrote, now dead: only one that answers has arrived.
     """
     members = {0: about}
-    error, path = _missing(store, launch.world_size, seconds, members), None
+    path, wrong = None, False  # wrong: the same command would be refused again
+    error = _missing(store, launch.world_size, seconds, members)
     if error is None:
         error = disagreement(members)
+        wrong = error is not None
     if error is None:
         try:
             earlier = store.get(_FOLDER_KEY).decode() if launch.restarts and store.check([_FOLDER_KEY]) else None
             path = str(folder(earlier))
             store.set(_FOLDER_KEY, path)
         except TercetError as problem:
-            error = str(problem)
+            error, wrong = str(problem), isinstance(problem, UsageError)
     people = [{k: v for k, v in members[r].items() if k not in ("config", "versions")} for r in sorted(members)]
-    verdict = {"error": error, "folder": path, "members": people, "call": about["name"]}
+    verdict = {"error": error, "wrong": wrong, "folder": path, "members": people, "call": about["name"]}
     for member in members.values():
         store.set(f"tercet/verdict/{member['name']}", json.dumps(verdict))
     return verdict

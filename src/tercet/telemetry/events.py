@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +281,7 @@ class EventLog:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise TercetError(f"{self.path}: cannot be written ({error.strerror}): pick another --run.dir") from None
+            raise UsageError(f"{self.path}: cannot be written ({error.strerror}): pick another --run.dir") from None
 
     def emit(self, event: Event) -> None:
         """Write one line, then tell the readers."""

@@ -11,7 +11,7 @@ from torch import nn
 from tercet.config.schema import RunConfig
 from tercet.data.loader import Batch, build_loader
 from tercet.data.tokenizers import Tokenizer
-from tercet.errors import TercetError
+from tercet.errors import UsageError
 from tercet.parallel.strategy import Strategy
 from tercet.train.batches import to_device
 from tercet.train.step import autocast
@@ -46,7 +46,7 @@ class Validation:
         model.train(was_training)
         targets = int(self._strategy.all_sum(count).item())
         if targets == 0:
-            raise TercetError(
+            raise UsageError(
                 "validation has no target tokens: the data has no validation documents; raise "
                 "data.validation_fraction, or turn validation off with --train.val-tokens 0"
             )
