@@ -71,15 +71,23 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
     q = linear(layer.q_proj, x).reshape(batch, tokens, layer.heads, key_size)
     if layer.q_norm is not None:
         q = rms_norm(layer.q_norm, q)
-    sets = []
-    projected = linear(layer.kv_proj, x)
-    width = groups * (key_size + value_size)
-    for n in range(1 if layer.shared_kv else 3):
-        part = projected[..., n * width : (n + 1) * width]
-        k = part[..., : groups * key_size].reshape(batch, tokens, groups, key_size)
-        v = part[..., groups * key_size :].reshape(batch, tokens, groups, value_size)
-        sets.append((k if layer.k_norms is None else rms_norm(layer.k_norms[n], k), v))
-    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = sets * 3 if layer.shared_kv else sets
+    # rows of kv_proj: keys and values of a branch, one branch after another
+    kinds = "kv" if layer.shared_kv else "vkvkv" if layer.compress_selected_keys else "kvkvkv"
+    projected, at, keys, values = linear(layer.kv_proj, x), 0, [], []
+    for kind in kinds:
+        size = key_size if kind == "k" else value_size
+        part = projected[..., at : at + groups * size].reshape(batch, tokens, groups, size)
+        at += groups * size
+        if kind == "v":
+            values.append(part)
+        else:
+            keys.append(part if layer.k_norms is None else rms_norm(layer.k_norms[len(keys)], part))
+    if layer.shared_kv:
+        keys, values = keys * 3, values * 3
+    elif layer.compress_selected_keys:
+        keys = [keys[0], *keys]
+    k_cmp, k_sel, k_win = keys
+    v_cmp, v_sel, v_win = values
 
     k_short, last = phi(layer.compress_k, k_cmp, cfg, cu_seqlens)
     v_short, _ = phi(layer.compress_v, v_cmp, cfg, cu_seqlens)

@@ -21,6 +21,7 @@ SMALL = NSAConfig(
 LAYERS = {
     "nsa": lambda: NativeSparseAttention(24, 4, 2, 8, 4, SMALL),
     "shared": lambda: NativeSparseAttention(24, 4, 1, 8, config=SMALL, shared_kv=True, qk_norm=True, gate="softmax"),
+    "tied": lambda: NativeSparseAttention(24, 4, 2, 8, config=SMALL, compress_selected_keys=True),
     "ablated": lambda: NativeSparseAttention(24, 2, 2, 8, config=SMALL, branches=("selected",), compression="mean"),
     "wide": lambda: NativeSparseAttention(24, 2, 2, 8, config=NSAConfig(12, 4, 16, 3, 1, 1, 200)),
     "dense": lambda: DenseAttention(24, 4, 2, 8),

@@ -83,6 +83,10 @@ def test_all_options_at_once_equal_the_reference(reference):
     compare(reference, layer, [131], [None])
 
 
+def test_selected_keys_compressed_equal_the_reference(reference):
+    compare(reference, make(compress_selected_keys=True, qk_norm=True, bias=True), [131], [None])
+
+
 def test_the_mean_and_other_heads_equal_the_reference(reference):
     compare(reference, make(compression="mean", heads=5, head_dim=16, value_dim=20), [111], [None])
 

@@ -50,6 +50,9 @@ def both_ways(
     return found[0], found[1]
 
 
+SHARED: list[dict[str, bool]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}]
+
+
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
@@ -59,17 +62,19 @@ def both_ways(
         ({"heads": 16, "kv_heads": 16, "head_dim": 4}, 9),
     ],
 )
-@pytest.mark.parametrize("shared_kv", [False, True])
-def test_one_product_taken_apart_is_what_several_give(options: dict[str, Any], tokens: int, shared_kv: bool) -> None:
-    one, several = both_ways(make(**options, shared_kv=shared_kv), torch.randn(2, tokens, 24))
+@pytest.mark.parametrize("shared", SHARED)
+def test_one_product_taken_apart_is_what_several_give(
+    options: dict[str, Any], tokens: int, shared: dict[str, bool]
+) -> None:
+    one, several = both_ways(make(**options, **shared), torch.randn(2, tokens, 24))
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"heads": 3, "kv_heads": 3, "head_dim": 6, "bias": True}])
-@pytest.mark.parametrize("shared_kv", [False, True])
-def test_packed_documents_too(options: dict[str, Any], shared_kv: bool) -> None:
+@pytest.mark.parametrize("shared", SHARED)
+def test_packed_documents_too(options: dict[str, Any], shared: dict[str, bool]) -> None:
     # a document of less than a chunk, one that has tokens over, one of no tokens, and chunks at the end that are none
-    one, several = both_ways(make(**options, shared_kv=shared_kv), torch.randn(1, 70, 24), [0, 3, 34, 34, 70])
+    one, several = both_ways(make(**options, **shared), torch.randn(1, 70, 24), [0, 3, 34, 34, 70])
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 

@@ -47,7 +47,8 @@ def splits(draw: st.DrawFn, tokens: int) -> list[int]:
 def test_any_split_into_chunks_equals_the_whole(cfg, data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 999)))
     tokens = data.draw(st.integers(1, 50))
-    options = data.draw(st.sampled_from([{}, {"shared_kv": True}, {"qk_norm": True, "gate": "softmax"}]))
+    kinds = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"qk_norm": True, "gate": "softmax"}]
+    options = data.draw(st.sampled_from(kinds))
     layer = make(cfg, **options)
     x = torch.randn(data.draw(st.integers(1, 2)), tokens, 12, dtype=torch.float64)
     sizes = data.draw(splits(tokens))
@@ -61,6 +62,7 @@ OPTIONS = [
     {},
     {"compression": "mean"},
     {"shared_kv": True},
+    {"compress_selected_keys": True},
     {"gate": "softmax", "qk_norm": True},
     {"rope_scaling": 3.0},
     {"branches": ("compressed",)},

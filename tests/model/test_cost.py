@@ -35,6 +35,8 @@ SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_
         {"qk_norm": True},
         {"qk_norm": True, "attention": "dense"},
         {"qk_norm": True, "shared_kv": True},
+        {"compress_selected_keys": True, "qk_norm": True, "attention_bias": True, "value_dim": 12},
+        {"compress_selected_keys": True, "attention": ("nsa", "dense", "nsa")},
         {"attention_bias": True},
         {"attention_bias": True, "attention": "dense"},
         {"branches": ("window",)},
@@ -100,7 +102,11 @@ def test_at_2k_nsa_does_more_attention_than_dense_and_at_16k_much_less():
     assert (round(1 / ratio[2048], 2), round(ratio[4096], 2), round(ratio[16384], 1)) == (1.23, 1.38, 4.1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, {"shared_kv": True, "value_dim": 12}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention": "dense"}, {"shared_kv": True, "value_dim": 12}, {"compress_selected_keys": True}],
+    ids=str,
+)
 def test_flops_of_projections_are_those_of_the_matmuls_that_run(changes):
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -47,6 +47,8 @@ OPTIONS = [
     {"shared_kv": True},
     {"qk_norm": True},
     {"qk_norm": True, "shared_kv": True, "gate": "softmax", "bias": True},
+    {"compress_selected_keys": True},
+    {"compress_selected_keys": True, "qk_norm": True, "bias": True, "value_dim": 7},
     {"value_dim": 7},
     {"value_dim": 2, "heads": 6, "kv_heads": 2},
     {"heads": 3, "kv_heads": 3},
@@ -61,7 +63,11 @@ def test_the_layer_equals_its_oracle(options):
     assert_equals_oracle(make(**options), sequence(29, batch=2))
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_kv": True}, {"compression": "mean", "qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"compression": "mean", "qk_norm": True}],
+    ids=str,
+)
 def test_the_layer_with_packed_documents_equals_its_oracle(options):
     documents = (1, 13, 3, 0, 12)
     assert_equals_oracle(make(**options), sequence(29), cu(documents))
@@ -202,12 +208,29 @@ def test_shared_keys_and_values_have_one_projection_and_independent_ones_three()
     assert make(shared_kv=True).kv_proj.out_features * 3 == make(shared_kv=False).kv_proj.out_features
 
 
+def test_where_the_selected_keys_are_compressed_the_compressed_branch_has_none_of_its_own():
+    layer = make(compress_selected_keys=True)
+    assert make().kv_proj.out_features - layer.kv_proj.out_features == layer.kv_heads * layer.head_dim
+    _, raw, keys, _ = layer.project(x := sequence(29), torch.zeros(29, dtype=torch.long))  # no turns
+    torch.testing.assert_close(raw, keys["selected"])
+    assert not torch.allclose(raw, keys["window"])
+    with torch.no_grad():  # what the selected branch matches is what blocks are chosen by
+        layer.kv_proj.weight[layer.kv_heads * layer.value_dim :][: layer.kv_heads * layer.head_dim] = 0
+    assert not layer.project(x, None)[1].any()
+
+
+def test_one_set_for_all_and_shared_keys_cannot_both_be_asked_for():
+    with pytest.raises(ValueError, match="shared_kv=True and compress_selected_keys=True were both given"):
+        make(shared_kv=True, compress_selected_keys=True)
+
+
 # --- laws ---
 
 
 GRADCHECKED = [
     {},
     {"gate": "softmax", "shared_kv": True},
+    {"compress_selected_keys": True, "bias": True},
     {"qk_norm": True, "value_dim": 3},
     {"compression": "mean", "bias": True},
 ]
@@ -328,7 +351,9 @@ def test_an_input_of_the_wrong_shape_is_refused_in_one_line(x, words):
         assert word in str(refused.value), str(refused.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_kv": True}, {"bias": True, "value_dim": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"bias": True, "value_dim": 7}], ids=str
+)
 def test_with_and_without_gradients_the_layer_is_the_same(options):
     """Its projections are multiplied in another order where gradients are wanted."""
     layer, x = make(**options), sequence(29, batch=2)

@@ -36,6 +36,14 @@ def check_group_size(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
+def check_shared_keys(shared_kv: bool, compress_selected_keys: bool) -> None:
+    if shared_kv and compress_selected_keys:
+        raise ValueError(
+            "shared_kv=True and compress_selected_keys=True were both given: one K/V set for all branches already "
+            "compresses the selected branch's keys; leave one of them out"
+        )
+
+
 def check_branches(branches: tuple[str, ...]) -> tuple[str, ...]:
     """The branches in the paper's order; refused when empty, repeated or unknown."""
     unknown = [b for b in branches if b not in BRANCHES]

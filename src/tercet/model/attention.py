@@ -12,7 +12,7 @@ from tercet.attention.checks import check_config, check_cu_seqlens, check_max_se
 from tercet.attention.dispatch import BACKENDS, Route
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing
-from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size, check_sizes
+from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size, check_shared_keys, check_sizes
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_dense_route, cached_nsa_attention
 from tercet.model.compression import Compression
@@ -33,6 +33,8 @@ class NativeSparseAttention(nn.Module):
     compression  φ: "mlp" (learnable, equals the mean at first) or "mean"
     gate         "sigmoid" (the paper's) or "softmax" over the three branches
     shared_kv    one K/V projection for all branches instead of three
+    compress_selected_keys  the compressed branch has no keys of its own, φ reads the selected branch's: blocks are
+                 chosen by a summary of the very keys that will be read
     rope_theta, rope_scaling  rotary positions; scaling divides all positions alike
     qk_norm      RMS-normalise each head of q and k
     branches     leave branches out, for ablations
@@ -53,6 +55,7 @@ class NativeSparseAttention(nn.Module):
         compression: str = "mlp",
         gate: str = "sigmoid",
         shared_kv: bool = False,
+        compress_selected_keys: bool = False,
         rope_theta: float = 10000.0,
         rope_scaling: float = 1.0,
         qk_norm: bool = False,
@@ -66,23 +69,26 @@ class NativeSparseAttention(nn.Module):
         check_sizes(dim=dim, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim)
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
+        check_shared_keys(shared_kv, compress_selected_keys)
         self.config = NSAConfig() if config is None else config
         check_config(self.config)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
-        self.shared_kv, self.backend, self.branches = shared_kv, backend, check_branches(branches)
+        self.shared_kv, self.compress_selected_keys = shared_kv, compress_selected_keys
+        self.backend, self.branches = backend, check_branches(branches)
         self.rotary = Rotary(head_dim, rope_theta, rope_scaling)
 
-        kv_sets = 1 if shared_kv else len(BRANCHES)
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
-        # one matrix for all branches' keys and values: [set][k, v][kv head][size]
-        self.kv_proj = nn.Linear(dim, kv_sets * kv_heads * (head_dim + self.value_dim), bias=bias)
+        # one matrix for all branches' keys and values: [set][k, v][kv head][size], see _widths
+        self.kv_proj = nn.Linear(dim, sum(self._widths()), bias=bias)
         self.o_proj = nn.Linear(heads * self.value_dim, dim, bias=bias)
         self.gate = Gate(dim, heads, gate)
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
-        self.k_norms = nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(kv_sets)) if qk_norm else None
+        self.k_norms = (
+            nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self._key_sets)) if qk_norm else None
+        )
         self.stats = AttentionStats(self.config)
         # Whether the gated sum is kept for the backward pass. It costs a tensor of q's size; a compiled layer makes it
         # again on the way, for the time of writing it, but not within a block that is itself made again.
@@ -97,6 +103,22 @@ class NativeSparseAttention(nn.Module):
     @routes.setter
     def routes(self, routes: dict[str, Route]) -> None:
         self._ran = routes
+
+    @property
+    def _key_sets(self) -> int:
+        return 1 if self.shared_kv else len(BRANCHES) - self.compress_selected_keys
+
+    def _widths(self) -> tuple[int, ...]:
+        """Rows of kv_proj: keys and values of each set, less the keys that the compressed branch does not have."""
+        pair = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
+        return (pair * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
+
+    def whole_sets(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Rows of kv_proj (of its weight, its bias, or along `dim` its product) with every branch's keys in place."""
+        if not self.compress_selected_keys:
+            return rows
+        values, keys = self._widths()[:2]
+        return torch.cat((rows.narrow(dim, values, keys), rows), dim)
 
     @torch.no_grad()
     def init_weights(self, std: float, output_std: float) -> None:
@@ -183,7 +205,7 @@ class NativeSparseAttention(nn.Module):
         keys = {b: k.view(batch, length, self.kv_heads, self.head_dim) for b, k in raw_keys.items()}
         values = {b: v.view(batch, length, self.kv_heads, self.value_dim) for b, v in raw_values.items()}
         if self.k_norms is not None:
-            norms = dict(zip(BRANCHES, self._per_branch(tuple(self.k_norms)), strict=True))
+            norms = dict(zip(BRANCHES, self.per_branch(tuple(self.k_norms)), strict=True))
             keys = {branch: norms[branch](k) for branch, k in keys.items()}
         rotated = {"selected": rotate(keys["selected"], turn)}
         rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], turn)
@@ -191,9 +213,8 @@ class NativeSparseAttention(nn.Module):
 
     def _projected(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """q, keys and values by branch, all flat: [B, T, heads · size]."""
-        sizes = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim) * (
-            1 if self.shared_kv else len(BRANCHES)
-        )
+        sizes = self._widths()
+        own = 1 - self.compress_selected_keys  # keys of the compressed branch
         q = self.q_proj(x)
         if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
             parts = self.kv_proj(x).split(sizes, dim=-1)
@@ -204,16 +225,18 @@ class NativeSparseAttention(nn.Module):
             weights = self.kv_proj.weight.split(sizes)
             biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
             found: dict[int, Tensor] = {}
-            for group in ((0, 1), (2, 4), (3, 5)):
+            for group in (tuple(range(own + 1)), (own + 1, own + 3), (own + 2, own + 4)):
                 weight = torch.cat([weights[i] for i in group])
                 bias = None if biases is None else torch.cat([biases[i] for i in group])
                 found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
             parts = tuple(found[i] for i in range(len(sizes)))
-        keys = dict(zip(BRANCHES, self._per_branch(parts[::2]), strict=True))
-        return q, keys, dict(zip(BRANCHES, self._per_branch(parts[1::2]), strict=True))
+        keys = dict(zip(BRANCHES, self.per_branch(parts[1 - own :: 2]), strict=True))
+        return q, keys, dict(zip(BRANCHES, self.per_branch(parts[own::2]), strict=True))
 
-    def _per_branch(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        return parts * len(BRANCHES) if self.shared_kv else parts
+    def per_branch(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of what there is once for each set, what each branch takes."""
+        missing = len(BRANCHES) - len(parts)  # one set for all, or the compressed branch has the selected one's keys
+        return parts[:1] * missing + parts
 
     def _compress(
         self, k: Tensor, v: Tensor, packing: Packing | None, turn: Turn | None = None
@@ -285,7 +308,7 @@ class DenseAttention(nn.Module):
         **nsa_only: Any,
     ) -> None:
         super().__init__()
-        unknown = set(nsa_only) - {"compression", "gate", "shared_kv", "branches", "backend"}
+        unknown = set(nsa_only) - {"compression", "gate", "shared_kv", "compress_selected_keys", "branches", "backend"}
         if unknown:
             raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
         check_group_size(heads, kv_heads)

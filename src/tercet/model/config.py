@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tercet.attention.spec import NSAConfig, check_branches, check_group_size
+from tercet.attention.spec import NSAConfig, check_branches, check_group_size, check_shared_keys
 
 AttentionKind = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]
@@ -47,6 +47,9 @@ class ModelConfig(BaseModel):
     """How the branches are weighted: each by itself (the paper), or shares of one."""
     shared_kv: bool = False
     """One key/value projection for all branches instead of one each."""
+    compress_selected_keys: bool = False
+    """The compressed branch has no keys of its own but summaries of the selected branch's, so that blocks are chosen by
+    what will be read; values stay apart."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches that take part; leave some out for an ablation."""
     backend: Literal["auto", "reference", "triton"] = "auto"
@@ -72,6 +75,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         check_group_size(self.heads, self.kv_heads)
+        check_shared_keys(self.shared_kv, self.compress_selected_keys)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, take {self.head_dim + 1}")
         if not isinstance(self.attention, str) and len(self.attention) != self.layers:

@@ -75,9 +75,8 @@ def parameters(model: ModelConfig) -> Parameters:
 
 def attention_matrices(model: ModelConfig, kind: str) -> int:
     """Entries of one layer's projections: all that multiplies every token."""
-    sizes = model.head_dim + model.head_value_dim
-    query_and_output = model.dim * model.heads * sizes
-    keys_and_values = _kv_sets(model, kind) * model.dim * model.kv_heads * sizes
+    query_and_output = model.dim * model.heads * sum(_head_sizes(model))
+    keys_and_values = model.dim * _kv_rows(model, kind)
     gate = model.dim * len(BRANCHES) * model.heads if kind == "nsa" else 0
     return query_and_output + keys_and_values + gate
 
@@ -172,8 +171,14 @@ def chunk_rows(vocab_size: int) -> int:
     return max(256, 1 << (max(1, LOGITS_BYTES // (FP32 * vocab_size)).bit_length() - 1))
 
 
-def _kv_sets(model: ModelConfig, kind: str) -> int:
-    return 1 if kind == "dense" or model.shared_kv else len(BRANCHES)
+def _kv_sets(model: ModelConfig, kind: str) -> tuple[int, int]:
+    """Sets of keys, and of values, that have a projection."""
+    values = 1 if kind == "dense" or model.shared_kv else len(BRANCHES)
+    return values - (kind == "nsa" and model.compress_selected_keys), values
+
+
+def _kv_rows(model: ModelConfig, kind: str) -> int:
+    return model.kv_heads * sum(n * size for n, size in zip(_kv_sets(model, kind), _head_sizes(model), strict=True))
 
 
 def _head_sizes(model: ModelConfig) -> tuple[int, int]:
@@ -182,9 +187,9 @@ def _head_sizes(model: ModelConfig) -> tuple[int, int]:
 
 def _attention_extras(model: ModelConfig, kind: str) -> int:
     """One layer's parameters beside its projections: QK-norms, biases, φ with its positions."""
-    extras = (1 + _kv_sets(model, kind)) * model.head_dim if model.qk_norm else 0
+    extras = (1 + _kv_sets(model, kind)[0]) * model.head_dim if model.qk_norm else 0
     if model.attention_bias:
-        extras += _projected(model, kind) + model.dim
+        extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
     if kind == "dense":
         return extras
     learnt = model.compression == "mlp"
@@ -194,8 +199,8 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
 
 
 def _projected(model: ModelConfig, kind: str) -> int:
-    """Numbers per token that come out of q and K/V projections."""
-    keys_and_values = _kv_sets(model, kind) * model.kv_heads * sum(_head_sizes(model))
+    """Numbers per token that q and the branches' keys and values are."""
+    keys_and_values = _kv_sets(model, kind)[1] * model.kv_heads * sum(_head_sizes(model))
     return model.heads * model.head_dim + keys_and_values
 
 

@@ -5,7 +5,7 @@ x: [B, C, dim]; one token: [B, 1, dim] -> [B, 1, dim]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -107,11 +107,12 @@ def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths:
     with _counted(cache):
         arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
         held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
-        q, kv, gates = layer.q_proj(x), layer.kv_proj(x), layer.gate.proj(x)
+        q, kv, gates = layer.q_proj(x), layer.whole_sets(layer.kv_proj(x), -1), layer.gate.proj(x)
+        key_norms = None if layer.k_norms is None else layer.per_branch(tuple(layer.k_norms))
         out, read, cache.block_indices = decode.nsa_step(
             q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,
             softmax_gate=layer.gate.kind == "softmax",
-            norms=_norms(layer.q_norm, layer.k_norms, q.dtype),
+            norms=_norms(layer.q_norm, key_norms, q.dtype),
             phi=(phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
         )  # fmt: skip
     cache.read_in_parts(read)
@@ -148,7 +149,7 @@ def _heads(layer: NativeSparseAttention | DenseAttention) -> Heads:
     return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
 
 
-def _norms(q: nn.RMSNorm | None, keys: nn.ModuleList | list[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
+def _norms(q: nn.RMSNorm | None, keys: Iterable[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
     if q is None or keys is None:
         return None
     from tercet.attention.kernels.decode import Norms

@@ -54,13 +54,13 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
     from tercet.attention.kernels import heads
 
     assert turns.compressed is not None
-    weights = [layer.q_proj.weight, layer.kv_proj.weight, layer.gate.proj.weight]
+    weights = [layer.q_proj.weight, layer.whole_sets(layer.kv_proj.weight), layer.gate.proj.weight]
     sets = 1 if layer.shared_kv else 3
     width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim, sets)
     weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), layer.dim))
     bias = None
     if layer.q_proj.bias is not None:
-        given = (layer.q_proj.bias, layer.kv_proj.bias)
+        given = (layer.q_proj.bias, layer.whole_sets(layer.kv_proj.bias))
         bias = torch.cat((*given, given[0].new_zeros(width - sum(b.shape[0] for b in given))))
     y = F.linear(x, torch.cat(weights), bias)
     maps = (None,) * 4 if packing is None else tuple(packing.into_chunks)

@@ -187,6 +187,7 @@ def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttentio
         compression=config.compression,
         gate=config.gate,
         shared_kv=config.shared_kv,
+        compress_selected_keys=config.compress_selected_keys,
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
         qk_norm=config.qk_norm,

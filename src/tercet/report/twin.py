@@ -22,7 +22,7 @@ def twin_command(run: Run) -> str:
 
 # What may differ between a model and its dense twin.
 _ATTENTION_ONLY = ("model.attention", "model.nsa.", "model.gate", "model.compression", "model.shared_kv",
-                   "model.branches", "model.backend")  # fmt: skip
+                   "model.compress_selected_keys", "model.branches", "model.backend")  # fmt: skip
 _THE_SAME = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.precision",
              "train.compile", "train.activation_checkpointing", "parallel.")  # fmt: skip
 

@@ -193,7 +193,7 @@ def append(
     largest = max(padded(key_size), padded(value_size))
     scratch = torch.empty(meetings, 2, count, ROWS, largest, dtype=torch.float32, device=q.device)
     programs = meetings * count
-    keys = (None,) * 3 if norms is None else norms.keys * 3 if shared else norms.keys
+    keys = (None,) * 3 if norms is None else norms.keys * (3 // len(norms.keys))
     parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed)]
     weights = (CompressionWeights(),) * 2 if phi is None else phi
     mlp = weights[0].up is not None
