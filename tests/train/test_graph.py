@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from runs import losses, small
+from stepping import Run
 from tercet.errors import TercetError
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.transformer import Transformer
-from tercet.parallel.strategy import Single
 from tercet.report.attention_gates import fallbacks
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
@@ -30,11 +30,9 @@ from tercet.telemetry.events import (
 )
 from tercet.train import graph, header, loop, state
 from tercet.train.graph import StepGraph, fill_bounds, room_for
-from tercet.train.guard import NonFiniteGuard
 from tercet.train.loop import train
-from tercet.train.optim import build_optimizer
 from tercet.train.state import records
-from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
+from tercet.train.step import IGNORED_TARGET, MicroBatch
 
 CPU = torch.device("cpu")
 
@@ -109,36 +107,11 @@ class Fails(Again):
         return super().record(act)
 
 
-class Run:
-    """A model and its steps, recorded or not."""
-
-    def __init__(self, *, recorded: bool) -> None:
-        config = small()
-        torch.manual_seed(3)
-        self.model = Transformer(config.model)
-        self.optimizer = build_optimizer(self.model, config.train)
-        self.guard = NonFiniteGuard(CPU, 100, 5)
-        self.stats = [m.stats for m in self.model.modules() if isinstance(m, NativeSparseAttention)]
-        self.recorder = Again(self.model)
-        self.graph = StepGraph(self.model, "fp32", self.recorder) if recorded else None
-        self.number = 0
-
-    def step(self, batches: list[MicroBatch], *, looked_at: bool = False) -> StepResult:
-        self.number += 1
-        for stats in self.stats:
-            stats.enabled = looked_at
-        return train_step(
-            self.model,
-            self.optimizer,
-            batches,
-            step=self.number,
-            lr=1e-2,
-            clip=1.0,
-            precision="fp32",
-            guard=self.guard,
-            strategy=Single(),
-            graph=self.graph,
-        )
+def on_cpu(*, recorded: bool) -> Run:
+    run = Run(small(train__lr=1e-2, train__precision="fp32"), seed=3)
+    if recorded:
+        run.record(Again(run.model))
+    return run
 
 
 def packed(seed: int, documents: int, length: int = 128) -> MicroBatch:
@@ -190,7 +163,7 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulati
     documents = [3, 9, 2, 40, 5, 33]
     told = []
     for recorded in (False, True):
-        run, seen = Run(recorded=recorded), []
+        run, seen = on_cpu(recorded=recorded), []
         for i, count in enumerate(documents):
             batches = [
                 plain(10 * i + j) if kind == "plain" else packed(10 * i + j, count + j) for j in range(accumulation)
@@ -208,10 +181,10 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulati
 
 def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
     """The test above is no test if what a step leaves behind could not reach the next."""
-    run = Run(recorded=True)
+    run = on_cpu(recorded=True)
     run.step([packed(1, 3), packed(2, 3)])
     assert run.graph is not None
-    expected = Run(recorded=False)
+    expected = on_cpu(recorded=False)
     expected.step([packed(1, 3), packed(2, 3)])
     for g in run.graph._grads[False]:
         assert g is not None
@@ -222,7 +195,7 @@ def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
 
 
 def test_passes_are_recorded_once_for_as_long_as_they_fit() -> None:
-    run = Run(recorded=True)
+    run = on_cpu(recorded=True)
     assert run.graph is not None
     for i in range(4):
         run.step([packed(i, 3 + i)])
@@ -247,17 +220,17 @@ def test_passes_are_recorded_once_for_as_long_as_they_fit() -> None:
 
 def test_parameters_without_a_gradient_stay_without() -> None:
     for accumulation in (1, 2):
-        run = Run(recorded=True)
+        run = on_cpu(recorded=True)
         unused = nn.Parameter(torch.ones(3))
         run.model.register_parameter("unused", unused)
-        run.graph = StepGraph(run.model, "fp32", Again(run.model))
+        run.record(Again(run.model))
         run.optimizer.add_param_group({"params": [unused], "weight_decay": 0.5})
         run.step([packed(i, 3) for i in range(accumulation)])
         assert torch.equal(unused.detach(), torch.ones(3))
 
 
 def test_routes_are_those_of_the_recorded_pass_whatever_ran_since() -> None:
-    run = Run(recorded=True)
+    run = on_cpu(recorded=True)
     run.step([packed(1, 3)])
     wanted = [layer.routes for layer in run.model.attention_layers()]
     for layer in run.model.attention_layers():
@@ -268,7 +241,7 @@ def test_routes_are_those_of_the_recorded_pass_whatever_ran_since() -> None:
 
 def test_micro_batches_of_one_step_have_one_shape() -> None:
     with pytest.raises(TercetError, match=r"tokens \[1, 64\] beside one of \[1, 128\].*--train.cuda-graph off"):
-        Run(recorded=True).step([packed(1, 3), packed(2, 3, length=64)])
+        on_cpu(recorded=True).step([packed(1, 3), packed(2, 3, length=64)])
 
 
 @pytest.fixture
@@ -326,10 +299,9 @@ def test_steps_that_may_fail_to_be_recorded_go_on_launch_by_launch(error: Except
     """The third step is looked at: it asks for both recordings anew, of which the second fails."""
     told = []
     for recorded in (False, True):
-        run = Run(recorded=False)
+        run = on_cpu(recorded=False)
         if recorded:
-            run.recorder = Fails(run.model, 2, error)
-            run.graph = StepGraph(run.model, "fp32", run.recorder, may_fail=True)
+            run.record(Fails(run.model, 2, error), may_fail=True)
         results = []
         for i in range(5):
             result = run.step([packed(10 * i + j, 3) for j in range(accumulation)], looked_at=i == 2)
@@ -347,8 +319,8 @@ def test_steps_that_may_fail_to_be_recorded_go_on_launch_by_launch(error: Except
 
 def test_steps_that_must_be_recorded_stop_the_run_where_they_cannot_be() -> None:
     for error, kind in ((None, TercetError), (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError)):
-        run = Run(recorded=False)
-        run.graph = StepGraph(run.model, "fp32", Fails(run.model, 0, error))
+        run = on_cpu(recorded=False)
+        run.record(Fails(run.model, 0, error))
         with pytest.raises(kind):
             run.step([packed(1, 3)])
 
@@ -356,9 +328,9 @@ def test_steps_that_must_be_recorded_stop_the_run_where_they_cannot_be() -> None
 def test_micro_batches_of_several_shapes_are_launched_where_recording_may_fail() -> None:
     told = []
     for recorded in (False, True):
-        run = Run(recorded=False)
+        run = on_cpu(recorded=False)
         if recorded:
-            run.graph = StepGraph(run.model, "fp32", Again(run.model), may_fail=True)
+            run.record(Again(run.model), may_fail=True)
         run.step([packed(1, 3), packed(2, 3, length=64)])
         told.append(bits(run.model))
     assert run.graph is not None

@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from runs import losses, small
-from tercet.model.attention import NativeSparseAttention
-from tercet.model.transformer import Transformer
-from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
-from tercet.parallel.strategy import Single
+from stepping import Run
 from tercet.train.device import set_arithmetic
-from tercet.train.graph import CudaRecorder, Replays, StepGraph, fill_bounds, room_for
-from tercet.train.guard import NonFiniteGuard
+from tercet.train.graph import CudaRecorder, Replays, fill_bounds, room_for
 from tercet.train.loop import train
-from tercet.train.optim import build_optimizer
 from tercet.train.rng import capture_rng
-from tercet.train.state import compile_blocks
-from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, train_step
+from tercet.train.step import IGNORED_TARGET, MicroBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -62,42 +56,25 @@ def same_bits() -> Iterator[None]:
     set_arithmetic(deterministic=False, threads=None)
 
 
-class Run:
-    def __init__(self, *, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> None:
-        config = small(**SIZES, model__attention=attention, train__tokens_per_step=SEQUENCES * LENGTH)
-        self.device = torch.device("cuda")
-        torch.manual_seed(0)
-        self.model = Transformer(config.model).to(self.device)
-        apply_activation_checkpointing(self.model.blocks, mode)
-        if compiled:
-            compile_blocks(self.model, mode)
-        self.optimizer = build_optimizer(self.model, config.train)
-        self.guard = NonFiniteGuard(self.device, 100, 5)
-        self.stats = [m.stats for m in self.model.modules() if isinstance(m, NativeSparseAttention)]
-        self.graph = StepGraph(self.model, "bf16") if recorded else None
-        self.number = 0
+def on_gpu(*, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> Run:
+    config = small(
+        **SIZES,
+        model__attention=attention,
+        train__tokens_per_step=SEQUENCES * LENGTH,
+        train__activation_checkpointing=mode,
+        train__lr=1e-3,
+        train__precision="bf16",
+    )
+    run = Run(config, seed=0, compiled=compiled)
+    if recorded:
+        run.record()
+    return run
 
-    def step(self, batches: list[MicroBatch], *, looked_at: bool = False) -> StepResult:
-        self.number += 1
-        for stats in self.stats:
-            stats.enabled = looked_at
-        return train_step(
-            self.model,
-            self.optimizer,
-            batches,
-            step=self.number,
-            lr=1e-3,
-            clip=1.0,
-            precision="bf16",
-            guard=self.guard,
-            strategy=Single(),
-            graph=self.graph,
-        )
 
-    def validate(self, batch: MicroBatch) -> Tensor:
-        """As between two steps of a run: from Python, in memory of its own."""
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            return self.model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
+def validated(run: Run, batch: MicroBatch) -> Tensor:
+    """As between two steps of a run: from Python, in memory of its own."""
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        return run.model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
 
 
 def packed(seed: int, documents: int) -> MicroBatch:
@@ -139,7 +116,7 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, op
     told: list[list[Tensor]] = []
     padded = options.get("attention") == "dense"
     for recorded in (False, True):
-        run, seen = Run(recorded=recorded, **options), []
+        run, seen = on_gpu(recorded=recorded, **options), []
         for i, documents in enumerate((3, 11, 2, 7, 60, 5)):
             batches = [packed(10 * i + j, documents + j) for j in range(accumulation)]
             if padded and not recorded:
@@ -152,7 +129,7 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, op
                     stats.enabled = False
                     stats.reset()
             if i == 3:
-                seen.append(run.validate(packed(99, 20)))
+                seen.append(validated(run, packed(99, 20)))
         assert run.guard.total() == 0
         told.append([x.cpu() for x in (*seen, *(p.detach() for p in run.model.parameters()))])
         if run.graph is not None:
@@ -167,7 +144,7 @@ def test_empty_documents_change_no_more_than_the_order_of_sums(attention: str) -
     together: those that must come out as zero (what is added to every key) are nothing but rounding."""
     found = []
     for batch in (packed(1, 0), with_room(packed(1, 0))):
-        model = Run(recorded=False, compiled=False, attention=attention).model
+        model = on_gpu(recorded=False, compiled=False, attention=attention).model
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
         (loss / LENGTH).backward()
@@ -210,9 +187,9 @@ def _go_on() -> None:
     set_arithmetic(deterministic=True, threads=None)
     told = []
     for recorded in (False, True):
-        run = Run(recorded=False, compiled=False)
+        run = on_gpu(recorded=False, compiled=False)
         if recorded:
-            run.graph = StepGraph(run.model, "bf16", may_fail=True)
+            run.record(may_fail=True)
             run.model.register_forward_hook(
                 lambda model, given, out: out.total.item() if torch.cuda.is_current_stream_capturing() else None
             )
@@ -228,7 +205,7 @@ def _go_on() -> None:
 
 
 def test_a_replay_never_waits_for_the_device() -> None:
-    run = Run(recorded=True)
+    run = on_gpu(recorded=True)
     for looked_at in (False, True):
         run.step([packed(1, 5)], looked_at=looked_at)
     batches = [packed(2, 8), packed(3, 4)]
@@ -250,7 +227,7 @@ def test_memory_is_not_taken_twice() -> None:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        run = Run(recorded=recorded)
+        run = on_gpu(recorded=recorded)
         for i, documents in enumerate((5, 5, 60, 5)):
             run.step([packed(i, documents)], looked_at=i == 1)
         torch.cuda.synchronize()
