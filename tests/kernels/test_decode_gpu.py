@@ -72,6 +72,7 @@ def test_steps_equal_the_reference(shape, dtype) -> None:
 OPTIONS = [
     {"compression": "mean", "gate": "softmax"},
     {"shared_kv": True, "qk_norm": True},
+    {"compress_selected_keys": True, "compression": "mean"},
     {"branches": ("selected",)},
     {"branches": ("compressed", "window")},
     {"qk_norm": True, "rope_scaling": 4.0, "bias": True},

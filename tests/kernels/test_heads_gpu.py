@@ -3,6 +3,8 @@ SwiGLU's gradient; a compiled layer's gradients, the output projection's among t
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,15 +37,18 @@ def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None,
     return [*parts, *torch.autograd.grad(parts, [leaf, *used], grads)]
 
 
+SHARED: list[dict[str, bool]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}]
+
+
 @pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (6, 1, 96), (16, 4, 128), (32, 32, 32)])
-@pytest.mark.parametrize("shared_kv", [False, True])
+@pytest.mark.parametrize("shared", SHARED, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-4)])
 def test_one_product_is_what_several_give(
-    heads: int, groups: int, size: int, shared_kv: bool, packed: bool, dtype: torch.dtype, limit: float
+    heads: int, groups: int, size: int, shared: dict[str, bool], packed: bool, dtype: torch.dtype, limit: float
 ) -> None:
     torch.manual_seed(0)
-    layer = NativeSparseAttention(256, heads, groups, size, shared_kv=shared_kv).cuda()
+    layer = NativeSparseAttention(256, heads, groups, size, **shared).cuda()
     layer.init_weights(0.05, 0.05)
     for parameter in layer.parameters():
         if not parameter.any():
@@ -72,9 +77,9 @@ class Layer:
     """One layer and its compiled twin, which share parameters. No document has more blocks than are selected: which
     are chosen cannot depend on rounding. (Of random keys near-ties are many.)"""
 
-    def __init__(self, *, shared_kv: bool) -> None:
+    def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
-        self.layer = NativeSparseAttention(256, 12, 2, 64, bias=True, shared_kv=shared_kv).cuda()
+        self.layer = NativeSparseAttention(256, 12, 2, 64, bias=True, **options).cuda()
         self.layer.keep_sum = False
         torch._dynamo.reset()
         self.compiled = torch.compile(self.layer, fullgraph=True)
@@ -94,9 +99,9 @@ class Layer:
         return {"out": out.detach(), **dict(zip(named, found, strict=True))}
 
 
-@pytest.mark.parametrize("shared_kv", [False, True])
-def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled(shared_kv: bool) -> None:
-    case = Layer(shared_kv=shared_kv)
+@pytest.mark.parametrize("options", [*SHARED, {"compress_selected_keys": True, "compression": "mean"}], ids=str)
+def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled(options: dict[str, Any]) -> None:
+    case = Layer(**options)
     for parameter in case.layer.parameters():
         if not parameter.any():  # where φ and the gates begin, many gradients are zero
             torch.nn.init.normal_(parameter, std=0.05)
@@ -109,7 +114,7 @@ def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled(shared_kv: bo
 
 def test_what_nothing_depends_on_at_the_beginning_has_a_gradient_of_zero_compiled_too() -> None:
     """φ starts as the mean: its correction is multiplied with zero, and so are the gradients of all before that."""
-    case = Layer(shared_kv=False)
+    case = Layer()
     found, known = case.gradients(compiled=True), case.gradients(compiled=False)
     parts = [f"compress_{of}.{part}" for of in "kv" for part in ("position", "up.weight", "up.bias")]
     for name in parts:
