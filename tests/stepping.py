@@ -16,7 +16,7 @@ from tercet.train.state import compile_blocks
 from tercet.train.step import MicroBatch, StepResult, train_step
 
 
-class Run:
+class SteppedModel:
     """On the config's device, with its precision and its learning rate at every step."""
 
     def __init__(self, config: RunConfig, *, seed: int, compiled: bool = False) -> None:

@@ -117,3 +117,13 @@ def test_a_read_of_the_environment_would_be_found(tmp_path):
     reads = ["os.environ['A']", "os.environ.get('B', 0)", "os.getenv('C')", "'D' in os.environ", "dict(os.environ)"]
     (tmp_path / "x.py").write_text("\n".join(["import os", *writes, *reads]))
     assert sorted(environment_reads(tmp_path / "x.py")) == ["?", "A", "B", "C", "D"]
+
+
+def test_what_several_tests_need_is_defined_once():
+    """A class that stands in two test files is shared (tests/runs.py, watched.py, stepping.py, …), or named apart."""
+    defined: dict[str, list[str]] = {}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}

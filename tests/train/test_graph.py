@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import losses, small
-from stepping import Run
+from stepping import SteppedModel
 from tercet.errors import TercetError
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.transformer import Transformer
@@ -107,8 +107,8 @@ class Fails(Again):
         return super().record(act)
 
 
-def on_cpu(*, recorded: bool) -> Run:
-    run = Run(small(train__lr=1e-2, train__precision="fp32"), seed=3)
+def on_cpu(*, recorded: bool) -> SteppedModel:
+    run = SteppedModel(small(train__lr=1e-2, train__precision="fp32"), seed=3)
     if recorded:
         run.record(Again(run.model))
     return run

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runs import losses, small
-from stepping import Run
+from stepping import SteppedModel
 from tercet.train.device import set_arithmetic
 from tercet.train.graph import CudaRecorder, Replays, fill_bounds, room_for
 from tercet.train.loop import train
@@ -56,7 +56,7 @@ def same_bits() -> Iterator[None]:
     set_arithmetic(deterministic=False, threads=None)
 
 
-def on_gpu(*, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> Run:
+def on_gpu(*, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> SteppedModel:
     config = small(
         **SIZES,
         model__attention=attention,
@@ -65,13 +65,13 @@ def on_gpu(*, recorded: bool, compiled: bool = True, mode: str = "none", attenti
         train__lr=1e-3,
         train__precision="bf16",
     )
-    run = Run(config, seed=0, compiled=compiled)
+    run = SteppedModel(config, seed=0, compiled=compiled)
     if recorded:
         run.record()
     return run
 
 
-def validated(run: Run, batch: MicroBatch) -> Tensor:
+def validated(run: SteppedModel, batch: MicroBatch) -> Tensor:
     """As between two steps of a run: from Python, in memory of its own."""
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         return run.model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
