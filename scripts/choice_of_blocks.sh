@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# What makes the choice of blocks find what is far: small models on the quality runs' corpus, at their length of 8,192.
+#
+#     bash scripts/choice_of_blocks.sh CORPUS RUNS SEED VARIANT...
+#
+# A VARIANT is words joined by "+": base, l16 (compressed blocks of 16 tokens), tie (compress_selected_keys), mean (φ), b32 (32
+# blocks of 32 are selected instead of 16 of 64), shared (one K/V set), free (no forced first block, one local block), dense.
+# The variants of one call run at once: start CUDA's MPS before, and the steps of three take an H200 95 s, evaluations come on
+# top. FLAGS: more flags of tercet train. Results: docs/results/quality.md#why-the-choice-of-blocks.
+set -euo pipefail
+[ $# -ge 4 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
+corpus=$1 runs=$2 seed=$3
+shift 3
+python=${PYTHON:-python3}
+mkdir -p "$runs"
+
+one() { # variant
+    local run="$runs/$1-$seed" flags=() graph=on preset=m7c word
+    for word in ${1//+/ }; do
+        case $word in
+        base) ;;
+        l16) flags+=(--model.nsa.compress_block 16) ;;
+        tie) flags+=(--model.compress_selected_keys) ;;
+        mean) flags+=(--model.compression mean) ;;
+        b32) flags+=(--model.nsa.select_block 32 --model.nsa.select_count 32) ;;
+        shared) flags+=(--model.shared_kv) ;;
+        free) flags+=(--model.nsa.select_initial 0 --model.nsa.select_local 1) ;;
+        dense) preset=m7c-dense graph=off ;;
+        *) echo "choice_of_blocks: variant $1: the word $word is unknown" >&2; return 2 ;;
+        esac
+    done
+    "$python" -m tercet train --preset $preset --run.seed "$seed" --run.dir "$run" \
+        --data.source shards --data.path "$corpus" --data.tokenizer byte --data.seq_len 8192 --data.shuffle_sequences 1024 \
+        --model.dim 384 --model.layers 6 --model.heads 6 --model.kv_heads 1 --model.ffn_dim 1024 \
+        --train.steps 2000 --train.tokens_per_step 32768 --train.micro_batch 4 --train.lr 2e-3 --train.warmup_steps 100 \
+        --train.weight_decay 0.1 --train.val_every 500 --train.val_tokens 1048576 --train.sample_tokens 0 --train.cuda_graph $graph \
+        --checkpoint.every 0 --log.every 20 --log.progress off "${flags[@]}" ${FLAGS:-} > "$run.log" 2>&1
+    "$python" -m tercet eval perplexity "$run" --sequences 256 --batch 8 > "$runs/perplexity-$1-$seed.txt"
+    "$python" -m tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --depths 0.2 0.4 0.6 0.8 0.9 --trials 16 --batch 8 \
+        > "$runs/needle-$1-$seed.txt"
+    echo "$1, seed $seed: held-out loss $(tail -n 1 "$run/val.csv" | cut -d, -f2)"
+}
+
+for variant in "$@"; do one "$variant" & done
+failed=0
+for job in $(jobs -p); do wait "$job" || failed=$?; done
+exit $failed
