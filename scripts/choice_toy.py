@@ -1,0 +1,226 @@
+"""Does the choice of blocks find what is far? One layer on a stream in which copying from far pays: two minutes a run.
+
+    python scripts/choice_toy.py dense base base+all base+mean tie+mean --seeds 1 2 > toy.csv
+
+A variant is words joined by "+": base; dense; tie (compress_selected_keys); mean (φ of keys and values), keymean (of
+keys only); slow (φ learns ten times slower); half (compressed blocks of 4 tokens instead of 8); small (ten blocks of 8
+are selected instead of five of 16); free (no forced first block, one local); shared (one K/V set); all (all are read).
+
+Runs of random tokens come in turn with repeats of earlier runs. The embedding also knows the two tokens before each,
+as the layers below a copying layer would have told it, so that one layer can match and copy. At 64 tokens, where every
+block is read, it learns that; then at 512, where two of up to 29 blocks are free to choose, it has to find the source.
+
+A row: nats per copied token (its three predecessors are copied, too), of all and by how far back the nearest place with
+the same four tokens lies (near 16 to 79, far from 80, very far from 240). hit: how often the first layer chose a block
+that holds such a place; chance: if it drew at random; mean_8 to mean_1: if it chose by means of so many of its own
+selected keys; the means of its gates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tercet
+from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.model.attention import NativeSparseAttention
+from tercet.model.compression import Compression
+from tercet.model.config import ModelConfig
+from tercet.model.rope import rotate
+from tercet.model.transformer import Block, Transformer
+
+SIZES: dict[str, Any] = {
+    "dim": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn_dim": 128, "vocab_size": 64, "init_std": 0.08,
+}  # fmt: skip
+NSA = NSAConfig(compress_block=8, compress_stride=4, select_block=16, select_count=5, window=16)
+SHORT, LONG, TOKENS, RUN = 64, 512, 2048, (16, 32)
+LR, WARM_UP, LAST_LR, DECAY = 1e-2, 30, 0.02, 0.01
+BEFORE = 3  # so many predecessors have to be alike
+WORDS: dict[str, dict[str, Any]] = {
+    "base": {}, "dense": {"attention": "dense"}, "tie": {"compress_selected_keys": True}, "shared": {"shared_kv": True},
+    "mean": {"compression": "mean"}, "keymean": {}, "slow": {}, "half": {"nsa": {"compress_block": 4}},
+    "small": {"nsa": {"select_block": 8, "select_count": 10}}, "all": {"nsa": {"select_count": LONG // 16}},
+    "free": {"nsa": {"select_initial": 0, "select_local": 1}},
+}  # fmt: skip
+DISTANCES = {"near": (NSA.window, 80), "far": (80, LONG), "very_far": (240, LONG)}
+MEANS = {8: 4, 4: 2, 2: 2, 1: 1}  # of so many keys, each so many tokens
+RATES = [
+    f"{rule}_{name}" for rule in ("hit", "chance", *(f"mean_{size}" for size in MEANS)) for name in ("near", "far")
+]
+COLUMNS = ["variant", "layers", "seed", "copied", *DISTANCES, *RATES, *(f"gate_{branch}" for branch in BRANCHES)]
+
+
+class WithTwoBefore(nn.Embedding):
+    """An embedding that also knows the two tokens before."""
+
+    def __init__(self, old: nn.Embedding, std: float) -> None:
+        super().__init__(old.num_embeddings, old.embedding_dim, _weight=old.weight.detach())
+        self.before = nn.ModuleList(nn.Embedding(*old.weight.shape) for _ in range(2))
+        for weight in self.before.parameters():
+            nn.init.normal_(weight, std=std)
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        for back, table in enumerate(self.before, 1):
+            out = out + F.pad(table(input)[:, :-back], (0, 0, back, 0))
+        return out
+
+
+def streams(rng: np.random.Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens [count, length + 1], and where each was copied from, -1 if it is new."""
+    tokens, sources = np.zeros((2, count, length + 1), dtype=np.int64)
+    for x, source in zip(tokens, sources, strict=True):
+        x[:] = rng.integers(0, SIZES["vocab_size"], length + 1)
+        source[:] = -1
+        runs, t = [], 0
+        while t <= length:
+            runs.append((t, int(rng.integers(RUN[0], RUN[1] + 1))))
+            t += runs[-1][1]
+            if t <= length:
+                first, size = runs[rng.integers(0, len(runs))]
+                source[t : t + size] = np.arange(first, first + size)[: length + 1 - t]
+                x[t : t + size] = x[source[t : t + size]]
+                t += size
+    return torch.from_numpy(tokens), torch.from_numpy(sources)
+
+
+def places(tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each query t whether the token after it is copied [B, T], and where the same four tokens stood: an induction
+    head reads place p where p is equal to token t + 1, and so are those before both. [B, T, T]"""
+    alike = tokens[:, 1:, None] == tokens[:, None, :-1]
+    found = alike.tril()
+    for back in range(1, BEFORE + 1):
+        found &= F.pad(alike[:, :-back, :-back], (back, 0, back, 0))
+    last, first = sources[:, BEFORE + 1 :], sources[:, 1:-BEFORE]
+    copied = F.pad((last >= 0) & (first >= 0) & (last - first == BEFORE), (BEFORE, 0))
+    return copied & found.any(-1), found
+
+
+def build(words: list[str], seed: int, layers: int) -> Transformer:
+    options = {key: value for word in words for key, value in WORDS[word].items() if key != "nsa"}
+    nsa = replace(NSA, **{key: value for word in words for key, value in WORDS[word].get("nsa", {}).items()})
+    torch.manual_seed(seed)
+    model = Transformer(ModelConfig(**SIZES, layers=layers, nsa=nsa, backend="reference", **options))
+    model.embedding = WithTwoBefore(model.embedding, SIZES["init_std"])
+    for layer in model.attention_layers():
+        if "keymean" in words and isinstance(layer, NativeSparseAttention):
+            layer.compress_k = Compression("mean", layer.head_dim, nsa)
+    return model
+
+
+def train(model: Transformer, slow: bool, seed: int, short: int, long: int) -> None:
+    """`short` steps at 64 tokens, `long` ones at 512, during which the learning rate falls."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    for name, weight in model.named_parameters():
+        is_slow = slow and ".compress_" in name
+        groups[0.1 if is_slow else 1.0, DECAY if weight.dim() > 1 or is_slow else 0.0].append(weight)
+    parts = [{"params": weights, "weight_decay": decay, "pace": pace} for (pace, decay), weights in groups.items()]
+    optimizer = torch.optim.AdamW(parts, betas=(0.9, 0.95))
+    rng = np.random.default_rng(seed)
+    for step in range(1, short + long + 1):
+        fallen = 0.5 * (1 + math.cos(math.pi * (step - short) / long)) if step > short else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = group["pace"] * LR * min(1, step / WARM_UP) * (LAST_LR + (1 - LAST_LR) * fallen)
+        length = SHORT if step <= short else LONG
+        tokens, _ = streams(rng, TOKENS // length, length)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def choices(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
+    """Blocks [B, T, n] by name of the rule: the layer's own choice, and by means of its selected keys."""
+    q, raw, keys, _ = layer.project(x, None)
+    cos, sin = layer.rotary.turn(torch.arange(x.shape[1]))
+    unrotated = rotate(keys["selected"], (cos, -sin))
+    compressed = {"hit": (layer.compress_k(raw), layer.config)}
+    for size, stride in MEANS.items():
+        config = replace(layer.config, compress_block=size, compress_stride=stride)
+        compressed[f"mean_{size}"] = tercet.compress_mean(unrotated, config=config), config
+    found = {}
+    for rule, (k, config) in compressed.items():
+        k = rotate(k, layer.rotary.turn(torch.arange(k.shape[1]) * config.compress_stride + config.compress_block - 1))
+        found[rule] = tercet.compressed_attention(q, k, k, config=config)[1][:, :, 0]  # whatever the values are
+    return found
+
+
+def by_chance(wanted: Tensor, nsa: NSAConfig) -> Tensor:
+    """How often a choice at random reads one of the wanted blocks [B, T, blocks]: [B, T]."""
+    block = torch.arange(wanted.shape[-1])
+    current = torch.arange(wanted.shape[1])[:, None] // nsa.select_block
+    forced = (block < nsa.select_initial) | ((block > current - nsa.select_local) & (block <= current))
+    missed = 1 - (nsa.select_count - forced.sum(-1)) / (current[:, 0] + 1 - forced.sum(-1))
+    drawn = 1 - missed.clamp(min=0) ** (wanted & ~forced).sum(-1)
+    return torch.where((wanted & forced).any(-1), 1.0, drawn)
+
+
+@torch.no_grad()
+def measure(model: Transformer, tokens: Tensor, sources: Tensor) -> dict[str, str]:
+    """The columns of numbers."""
+    nsa, block = model.config.nsa, cast(Block, model.blocks[0])
+    values: dict[str, list[Tensor]] = defaultdict(list)
+    for x, source in zip(tokens.split(4), sources.split(4), strict=True):
+        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(x), -1)
+        copied, found = places(x, source)
+        position = torch.arange(found.shape[-1])
+        back = position - torch.where(found, position, -1).amax(-1)
+        at = {name: copied & (back >= first) & (back < end) for name, (first, end) in DISTANCES.items()}
+        values["copied"].append(loss[copied])
+        for name, here in at.items():
+            values[name].append(loss[here])
+        if not isinstance(layer := block.attention, NativeSparseAttention):
+            continue
+        normed = block.attention_norm(model.embedding(x[:, :-1]))
+        for branch, gates in zip(BRANCHES, layer.gate(normed).unbind(-1), strict=True):
+            values[f"gate_{branch}"].append(gates.flatten())
+        wanted = found.unflatten(-1, (-1, nsa.select_block)).any(-1)
+        rates = {"chance": by_chance(wanted, nsa)}
+        for rule, blocks in choices(layer, normed).items():
+            rates[rule] = (wanted.gather(-1, blocks.clamp(min=0).long()) & (blocks >= 0)).any(-1).float()
+        chooses = position >= nsa.select_count * nsa.select_block
+        for rule, rate in rates.items():
+            for name in ("near", "far"):
+                values[f"{rule}_{name}"].append(rate[at[name] & chooses])
+    whole = {column: torch.cat(parts).double() for column, parts in values.items()}
+    return {column: f"{each.mean():.3f}" for column, each in whole.items() if len(each)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("variants", nargs="+", help=f"words joined by +: {', '.join(WORDS)}")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--steps", nargs=2, type=int, default=[200, 300], help=f"at {SHORT} and at {LONG} tokens")
+    parser.add_argument("--held-out", type=int, default=48, help=f"streams of {LONG} tokens to measure on")
+    given = parser.parse_args(arguments)
+    for variant in given.variants:
+        if unknown := [word for word in variant.split("+") if word not in WORDS]:
+            parser.error(f"variant {variant}: {unknown[0]} is unknown, the words are {', '.join(WORDS)}")
+    torch.set_num_threads(1)
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for variant, seed in product(given.variants, given.seeds):
+        words = variant.split("+")
+        model = build(words, seed, given.layers)
+        train(model, "slow" in words, seed, *given.steps)
+        found = measure(model, *streams(np.random.default_rng(20_000 + seed), given.held_out, LONG))
+        writer.writerow({"variant": variant, "layers": given.layers, "seed": seed, **found})
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

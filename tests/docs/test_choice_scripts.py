@@ -1,0 +1,100 @@
+"""Scripts about the choice of blocks: the toy measures what it says, and the words of a variant are known ones."""
+
+from __future__ import annotations
+
+import csv
+import io
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tercet
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "docs" / "results" / "quality" / "choice" / "toy.csv"
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[dict[str, Any]]:
+    threads = torch.get_num_threads()
+    yield runpy.run_path(str(ROOT / "scripts" / "choice_toy.py"))
+    torch.set_num_threads(threads)  # its runs take one
+
+
+def test_a_row_for_every_variant_and_seed(toy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["dense", "tie+mean+small", "--seeds", "1", "2", "--steps", "1", "1", "--held-out", "4"]
+    assert toy["main"](given) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        ("dense", "1"), ("dense", "2"), ("tie+mean+small", "1"), ("tie+mean+small", "2"),
+    ]  # fmt: skip
+    for row in rows:
+        assert float(row["copied"]) == pytest.approx(np.log(64), abs=0.5)  # nothing is learnt yet
+        assert (row["hit_far"] == "") is (row["variant"] == "dense")
+
+
+def test_a_word_that_the_toy_does_not_know_is_named(toy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        toy["main"](["tie+men"])
+    assert "variant tie+men: men is unknown" in capsys.readouterr().err
+
+
+def test_copied_tokens_are_where_the_stream_says(toy: dict[str, Any]) -> None:
+    tokens, sources = toy["streams"](np.random.default_rng(0), 3, 256)
+    copied, found = toy["places"](tokens, sources)
+    assert copied.any(-1).all()
+    for row, t in copied.nonzero().tolist():
+        places = found[row, t].nonzero()[:, 0].tolist()
+        assert sources[row, t + 1] in places
+        for place in places:
+            assert place <= t
+            assert tokens[row, place - 3 : place + 1].tolist() == tokens[row, t - 2 : t + 2].tolist()
+
+
+@pytest.mark.parametrize("variant", ["base", "tie", "shared+half"])
+def test_the_choice_that_is_measured_is_the_one_that_the_layer_makes(toy: dict[str, Any], variant: str) -> None:
+    model = toy["build"](variant.split("+"), seed=1, layers=1)
+    block = model.blocks[0]
+    made = []
+    block.attention.stats.update = lambda gates, indices, packing: made.append(indices[:, :, 0])
+    tokens, _ = toy["streams"](np.random.default_rng(0), 2, 512)
+    with torch.no_grad():
+        model(tokens[:, :-1])
+        measured = toy["choices"](block.attention, block.attention_norm(model.embedding(tokens[:, :-1])))
+    assert torch.equal(measured["hit"], made[0])
+    # an untrained φ is the mean, and of tied keys the mean of those that are selected
+    assert torch.equal(measured["mean_8"], made[0]) is (variant == "tie")
+
+
+def test_chance_is_what_random_scores_hit(toy: dict[str, Any]) -> None:
+    nsa = toy["NSA"]
+    tokens, sources = toy["streams"](np.random.default_rng(0), 8, 512)
+    copied, found = toy["places"](tokens, sources)
+    wanted = found.unflatten(-1, (-1, nsa.select_block)).any(-1)
+    copied[:, : nsa.select_count * nsa.select_block] = False
+    torch.manual_seed(0)
+    hits = []
+    for _ in range(20):
+        blocks = tercet.select_blocks(torch.rand(8, 512, 1, 32), config=nsa)[:, :, 0].long()
+        hits.append(wanted[copied].gather(-1, blocks[copied]).any(-1).double().mean().item())
+    assert np.mean(hits) == pytest.approx(toy["by_chance"](wanted, nsa)[copied].mean().item(), abs=0.01)
+
+
+def test_recorded_rows_have_the_columns_that_the_toy_prints(toy: dict[str, Any]) -> None:
+    with RECORDED.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == toy["COLUMNS"]
+    assert {word for row in rows for word in row["variant"].split("+")} <= toy["WORDS"].keys()
+
+
+def test_choice_of_blocks_refuses_a_word_that_it_does_not_know(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "choice_of_blocks.sh"), "corpus", str(tmp_path), "1", "base+l17"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "the word l17 is unknown" in ran.stderr
