@@ -45,6 +45,53 @@ def test_validation_losses_of_the_page_are_the_runs() -> None:
         assert f"| {' | '.join([label, *losses])} |" in PAGE
 
 
+CHOICE = RECORDS / "choice"
+
+
+def test_losses_of_the_small_models_are_the_runs() -> None:
+    for name in ("base", "tie", "l16", "tie+l16", "tie+l16+free", "shared+l16", "dense"):
+        with (CHOICE / f"{name}-validation.csv").open() as stream:
+            *before, end = (float(line["loss"]) for line in csv.DictReader(stream))
+        found = [*(f"{loss:.3f}" for loss in before), f"{end:.4f}"]
+        assert f"| {' | '.join([name, *found])} |" in PAGE.replace("**", "")
+
+
+def test_contexts_and_needles_of_the_small_models_are_what_the_evaluations_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("tie", "l16", "tie+l16", "tie+l16+free", "shared+l16", "base")
+    head, _, *rows = printed(capsys, *(f"{name}={CHOICE / f'{name}-perplexity.txt'}" for name in names))
+    first = cells(head).index("512–1,023")
+    for line in (head, *rows):
+        label, *values = cells(line)
+        assert f"| {' | '.join([label, *values[first - 1 :]])} |" in PAGE
+    names = ("base", "tie", "l16", "tie+l16")
+    needles = printed(capsys, *(f"{name}={CHOICE / f'{name}-needle.txt'}" for name in names))
+    assert "\n".join(line for line in needles if "8,192 tokens" not in line) in PAGE
+
+
+def test_rows_of_the_toy_are_the_recorded_ones() -> None:
+    labels = {
+        "dense": "dense", "every block is read: nothing to choose": "base+all", "**NSA as it is** (base)": "base",
+        "tie: compressed keys are summaries of the selected keys": "tie", "l halved": "base+half",
+        "tie, l halved": "tie+half", "φ = mean": "base+mean", "φ learns ten times slower than the rest": "base+slow",
+        "tie, φ = mean": "tie+mean", "tie, φ = mean for keys only": "tie+keymean",
+        "tie, φ learns ten times slower": "tie+slow",
+        "tie, φ = mean, l halved": "tie+half+mean", "ten blocks of 8 instead of five of 16": "base+small",
+        "tie, φ = mean, ten blocks of 8": "tie+mean+small",
+        "tie, φ = mean, l halved, ten blocks of 8": "tie+half+mean+small",
+        "no forced first block, one local block": "base+free", "one K/V set": "shared",
+    }  # fmt: skip
+    with (CHOICE / "toy.csv").open() as stream:
+        rows = [row for row in csv.DictReader(stream) if row["layers"] == "1"]
+    assert {row["variant"] for row in rows} == set(labels.values())
+    for label, variant in labels.items():
+        seeds = [row for row in rows if row["variant"] == variant]
+        columns = ("copied", "hit_far", "chance_far", "gate_compressed")
+        found = [" / ".join(row[column] for row in seeds if row[column]) for column in columns]
+        assert f"| {' | '.join([label, *found])} |" in PAGE
+
+
 def test_evaluations_of_different_tokens_are_not_put_side_by_side(tmp_path: Path) -> None:
     stretch = {"first": 0, "last": 0, "tokens": 5, "nats": 5.0, "loss": 1.0}
     for name, tokens in (("a", 5), ("b", 6)):
