@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tercet.bench.sweep import Cell, Point, cliffs, heat_maps, judge, points, render, sweep
+from tercet.bench.sweep import Cell, Point, cliffs, command, heat_maps, judge, points, render, sweep
 from tercet.telemetry.events import StepLogged
 
 POINT = Point("single", 256, 2, "none")
@@ -24,6 +24,12 @@ def test_bucket_sizes_multiply_only_the_strategy_that_reads_them():
     grid = points([256, 512], [1, 2], ["none", "full"], ["ddp", "fsdp"], [1.0, 25.0, 100.0])
     assert len(grid) == 2 * 2 * 2 * (3 + 1)
     assert {p.bucket_mb for p in grid if p.strategy == "fsdp"} == {None}
+
+
+def test_a_cell_reads_no_more_than_its_steps_need(tmp_path):
+    """tiny's block of sequences to shuffle is 8M tokens at its own length, 2G at 65,536."""
+    words = command(dataclasses.replace(POINT, length=65536), "tiny", 1, 3, "cpu", tmp_path)
+    assert words[words.index("--data.shuffle_sequences") + 1] == "0"
 
 
 def test_the_first_step_is_not_counted_and_memory_is_the_highest():

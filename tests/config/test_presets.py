@@ -39,6 +39,13 @@ def test_a_dense_twin_differs_in_its_attention_alone(name):
     assert found["model.attention"] == ("nsa", "dense")
 
 
+def test_tiny_draws_its_sequences_from_far_more_than_it_reads():
+    """Its steps are few: of a narrow block it would see a handful of files, and its loss would be their luck."""
+    c = load("tiny").config
+    read = c.train.steps * c.train.tokens_per_step // c.data.seq_len
+    assert c.data.shuffle_sequences >= 16 * read
+
+
 def test_m7c_is_the_model_it_is_called_after_but_for_its_window():
     c = load("m7c").config
     m, t, nsa = c.model, c.train, c.model.nsa

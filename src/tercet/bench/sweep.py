@@ -152,6 +152,7 @@ def command(point: Point, preset: str, ranks: int, steps: int, device: str, fold
         "run.device": device,
         "parallel.strategy": point.strategy,
         "data.seq_len": point.length,
+        "data.shuffle_sequences": 0,  # a block of a preset's, at a cell's length, may be more than there is memory for
         "train.micro_batch": point.batch,
         "train.tokens_per_step": point.batch * point.length * data_ranks,
         "train.activation_checkpointing": point.checkpointing,
