@@ -17,7 +17,7 @@ import torch
 import tercet
 
 ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "docs" / "results" / "quality" / "choice" / "toy.csv"
+RECORDED = ROOT / "docs" / "results" / "quality" / "choice"
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,9 @@ def test_chance_is_what_random_scores_hit(toy: dict[str, Any]) -> None:
     assert np.mean(hits) == pytest.approx(toy["by_chance"](wanted, nsa)[copied].mean().item(), abs=0.01)
 
 
-def test_recorded_rows_have_the_columns_that_the_toy_prints(toy: dict[str, Any]) -> None:
-    with RECORDED.open() as stream:
+@pytest.mark.parametrize("file", ["toy.csv", "toy-option.csv"])
+def test_recorded_rows_have_the_columns_that_the_toy_prints(toy: dict[str, Any], file: str) -> None:
+    with (RECORDED / file).open() as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == toy["COLUMNS"]
     assert {word for row in rows for word in row["variant"].split("+")} <= toy["WORDS"].keys()

@@ -85,10 +85,13 @@ def test_rows_of_the_toy_are_the_recorded_ones() -> None:
     with (CHOICE / "toy.csv").open() as stream:
         rows = [row for row in csv.DictReader(stream) if row["layers"] == "1"]
     assert {row["variant"] for row in rows} == set(labels.values())
+    with (CHOICE / "toy-option.csv").open() as stream:
+        again = [row for row in csv.DictReader(stream) if row["variant"] != "base"]
     for label, variant in labels.items():
         seeds = [row for row in rows if row["variant"] == variant]
         columns = ("copied", "hit_far", "chance_far", "gate_compressed")
         found = [" / ".join(row[column] for row in seeds if row[column]) for column in columns]
+        found.insert(1, " / ".join(row["copied"] for row in again if row["variant"] == variant))
         assert f"| {' | '.join([label, *found])} |" in PAGE
 
 
