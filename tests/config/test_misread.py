@@ -64,13 +64,30 @@ def test_a_key_says_what_it_was_given_what_it_takes_and_how_to_mend_it(capsys, f
 @pytest.mark.parametrize(("flags", "said"), [*WHOLE, *NUMBERS, *SWITCHES, *CHOICES, *LISTS])
 def test_each_kind_of_value_has_its_rule_and_its_mend(flags, said):
     options = options_with_keys(cli.PlanOptions, TINY)
-    assert complaint(["--preset", "tiny", *flags.split()], options) == said
+    assert complaint(["--preset", "tiny", *flags.split()], options, prog="tercet plan") == said
 
 
 def test_nothing_is_said_of_what_can_be_read():
     options = options_with_keys(cli.PlanOptions, TINY)
-    fine = "--preset tiny --train.steps 1_000 --train.lr -1e-3 --log.no-tensorboard --train.betas 1 2 --data.path a b"
-    assert complaint(fine.split(), options) is None
+    fine = (
+        "--preset tiny --train.steps 1_000 --train.lr -1e-3 --log.no-tensorboard --train.betas 1 2 --data.path a b "
+        "--run.threads none --model.value-dim=None --train.init-from None --run.dir none"
+    )
+    assert complaint(fine.split(), options, prog="tercet plan") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan --preset tiny --run.threads none --train.steps x", "--train.steps x is no whole number: give one, such as"),
+        ("plan --preset tiny --run.threads none 5", "5 belongs to no option"),
+        ("plan --preset tiny --train.steps none", "--train.steps none is no whole number: give one, such as 500"),
+        ("generate x --context None --top_k x", "--top_k x is no whole number: give one, such as 0"),
+        ("generate x --context none", "--context none is no whole number: give one"),  # tyro knows None alone
+    ],
+)
+def test_none_where_it_may_be_said_is_not_blamed_for_what_is_wrong_behind_it(capsys, command, said):
+    assert error(capsys, *command.split()).startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +110,25 @@ def test_nothing_is_said_of_what_can_be_read():
         ("data inspect --data.seq_len -1", "data.seq_len=-1 (flag): must be at least 2"),
         ("data inspect --data.synthetic.task foo", "--data.synthetic.task foo is unknown: pick one of random, recall"),
         ("bench train --steps x", "--steps x is no whole number: give one, such as 10"),
+        ("generate x --prompt", "--prompt lacks its value: give one"),
+        ("generate x --prompt a --prompt", "--prompt lacks its value: give one"),
+        ("generate x --stop --seed 3", "--stop lacks its value: give one"),
+        ("generate", "tercet generate lacks RUN: write tercet generate RUN; --help tells what it is"),
+        ("generate --prompt x", "tercet generate lacks RUN: write"),
+        ("generate --json", "tercet generate lacks RUN: write"),
+        ("eval needle --lengths 64 128 --trials 2", "tercet eval needle lacks RUN: write"),
+        (
+            "eval selection-map x --query 3",
+            "tercet eval selection-map lacks OUT: write tercet eval selection-map RUN OUT; --help tells what it is",
+        ),
+        (
+            "eval selection-map",
+            "tercet eval selection-map lacks RUN and OUT: write tercet eval selection-map RUN OUT; --help tells what they",
+        ),
+        (
+            "data prepare --workers 1",
+            "tercet data prepare lacks --out: write tercet data prepare --out OUT; --help tells what it is",
+        ),
     ],
 )
 def test_so_do_the_options_of_every_other_command(capsys, command, said):

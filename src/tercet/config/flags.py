@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any],
         _empty_as_tyro_writes_it(arguments),
         prog=prog,
         description=description,
-        complain=lambda: complaint(arguments, options_with_keys(options, values)),
+        complain=lambda: complaint(arguments, options_with_keys(options, values), prog=prog),
     )
     overrides = {}
     for _, name in given:
@@ -92,7 +92,7 @@ def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, pos
         arguments,
         prog=prog,
         markers=markers,
-        complain=lambda: complaint(arguments, options_of(function), loose=positional),
+        complain=lambda: complaint(arguments, options_of(function), prog=prog, loose=positional),
     )()
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import tyro
+
 from tercet.config.keys import all_keys, fields_of, is_table, suggestion
 from tercet.config.load import as_none
 
@@ -29,14 +31,22 @@ class Option:
     annotation: Any
     default: Any
     or_none: bool = False  # whether `none` may be said
+    required: bool = False
+    repeated: bool = False  # a list with one value each time that the flag is given
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
     """The options that a function's signature makes, those of its tables by their dotted names."""
-    hints = typing.get_type_hints(function)
+    hints, marked = typing.get_type_hints(function), typing.get_type_hints(function, include_extras=True)
     found: dict[str, Option] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         found |= _spread(name, hints[name], parameter.default)
+        if name in found:
+            found[name] = dataclasses.replace(
+                found[name],
+                required=parameter.default is inspect.Parameter.empty,
+                repeated=tyro.conf.UseAppendAction in getattr(marked[name], "__metadata__", ()),
+            )
     return found
 
 
@@ -57,16 +67,18 @@ def _spread(name: str, annotation: Any, default: Any) -> dict[str, Option]:
     return {k: v for leaf, (kind, _, value) in fields for k, v in _spread(f"{name}.{leaf}", kind, value).items()}
 
 
-def complaint(arguments: Sequence[str], options: Mapping[str, Option], *, loose: bool = False) -> str | None:
+def complaint(arguments: Sequence[str], options: Mapping[str, Option], *, prog: str, loose: bool = False) -> str | None:
     """The first thing that is wrong with `arguments`, in one line; None if it is nothing that is known here.
 
-    loose: there may be words that belong to no flag.
+    loose: there may be words that belong to no flag, which is how options that must be given are said.
     """
+    given, free = set(), 0
     for words in _flags_with_values(arguments):
         flag, values = words[0], words[1:]
         if not _FLAG.match(flag):
             if not loose:
                 return _stray(flag)
+            free += 1
             continue
         name = flag[2:].replace("-", "_")
         positive = re.sub(r"(^|\.)no_(?=[^.]+$)", r"\1", name)
@@ -78,7 +90,32 @@ def complaint(arguments: Sequence[str], options: Mapping[str, Option], *, loose:
         said = _about(flag, values, options[name], name, loose)
         if said is not None:
             return said
-    return None
+        given.add(name)
+        free += len(values) - _taken(options[name], len(values))
+    return _missing(given, free, options, prog, loose)
+
+
+def _taken(option: Option, behind: int) -> int:
+    """How many of the words behind its flag are the option's own."""
+    kind = _without_none(option.annotation)
+    many = None if option.repeated else _many(kind)
+    most = 0 if kind is bool else 1 if many is None else behind if many.count is None else many.count
+    return min(most, behind)
+
+
+def _missing(given: set[str], free: int, options: Mapping[str, Option], prog: str, loose: bool) -> str | None:
+    """Of options that must be given: the words that belong to no flag are the first of them, where such are taken."""
+    needed = [name for name, o in options.items() if o.required]
+    if loose:
+        needed = [name for name in needed if (many := _many(options[name].annotation)) is None or many.count]
+        shown, lacking = [name.upper() for name in needed], [name.upper() for name in needed[free:]]
+    else:
+        shown = [f"--{name} {name.upper()}" for name in needed]
+        lacking = [f"--{name}" for name in needed if name not in given]
+    if not lacking:
+        return None
+    what = "it is" if len(lacking) == 1 else "they are"
+    return f"{prog} lacks {' and '.join(lacking)}: write {' '.join([prog, *shown])}; --help tells what {what}"
 
 
 def _flags_with_values(arguments: Sequence[str]) -> list[list[str]]:
@@ -102,15 +139,26 @@ def _about(flag: str, values: list[str], option: Option, name: str, loose: bool)
     if kind is bool:
         return _about_switch(shown, flag, values, name, loose)
     many = _many(kind)
+    if many is not None and option.repeated:
+        kind, many = many.of, None
     if many is None:
         if not values:
             return f"{flag} lacks its value: give {_rule(kind)}{such}"
-        if said := _wrong(f"{flag} {values[0] or repr('')}", values[0], kind, such):
+        empty = _empty(values[0], option)
+        if not empty and (said := _wrong(f"{flag} {values[0] or repr('')}", values[0], kind, such)):
             return said
         return None if loose or len(values) == 1 else _stray(values[1])
+    if len(values) == 1 and _empty(values[0], option):
+        return None
     if many.count not in (None, len(values)):
         return f"{shown}: {many.count} values are needed, not {len(values)}: give them{such}"
     return next((said for value in values if (said := _wrong(shown, value, many.of, such, several=True))), None)
+
+
+def _empty(value: str, option: Option) -> bool:
+    """Whether it says that there is none, of an option that may have none."""
+    may = type(None) in typing.get_args(option.annotation)
+    return may and (value == "None" or (value == "none" and option.or_none))
 
 
 def _about_switch(shown: str, flag: str, values: list[str], name: str, loose: bool) -> str | None:
