@@ -79,7 +79,7 @@ def test_nothing_is_said_of_what_can_be_read():
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("plan --preset tiny --run.threads none --train.steps x", "--train.steps x is no whole number: give one, such as"),
+        ("plan --preset tiny --run.threads none --train.steps x", "--train.steps x is no whole number: give one"),
         ("plan --preset tiny --run.threads none 5", "5 belongs to no option"),
         ("plan --preset tiny --train.steps none", "--train.steps none is no whole number: give one, such as 500"),
         ("generate x --context None --top_k x", "--top_k x is no whole number: give one, such as 0"),
@@ -123,7 +123,7 @@ def test_none_where_it_may_be_said_is_not_blamed_for_what_is_wrong_behind_it(cap
         ),
         (
             "eval selection-map",
-            "tercet eval selection-map lacks RUN and OUT: write tercet eval selection-map RUN OUT; --help tells what they",
+            "tercet eval selection-map lacks RUN and OUT: write tercet eval selection-map RUN OUT; --help tells what",
         ),
         (
             "data prepare --workers 1",
