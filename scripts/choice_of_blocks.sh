@@ -12,35 +12,42 @@ set -euo pipefail
 corpus=$1 runs=$2 seed=$3
 shift 3
 python=${PYTHON:-python3}
-mkdir -p "$runs"
 
-one() { # variant
-    local run="$runs/$1-$seed" flags=() graph=on preset=m7c word
+flags_of() { # variant -> its flags, preset first
+    local word preset=m7c flags=""
     for word in ${1//+/ }; do
         case $word in
         base) ;;
-        l16) flags+=(--model.nsa.compress_block 16) ;;
-        tie) flags+=(--model.compress_selected_keys) ;;
-        mean) flags+=(--model.compression mean) ;;
-        b32) flags+=(--model.nsa.select_block 32 --model.nsa.select_count 32) ;;
-        shared) flags+=(--model.shared_kv) ;;
-        free) flags+=(--model.nsa.select_initial 0 --model.nsa.select_local 1) ;;
-        dense) preset=m7c-dense graph=off ;;
+        l16) flags+=" --model.nsa.compress_block 16" ;;
+        tie) flags+=" --model.compress_selected_keys" ;;
+        mean) flags+=" --model.compression mean" ;;
+        b32) flags+=" --model.nsa.select_block 32 --model.nsa.select_count 32" ;;
+        shared) flags+=" --model.shared_kv" ;;
+        free) flags+=" --model.nsa.select_initial 0 --model.nsa.select_local 1" ;;
+        dense) preset=m7c-dense ;;
         *) echo "choice_of_blocks: variant $1: the word $word is unknown" >&2; return 2 ;;
         esac
     done
-    "$python" -m tercet train --preset $preset --run.seed "$seed" --run.dir "$run" \
+    [ $preset = m7c-dense ] || flags+=" --train.cuda_graph on"
+    echo "$preset$flags"
+}
+
+one() { # variant
+    local run="$runs/$1-$seed"
+    "$python" -m tercet train --preset $(flags_of "$1") --run.seed "$seed" --run.dir "$run" \
         --data.source shards --data.path "$corpus" --data.tokenizer byte --data.seq_len 8192 --data.shuffle_sequences 1024 \
         --model.dim 384 --model.layers 6 --model.heads 6 --model.kv_heads 1 --model.ffn_dim 1024 \
         --train.steps 2000 --train.tokens_per_step 32768 --train.micro_batch 4 --train.lr 2e-3 --train.warmup_steps 100 \
-        --train.weight_decay 0.1 --train.val_every 500 --train.val_tokens 1048576 --train.sample_tokens 0 --train.cuda_graph $graph \
-        --checkpoint.every 0 --log.every 20 --log.progress off "${flags[@]}" ${FLAGS:-} > "$run.log" 2>&1
+        --train.weight_decay 0.1 --train.val_every 500 --train.val_tokens 1048576 --train.sample_tokens 0 \
+        --checkpoint.every 0 --log.every 20 --log.progress off ${FLAGS:-} > "$run.log" 2>&1
     "$python" -m tercet eval perplexity "$run" --sequences 256 --batch 8 > "$runs/perplexity-$1-$seed.txt"
     "$python" -m tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --depths 0.2 0.4 0.6 0.8 0.9 --trials 16 --batch 8 \
         > "$runs/needle-$1-$seed.txt"
     echo "$1, seed $seed: held-out loss $(tail -n 1 "$run/val.csv" | cut -d, -f2)"
 }
 
+for variant in "$@"; do flags_of "$variant" > /dev/null; done # refused before anything has begun
+mkdir -p "$runs"
 for variant in "$@"; do one "$variant" & done
 failed=0
 for job in $(jobs -p); do wait "$job" || failed=$?; done

@@ -14,7 +14,10 @@ from typing import Any
 
 def last_line(path: Path) -> dict[str, Any]:
     """The JSON with which every evaluation ends."""
-    record: dict[str, Any] = json.loads(path.read_text().strip().splitlines()[-1])
+    try:
+        record: dict[str, Any] = json.loads(path.read_text().strip().splitlines()[-1])
+    except (OSError, IndexError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} does not end with the JSON line of a `tercet eval`: {error}") from error
     return record
 
 
@@ -60,14 +63,20 @@ def main(arguments: list[str]) -> int:
     if not arguments or any("=" not in given for given in arguments):
         print(__doc__, file=sys.stderr)
         return 2
-    records = {name: last_line(Path(file)) for name, _, file in (given.partition("=") for given in arguments)}
+    try:
+        print(_tables({name: last_line(Path(file)) for name, _, file in (given.partition("=") for given in arguments)}))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _tables(records: dict[str, dict[str, Any]]) -> str:
     kinds = {record["eval"] for record in records.values()}
     makers = {"perplexity": by_context, "needle": needles}
     if len(kinds) != 1 or not kinds <= makers.keys():
-        print(f"{', '.join(sorted(kinds))}: give runs of perplexity, or runs of needle", file=sys.stderr)
-        return 2
-    print(makers[kinds.pop()](records))
-    return 0
+        raise ValueError(f"{', '.join(sorted(kinds))}: give runs of perplexity, or runs of needle")
+    return makers[kinds.pop()](records)
 
 
 if __name__ == "__main__":

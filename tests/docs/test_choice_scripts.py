@@ -91,11 +91,17 @@ def test_recorded_rows_have_the_columns_that_the_toy_prints(toy: dict[str, Any],
     with (RECORDED / file).open() as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == toy["COLUMNS"]
+    measured = [name for name in toy["COLUMNS"] if not (file == "toy.csv" and name.startswith("mean_"))]
+    chose = [row for row in rows if row["hit_far"]]
+    assert chose
+    assert [row["variant"] for row in chose if not all(row[name] for name in measured)] == []
     assert {word for row in rows for word in row["variant"].split("+")} <= toy["WORDS"].keys()
 
 
 def test_choice_of_blocks_refuses_a_word_that_it_does_not_know(tmp_path: Path) -> None:
-    command = ["bash", str(ROOT / "scripts" / "choice_of_blocks.sh"), "corpus", str(tmp_path), "1", "base+l17"]
+    runs = tmp_path / "runs"
+    command = ["bash", str(ROOT / "scripts" / "choice_of_blocks.sh"), "corpus", str(runs), "1", "base", "base+l17"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 2
     assert "the word l17 is unknown" in ran.stderr
+    assert not runs.exists()  # nor has the first one begun

@@ -54,6 +54,7 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
     from tercet.attention.kernels import heads
 
     assert turns.compressed is not None
+    # Keys that two branches read are multiplied twice: 128 of m7c's 1,600 columns, for a kernel that knows one layout.
     weights = [layer.q_proj.weight, layer.whole_sets(layer.kv_proj.weight), layer.gate.proj.weight]
     sets = 1 if layer.shared_kv else 3
     width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim, sets)

@@ -148,15 +148,13 @@ def _fill_block(
     copy(attention.q_proj.weight, f"{own}q_proj.weight")
     copy(attention.o_proj.weight, f"{own}o_proj.weight")
     rows = attention.kv_heads * attention.head_dim
-    # once for dense, for each branch of NSA, but for keys that the compressed branch has not
-    names = ("k", "v") * -(-attention.kv_proj.out_features // (2 * rows))
-    names = names[-(attention.kv_proj.out_features // rows) :]
-    weights = {name: take(f"{own}{name}_proj.weight", (rows, dim)) for name in ("k", "v")}
-    attention.kv_proj.weight.copy_(torch.cat([weights[name] for name in names]))
+    sets = attention.kv_proj.out_features // (2 * rows)
+    kv = torch.cat([take(f"{own}{name}_proj.weight", (rows, dim)) for name in ("k", "v")])
+    attention.kv_proj.weight.copy_(kv.repeat(sets, 1))
     if attention.q_proj.bias is not None:
         copy(attention.q_proj.bias, f"{own}q_proj.bias")
-        biases = {name: take(f"{own}{name}_proj.bias", (rows,)) for name in ("k", "v")}
-        attention.kv_proj.bias.copy_(torch.cat([biases[name] for name in names]))
+        bias = torch.cat([take(f"{own}{name}_proj.bias", (rows,)) for name in ("k", "v")])
+        attention.kv_proj.bias.copy_(bias.repeat(sets))
         if output_bias:
             copy(attention.o_proj.bias, f"{own}o_proj.bias")
         else:
