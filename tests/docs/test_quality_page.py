@@ -95,10 +95,15 @@ def test_rows_of_the_toy_are_the_recorded_ones() -> None:
         assert f"| {' | '.join([label, *found])} |" in PAGE
 
 
-def test_evaluations_of_different_tokens_are_not_put_side_by_side(tmp_path: Path) -> None:
+def test_what_is_no_table_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stretch = {"first": 0, "last": 0, "tokens": 5, "nats": 5.0, "loss": 1.0}
     for name, tokens in (("a", 5), ("b", 6)):
         one = stretch | {"tokens": tokens}
         (tmp_path / name).write_text(json.dumps({"eval": "perplexity", "by_position": [one], "all": one}))
-    with pytest.raises(ValueError, match="a was measured on other tokens than b"):
-        runpy.run_path(str(SCRIPT))["main"]([f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"])
+    (tmp_path / "text").write_text("no evaluation\n")
+    for other, words in (("b", "a was measured on other tokens than b"), ("text", "does not end with the JSON line")):
+        assert runpy.run_path(str(SCRIPT))["main"]([f"a={tmp_path / 'a'}", f"b={tmp_path / other}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert words in said
+        assert said.count("\n") == 1
