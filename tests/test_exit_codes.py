@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from tercet.parallel.fsdp import Sharded
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import EventLog
+from tercet.train.folder import RunFolder
 from tercet.train.ranks import parting
+from tercet.train.start import find_start
 from tercet.train.validate import Validation
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -37,6 +40,7 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
     Path("run/checkpoints").mkdir(parents=True)
     Path("run/events_rank0.jsonl").write_text("told\n")
     Path("list.json").write_text("[]")
+    Path("blocked/events_rank0.jsonl").mkdir(parents=True)
 
 
 WRONG = """
@@ -49,8 +53,14 @@ train --preset tiny --data.tokenizer ./no.json --run.dir new                 tok
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
 train --preset tiny --run.dir run                                            run already holds a run
 train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
+train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl, where events
+train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl, where events
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
+train --preset tiny --resume ""                                              --resume '' names nothing: say auto
+train --resume "" --run.dir new                                              --resume '' names nothing: say auto
+train --preset tiny --resume text.txt                                        --resume text.txt is a file, not a folder
+train --resume text.txt                                                      --resume text.txt is a file, not a folder
 train --preset tiny --resume run/checkpoints/step-00000007                   step-00000007 does not exist
 train --preset tiny --model.vocab_size 100 --run.dir empty                   model.vocab_size=100 is smaller
 train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere: nowhere is neither
@@ -177,6 +187,33 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on
     assert code == WRONG_USE
     assert "new has 0.00 GiB free" in capsys.readouterr().err
     assert not Path("new").exists()
+
+
+def test_events_that_another_rank_could_not_write_are_told_before_the_folder_changes():
+    Path("split/events_rank1.jsonl").mkdir(parents=True)
+    two = small(parallel__strategy="ddp", parallel__world_size=2, train__micro_batch=1)
+    with closing(RunFolder(Path("split"))) as folder, pytest.raises(UsageError, match=r"events_rank1\.jsonl, where"):
+        find_start(two, None, folder)
+    assert [str(p) for p in Path("split").rglob("*")] == ["split/events_rank1.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mend"),
+    [
+        ("255 --train.micro_batch 1", "1 × 255 = 255 is not a multiple of 2 × context ranks = 2 × 2 = 4"),
+        ("255 --train.micro_batch 1", "take data.seq_len 252 or 256, or train.micro_batch 4\n"),
+        ("255 --train.micro_batch 2", "take data.seq_len 254 or 256, or train.micro_batch 4\n"),
+        ("3 --train.micro_batch 1", "take data.seq_len 4, or train.micro_batch 4\n"),
+        ("254 --train.micro_batch 3", "take data.seq_len 252 or 256, or train.micro_batch 4\n"),
+    ],
+)
+def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, mend):
+    length, _, batch = sizes.split()
+    command = "plan --preset tiny --parallel.strategy cp --parallel.world_size 2 --data.seq_len"
+    code = cli.main([*command.split(), *sizes.split(), "--train.tokens_per_step", str(int(length) * int(batch))])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (WRONG_USE, 1)
+    assert mend in err
 
 
 @pytest.mark.parametrize("error", [TercetError, UsageError])

@@ -283,6 +283,8 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
     description = " ".join((about or "").split())
     parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}", description=description)
     own = parsed.options
+    if command == "train":
+        _check_resume(own.resume)
     if command == "train" and own.preset is None and file is None:
         raise _usage(_unconfigured(own.resume, parsed.overrides.get("run.dir")))
     return merge([*layers, *(_launched(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
@@ -297,6 +299,15 @@ def _resumed_config(resume: str | None, folder: str | None) -> str | None:
 
         run = run_of(Path(resume)) if resume else None
     return str(run / "config.toml") if run and (run / "config.toml").is_file() else None
+
+
+def _check_resume(resume: str | None) -> None:
+    """What can be no run, whatever the configuration."""
+    name = "auto (the newest of --run.dir), or name the folder of a run or of one of its checkpoints"
+    if resume is not None and not resume.strip():
+        raise _usage(f"--resume {resume!r} names nothing: say {name}")
+    if resume is not None and resume != "auto" and Path(resume).is_file():
+        raise _usage(f"--resume {resume} is a file, not a folder: say {name}")
 
 
 def _unconfigured(resume: str | None, folder: str | None) -> str:

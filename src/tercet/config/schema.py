@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -56,6 +57,21 @@ class RunConfig(Section):
                 f"train.tokens_per_step={asked} is not a multiple of train.micro_batch × data.seq_len × ranks = "
                 f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {one}: take {works}"
                 f"{self._other_ways()}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_splits(self) -> Self:
+        # The layout of the sequence asks for the same, of each batch: here it is known before anything is written.
+        batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
+        if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
+            unit = 2 * ranks // math.gcd(2 * ranks, batch)
+            lengths = [n for n in (length // unit * unit, (length // unit + 1) * unit) if n >= 2]
+            batches = 2 * ranks // math.gcd(2 * ranks, length)
+            raise ValueError(
+                f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
+                f"2 × context ranks = 2 × {ranks} = {2 * ranks}, two equal chunks of tokens for each: take "
+                f"data.seq_len {_some(lengths)}, or train.micro_batch {(batch // batches + 1) * batches}"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from tercet.train.folder import RunFolder, go_on
 
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[restore.Found | None, list[str]]:
     """The checkpoint to go on from, if any, and what there is to say about it. Refuses to train over a run."""
+    _check_events(folder, config.parallel.world_size)
     if resume is None:
         if folder.holds_a_run:
             raise UsageError(
@@ -48,6 +50,14 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     allow = config.checkpoint.allow_config_change
     changes = restore.check_config(restore.saved_config(start), now, allow_change=allow)
     return start, [*start.said, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
+
+
+def _check_events(folder: RunFolder, ranks: int) -> None:
+    """Of all ranks at once: each opens its own only when rank 0 has begun to write."""
+    for path in (events_file(folder.path, rank) for rank in range(ranks)):
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            why = "may not be written" if path.is_file() else "is not a file"
+            raise UsageError(f"{path}, where events are told, {why}: pick another --run.dir, or mend it")
 
 
 def abandon_later(start: restore.Found | None, folder: RunFolder) -> list[str]:
