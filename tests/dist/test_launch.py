@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from dist.world import torchrun
 from tercet.config.parallel import ParallelConfig
+from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
 
 ALONE = Launch()
@@ -84,6 +87,14 @@ def test_ranks_of_other_versions_or_worlds_are_named_with_both_values():
     missing = disagreement({0: member(), 1: member(config={})})
     assert missing is not None
     assert "train.lr is None there, 1.0 on rank 0" in missing
+
+
+def test_a_verdict_of_an_older_rank_0_keeps_its_words(monkeypatch):
+    older = {"error": "rank 1 on b has tercet 0.2.0 and rank 0 on a 0.1.0", "folder": None, "members": [], "call": "x"}
+    monkeypatch.setattr(launch, "_store", lambda *_: None)
+    monkeypatch.setattr(launch, "_answer_call", lambda *_: older)
+    with pytest.raises(LaunchError, match=r"has tercet 0\.2\.0 and rank 0 on a 0\.1\.0$"):
+        launch.join(Launch(rank=1, world_size=2), ParallelConfig(), torch.device("cpu"), {}, lambda _: Path())
 
 
 def test_the_doctor_measures_the_ranks_of_torchrun(tmp_path):

@@ -171,7 +171,7 @@ def join(
                 f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its own output"
             ) from None
     if verdict["error"]:
-        problem = (WrongLaunch if verdict["wrong"] else LaunchError)(verdict["error"])
+        problem = (WrongLaunch if verdict.get("wrong") else LaunchError)(verdict["error"])
         problem.told = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all have read the verdict
         raise problem
