@@ -65,7 +65,7 @@ def test_what_no_cell_could_do_here_is_refused_at_once(monkeypatch, capsys, opti
     assert str(caught.value).startswith(said)
 
 
-def test_with_a_gpu_graphs_are_measured(monkeypatch):
+def test_with_a_gpu_graphs_are_not_refused_but_for_a_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for flags in ({"train.cuda_graph": "on"}, {"run.device": "cuda"}, {"train.cuda_graph": "auto"}):
         train.check_device(load(preset="tiny", flags=flags).config)
