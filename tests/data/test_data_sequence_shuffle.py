@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -70,6 +72,47 @@ def test_at_the_end_of_the_data_every_sequence_was_handed_out_once(configs, read
     padding = [s for s in plain if set(s[1]) == {-100} and len(set(s[0])) == 1]
     assert sorted(s for s in mixed if s not in padding) == sorted(s for s in plain if s not in padding)
     assert len(mixed) - len(plain) < 4
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "shards", "mixture"])
+def test_counts_are_those_of_as_many_sequences_as_they_are_packed(kind, configs, read):
+    """A block of ten epochs is not ten epochs read."""
+    plain = [b.stats for b in read(configs[kind], 400, sequences=4)]
+    assert plain[-1].epoch >= 1
+    for block in (10, 7000):
+        assert [b.stats for b in read(shuffled(configs[kind], block), 400, sequences=4)] == plain
+
+
+def test_counts_with_padding_are_those_of_as_many_sequences_that_have_something_to_learn(configs, read):
+    """The EOS of a document that fills its sequences to the last token, and padding after it, is not handed out."""
+    data = configs["jsonl"].model_copy(update={"packing": "whole"})
+    plain = read(data, 600, sequences=1)
+    given = [b for b in plain if b.tokens.any() or (b.targets != -100).any()]
+    assert len(given) < len(plain)
+    expected = [replace(b.stats, sequences=n) for n, b in enumerate(given, start=1)]
+    for block in (10, 7000):
+        assert [b.stats for b in read(shuffled(data, block), len(given), sequences=1)] == expected
+
+
+def test_counts_at_the_end_of_the_data_are_those_of_as_many_sequences(configs, read):
+    data = configs["jsonl"].model_copy(update={"exhaustion": "stop"})
+    plain = [b.stats for b in read(data, sequences=7)]
+    assert plain[-1].padding > 64  # some sequences of the last batch are nothing else
+    for block in (10, 7000):
+        assert [b.stats for b in read(shuffled(data, block), sequences=7)] == plain
+
+
+def test_the_order_is_that_of_the_first_checkpoints(configs, read):
+    """A cursor written long ago goes on with the sequences that it would have gone on with then."""
+    data = shuffled(configs["recall"])
+    first = read(data, 7, sequences=4)
+    assert hashlib.sha256(repr(sequences(first)).encode()).hexdigest()[:16] == "c20724b65bbc0c4e"
+    facts = {"format": 1, "identity": first[0].state["identity"]}
+    counts = {"epoch": 0, "documents": 3, "skipped": 0, "left_out": 0, "number": 3}
+    start = {**facts, "cursor": counts, "offset": 168, "tokens": 768, "padding": 0, "sequences": 12}
+    then = {"block": 12, "seq_len": 64, "start": start, "index": 1, "done": 4, "handed": 16}
+    assert first[3].state == {**facts, "shuffle": then}
+    assert sequences(read(data, 3, sequences=4, state={**facts, "shuffle": then})) == sequences(first[4:])
 
 
 def test_documents_do_not_run_into_each_other(configs, read):

@@ -6,7 +6,7 @@ tokens and targets: [own * T], cu_seqlens: [documents + 1] over them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -35,12 +35,24 @@ class LoaderStats:
         return asdict(self)
 
 
+class Mark(NamedTuple):
+    """Where the stream stood at the end of a sequence."""
+
+    cursor: Cursor | None
+    tokens: int
+    padding: int
+
+    def stats(self, sequences: int) -> LoaderStats:
+        return LoaderStats(**totals(self.cursor), tokens=self.tokens, padding=self.padding, sequences=sequences)
+
+
 class Packed(NamedTuple):
-    tokens: np.ndarray  # int64
-    targets: np.ndarray  # int64
+    tokens: np.ndarray  # of the packing's dtype, as are targets
+    targets: np.ndarray
     cu_seqlens: np.ndarray  # int32
     state: dict[str, Any]
     stats: LoaderStats
+    marks: Sequence[Mark] = ()  # of all S sequences; at the end of the stream none of those that only fill the batch
 
 
 Batches = Generator[Packed, None, None]  # close() stops what runs behind it
@@ -54,6 +66,7 @@ class Packing:
     count: int  # of this rank
     whole: bool  # do not split a document that fits in a sequence
     padding_token: int
+    dtype: type[np.signedinteger[Any]] = np.int64  # signed, and wide enough for every token
 
 
 def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> Batches:
@@ -64,6 +77,7 @@ def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None 
             packed = packer.batch()
             if packed is not None:
                 yield packed
+            del packed  # held while the next is made, a block of shuffled sequences would be there twice
     finally:
         packer.close()
 
@@ -116,10 +130,11 @@ class _Packer:
         """The next batch; None if the stream had nothing left for it."""
         packing, length = self._packing, self._packing.seq_len
         size = packing.count * length
-        tokens = np.full(size, packing.padding_token, dtype=np.int64)
-        targets = np.full(size, IGNORE, dtype=np.int64)
+        tokens = np.full(size, packing.padding_token, dtype=packing.dtype)
+        targets = np.full(size, IGNORE, dtype=packing.dtype)
         bounds = list(range(0, size + 1, length))  # a sequence's end is a boundary too
         before = self._counts["tokens"]
+        self._marks: list[Mark] = []
         self._skip(packing.first * length)
         self._fill(tokens, targets, bounds)
         self._skip((packing.sequences - packing.first - packing.count) * length)
@@ -127,7 +142,7 @@ class _Packer:
             return None
         self._counts["sequences"] += packing.sequences
         cu_seqlens = np.array(sorted(set(bounds)), dtype=np.int32)
-        return Packed(tokens, targets, cu_seqlens, self._state(), self._stats())
+        return Packed(tokens, targets, cu_seqlens, self._state(), self._stats(), self._marks)
 
     def _fill(self, tokens: np.ndarray, targets: np.ndarray, bounds: list[int]) -> None:
         """This rank's sequences, which lie one after another: a long document is copied over several at once."""
@@ -150,6 +165,8 @@ class _Packer:
                 self.ended = self._document is None
             document, offset = self._document, self._offset
             if document is None:
+                if (filled := at % length) != 0:
+                    self._mark(padding=length - filled)
                 self._counts["padding"] += size - at
                 return
             left = len(document.tokens) - offset
@@ -157,15 +174,25 @@ class _Packer:
             if self._packing.whole and offset == 0 and room < min(left, length):
                 self._counts["padding"] += room
                 at += room
+                self._mark()
                 continue
             take = min(left, size - at)
             yield at, document, offset, take
+            for inside in range(room, take, length):
+                self._mark(tokens=inside)
             at += take
             self._counts["tokens"] += take
             if take == left:
                 self._cursor, self._offset, self._document = document.cursor, 0, None
             else:
                 self._offset += take
+            if at % length == 0:
+                self._mark()
+
+    def _mark(self, tokens: int = 0, padding: int = 0) -> None:
+        """A sequence ends here, or where so many more have been taken of the document at hand."""
+        counts = self._counts
+        self._marks.append(Mark(self._cursor, counts["tokens"] + tokens, counts["padding"] + padding))
 
     def _state(self) -> dict[str, Any]:
         return {

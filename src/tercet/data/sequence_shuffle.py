@@ -6,6 +6,9 @@ a time and handed out in an order that depends on the seed and the block's numbe
 
 The cursor is that of the block's first document, with the number of sequences taken of the block: going on packs the
 block again. Every rank packs whole blocks, and copies its own share of each batch.
+
+Counts are those of as many sequences in the order of packing: which documents a part of a block has read to their end
+has no answer, and the counts of the whole block run ahead of the model, by thousands of epochs where the data is small.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from tercet.data.errors import DataError
 from tercet.data.order import permutation
-from tercet.data.packing import FORMAT, IGNORE, Batches, LoaderStats, Packed, Packing, check_identity, pack
+from tercet.data.packing import FORMAT, IGNORE, Batches, LoaderStats, Mark, Packed, Packing, check_identity, pack
 from tercet.data.stream import DocumentStream
 
 
@@ -27,6 +30,11 @@ class _Sequence:
     tokens: np.ndarray  # [T]
     targets: np.ndarray  # [T]
     bounds: np.ndarray  # of documents within it, 0 and T included
+    mark: Mark
+
+    def copy(self) -> _Sequence:
+        """Apart from its block, which may then go while this one still waits for its batch."""
+        return replace(self, tokens=self.tokens.copy(), targets=self.targets.copy())
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class _Taken:
 def pack_shuffled(
     stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None = None
 ) -> Batches:
-    """As `pack`, with the sequences of every `block` in a new order. Counts are of whole blocks read."""
+    """As `pack`, with the sequences of every `block` in a new order. Batches are int64, and the block, which is most of
+    the memory, of the packing's dtype."""
     batch: list[_Taken] = []
     sequences = _sequences(stream, packing, block, seed, state)
     try:
@@ -76,8 +85,9 @@ def _sequences(
                     "handed": handed,
                 }
                 after = {"format": FORMAT, "identity": stream.identity, "shuffle": place}
-                yield _Taken(found[order[position]], after, replace(packed.stats, sequences=handed))
+                yield _Taken(found[order[position]].copy(), after, found[position].mark.stats(handed))
             start, index, done = packed.state, index + 1, 0
+            del packed, found  # before the next block is made
     finally:
         packs.close()
 
@@ -105,12 +115,12 @@ def _place(
 def _split(packed: Packed, packing: Packing) -> list[_Sequence]:
     """The sequences of a block; at the end of the data those that are nothing but padding are left out."""
     length, found = packing.seq_len, []
-    for at in range(0, len(packed.tokens), length):
+    for at, mark in zip(range(0, len(packed.tokens), length), packed.marks, strict=False):
         tokens, targets = packed.tokens[at : at + length], packed.targets[at : at + length]
         if tokens[0] == packing.padding_token and (tokens == packing.padding_token).all() and (targets == IGNORE).all():
             continue
         first, last = np.searchsorted(packed.cu_seqlens, (at, at + length))
-        found.append(_Sequence(tokens, targets, packed.cu_seqlens[first : last + 1] - at))
+        found.append(_Sequence(tokens, targets, packed.cu_seqlens[first : last + 1] - at, mark))
     return found
 
 
@@ -126,4 +136,7 @@ def _join(batch: list[_Taken], packing: Packing) -> Packed:
         targets[at : at + length] = taken.sequence.targets
         bounds.append(taken.sequence.bounds + at)
     cu_seqlens = np.unique(np.concatenate(bounds)).astype(np.int32)
-    return Packed(tokens, targets, cu_seqlens, batch[-1].state, batch[-1].stats)
+    lacking, stats = packing.sequences - len(batch), batch[-1].stats
+    if lacking:
+        stats = replace(stats, padding=stats.padding + lacking * length, sequences=stats.sequences + lacking)
+    return Packed(tokens, targets, cu_seqlens, batch[-1].state, stats)
