@@ -192,11 +192,12 @@ def _beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequen
     longer = sorted({n for n in lengths if n > model.context})
     if not longer:
         return None
+    from tercet.inference.longer import train_on
+
     warning = (
         f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained at "
         f"(data.seq_len): what comes after the first {model.context} tells how it fares at positions that it has never "
-        f"seen, not what it has learnt; to teach it these, train on: --train.init-from {run} "
-        f"--data.seq-len {longer[-1]}"
+        f"seen, not what it has learnt; to teach it these, train on: {train_on(run, longer[-1])}"
     )
     print(f"warning: {warning}", file=sys.stderr)
     return warning
