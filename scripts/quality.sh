@@ -57,7 +57,7 @@ evals)
 seeds)
     for seed in "$@"; do for preset in tiny tiny-dense; do echo "$preset $seed"; done; done |
         xargs -P "$(nproc)" -L 1 sh -c '"$0" -m tercet train --preset "$3" --run.seed "$4" --run.dir "$2/$3-$4" --run.device cpu --run.threads 1 \
-            --data.source shards --data.path "$1" --data.tokenizer byte --train.steps 800 --train.val_every 0 --train.val_tokens 131072' \
+            --data.source shards --data.path "$1" --data.tokenizer byte --data.shuffle_sequences 4096 --train.steps 800 --train.val_every 0 --train.val_tokens 131072' \
             "$python" "$corpus" "$runs"
     tail -qn 1 "$runs"/tiny*/val.csv
     ;;

@@ -107,3 +107,10 @@ def test_what_is_no_table_is_refused_in_one_line(tmp_path: Path, capsys: pytest.
         assert said.startswith("error: ")
         assert words in said
         assert said.count("\n") == 1
+
+
+def test_the_noise_is_measured_with_the_block_of_its_table_whatever_the_preset_has_now() -> None:
+    told = PAGE[PAGE.index("for preset in tiny tiny-dense") :].split("\ndone", 1)[0]
+    script = (ROOT / "scripts" / "quality.sh").read_text(encoding="utf-8").split("\nseeds)", 1)[1]
+    for command in (told, script):
+        assert "--data.shuffle_sequences 4096 --train.steps 800" in command
