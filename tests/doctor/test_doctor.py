@@ -70,6 +70,14 @@ def test_data_that_is_not_there_fails_in_one_line(tmp_path):
     assert "\n" not in found.finding
 
 
+def test_data_is_read_without_the_block_that_training_shuffles(monkeypatch):
+    def block(*_):
+        raise AssertionError("a whole block was packed for one batch")
+
+    monkeypatch.setattr("tercet.data.loader.pack_shuffled", block)
+    assert storage.data(small(data__shuffle_sequences=1000)).verdict == OK
+
+
 def test_a_vocabulary_that_does_not_fit_fails():
     found = storage.data(small(model__vocab_size=64))
     assert found.verdict == FAILED

@@ -62,7 +62,8 @@ def _write_speed(folder: Path, megabytes: int) -> float:
 
 
 def data(config: RunConfig) -> Finding:
-    """Opens the source as training would, and takes one batch of each split."""
+    """Opens the source as training would, and takes one batch, in the order of packing: a block of shuffled sequences
+    takes a while, and training will pack it anyway."""
     from tercet.data.loader import build_loader
     from tercet.data.tokenizers import load_tokenizer
 
@@ -72,7 +73,7 @@ def data(config: RunConfig) -> Finding:
         wrong = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.model.vocab_size}"
         return Finding("data", FAILED, wrong, mend)
     begun = time.perf_counter()
-    source = config.data.model_copy(update={"prefetch": 0})
+    source = config.data.model_copy(update={"prefetch": 0, "shuffle_sequences": 0})
     with build_loader(
         source, seed=config.run.seed, batch_sequences=config.train.micro_batch, tokenizer=tokenizer
     ) as loader:
