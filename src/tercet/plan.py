@@ -120,12 +120,15 @@ def render(config: RunConfig, plan: Plan) -> list[str]:
         "device": _device_line(plan),
         "time": _time_line(plan),
     }
+    warnings = []
     if plan.device.memory is not None and m.total > plan.device.memory:
-        rows["warning"] = (
+        warnings.append(
             f"{size(m.total)} may not fit in {size(plan.device.memory)}: lower train.micro_batch (accumulation "
             "follows), or set train.activation_checkpointing to selective or full"
         )
-    return [f"{name:<11} {text}" for name, text in rows.items()]
+    if (told := config.data.shuffle_warning()) is not None:
+        warnings.append(told)
+    return [f"{name:<11} {text}" for name, text in (*rows.items(), *(("warning", text) for text in warnings))]
 
 
 def _shards(parallel: ParallelConfig) -> int:

@@ -46,6 +46,15 @@ def test_tiny_draws_its_sequences_from_far_more_than_it_reads():
     assert c.data.shuffle_sequences >= 16 * read
 
 
+def test_a_plan_warns_of_a_block_of_sequences_that_takes_much_memory():
+    cpu = Device("CPU", 1e11, None, 0.3)
+    for length, warned in ((256, False), (65536, True)):
+        config = load("tiny", flags={"data.seq_len": length, "train.tokens_per_step": 4 * length}).config
+        found = [line for line in render(config, make_plan(config, cpu)) if line.startswith("warning")]
+        assert len(found) == warned
+        assert all("data.shuffle_sequences=32768 at data.seq_len=65536 holds 8.0 GiB" in line for line in found)
+
+
 def test_m7c_is_the_model_it_is_called_after_but_for_its_window():
     c = load("m7c").config
     m, t, nsa = c.model, c.train, c.model.nsa

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from tercet.config.data import DataConfig
 from tercet.data.errors import DataError
+from tercet.data.loader import build_loader
+from tercet.data.packing import IGNORE
+from tercet.data.sequence_shuffle import narrowest
 
 
 def shuffled(data, block=12, **changes):
@@ -141,3 +146,25 @@ def test_a_block_cannot_be_left_in_its_middle(configs, read):
         read(shuffled(data, seq_len=160), 1, sequences=4, state=state)
     plain = read(configs["jsonl"], 2, sequences=4)[-1].state
     assert len(read(data, 2, sequences=4, state=plain)) == 2
+
+
+@pytest.mark.parametrize(("tokenizer", "each"), [("byte", 4), ("bpe", 8)])
+def test_one_block_is_in_memory_at_a_time_and_takes_what_is_told(tokenizer, each, small_bpe):
+    name = "byte" if tokenizer == "byte" else str(small_bpe)
+    data = DataConfig(source="synthetic", tokenizer=name, seq_len=8192, shuffle_sequences=200, prefetch=0)
+    assert data.shuffle_bytes == 200 * 8192 * each
+    tracemalloc.start()
+    try:
+        with build_loader(data, seed=7, batch_sequences=3) as loader:
+            for _ in range(70):  # a batch lies across two blocks
+                next(loader)
+            held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert data.shuffle_bytes <= held <= peak < 1.5 * data.shuffle_bytes
+
+
+def test_the_narrowest_type_holds_every_token():
+    for tokens in ("u1", "<u2", "<u4"):
+        largest = min(np.iinfo(tokens).max, 2**31 - 1)  # no vocabulary has more
+        assert np.array([largest, IGNORE]).astype(narrowest(np.dtype(tokens))).tolist() == [largest, IGNORE]

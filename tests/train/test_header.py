@@ -46,3 +46,17 @@ def test_a_step_that_cannot_fit_is_told_before_it_is_tried(monkeypatch):
     told = lines()["warning"]
     assert "and there are 0.1 MiB" in told
     assert "train.micro_batch" in told
+
+
+def test_a_large_block_of_shuffled_sequences_is_told_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(header, "host_total_gib", lambda: 64)
+    assert "warning" not in lines(data__shuffle_sequences=2**24)  # 64 tokens of 4 bytes each: 4 GiB
+    told = lines(data__shuffle_sequences=2**25)["warning"]
+    assert told == (
+        "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB in the memory of every process, and there "
+        "are 64.0 GiB: --data.shuffle_sequences 16777216 holds 4.0 GiB"
+    )
+    monkeypatch.setattr(header, "host_total_gib", lambda: 4)
+    assert lines(data__shuffle_sequences=2**24)["warning"].endswith("--data.shuffle_sequences 8388608 holds 2.0 GiB")
+    monkeypatch.setattr(header, "host_total_gib", lambda: None)
+    assert "there are" not in lines(data__shuffle_sequences=2**25)["warning"]

@@ -10,6 +10,7 @@ from tercet.config.section import Section
 
 SourceName = Literal["python-source", "synthetic", "text", "jsonl", "parquet", "shards", "fineweb-edu", "mixture"]
 FILE_SOURCES = ("text", "jsonl", "parquet", "shards")
+SHUFFLE_BYTES = 4 << 30  # a block of shuffled sequences that takes more is told
 
 
 def _as_tuple(value: Any) -> Any:
@@ -175,7 +176,8 @@ class DataConfig(SourceConfig):
 
     shuffle_sequences: int = Field(default=0, ge=0)
     """Hand out sequences in a new order within blocks of this many, so that one long document does not fill
-    many small steps in a row; 0: as they are packed. Validation is never shuffled."""
+    many small steps in a row; 0: as they are packed. Validation is never shuffled. A block takes 4 bytes of every
+    process's memory for a token of a byte model, else 8."""
 
     packing: Literal["continue", "whole"] = "continue"
     """continue: every sequence is full, and a document may go on in the next one. whole: a document that
@@ -195,6 +197,26 @@ class DataConfig(SourceConfig):
 
     prefetch: int = Field(default=4, ge=0, le=1024)
     """Batches made ahead of time in the background; 0 makes each one when it is asked for."""
+
+    @property
+    def shuffle_bytes(self) -> int:
+        """Memory of a block of shuffled sequences: tokens and targets."""
+        token = 2 if self.tokenizer == "byte" else 4
+        return 2 * token * self.seq_len * self.shuffle_sequences
+
+    def shuffle_warning(self, room: int | None = None) -> str | None:
+        """One line if that is much; `room`: bytes of this machine, where they are known."""
+        limit = SHUFFLE_BYTES if room is None else min(SHUFFLE_BYTES, room // 2)
+        if self.shuffle_bytes <= limit:
+            return None
+        one = self.shuffle_bytes // self.shuffle_sequences
+        fewer = limit // one
+        there = "" if room is None else f", and there are {room / 2**30:.1f} GiB"
+        return (
+            f"data.shuffle_sequences={self.shuffle_sequences} at data.seq_len={self.seq_len} holds "
+            f"{self.shuffle_bytes / 2**30:.1f} GiB in the memory of every process{there}: "
+            f"--data.shuffle_sequences {fewer} holds {fewer * one / 2**30:.1f} GiB"
+        )
 
     @model_validator(mode="after")
     def _mixture_has_parts(self) -> DataConfig:

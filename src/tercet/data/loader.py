@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from tercet.config.data import DataConfig
 from tercet.data.ahead import Ahead
 from tercet.data.errors import DataUsageError
 from tercet.data.packing import Batches, LoaderStats, Packing, pack
-from tercet.data.sequence_shuffle import pack_shuffled
+from tercet.data.sequence_shuffle import narrowest, pack_shuffled
 from tercet.data.sources import open_stream
 from tercet.data.stream import DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -125,6 +125,7 @@ def build_loader(
     )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if data.shuffle_sequences and split == "train":
+        packing = replace(packing, dtype=narrowest(tokenizer.dtype))
         packs = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
     else:
         packs = pack(stream, packing, state)

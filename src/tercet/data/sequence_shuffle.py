@@ -21,7 +21,7 @@ import numpy as np
 
 from tercet.data.errors import DataError
 from tercet.data.order import permutation
-from tercet.data.packing import FORMAT, IGNORE, Batches, LoaderStats, Mark, Packed, Packing, check_identity, pack
+from tercet.data.packing import FORMAT, IGNORE, Batches, LoaderStats, Packed, Packing, check_identity, pack
 from tercet.data.stream import DocumentStream
 
 
@@ -30,11 +30,6 @@ class _Sequence:
     tokens: np.ndarray  # [T]
     targets: np.ndarray  # [T]
     bounds: np.ndarray  # of documents within it, 0 and T included
-    mark: Mark
-
-    def copy(self) -> _Sequence:
-        """Apart from its block, which may then go while this one still waits for its batch."""
-        return replace(self, tokens=self.tokens.copy(), targets=self.targets.copy())
 
 
 @dataclass(frozen=True)
@@ -44,11 +39,16 @@ class _Taken:
     stats: LoaderStats
 
 
+def narrowest(tokens: np.dtype) -> type[np.signedinteger[Any]]:
+    """What a block is held as, given the unsigned type of its tokens: it has room for IGNORE too."""
+    return np.int16 if tokens.itemsize == 1 else np.int32
+
+
 def pack_shuffled(
     stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None = None
 ) -> Batches:
-    """As `pack`, with the sequences of every `block` in a new order. Batches are int64, and the block, which is most of
-    the memory, of the packing's dtype."""
+    """As `pack`, with the sequences of every `block` in a new order. A block is of the packing's dtype, batches are
+    int64."""
     batch: list[_Taken] = []
     sequences = _sequences(stream, packing, block, seed, state)
     try:
@@ -71,7 +71,7 @@ def _sequences(
     packs = pack(stream, whole, start)
     try:
         for packed in packs:
-            found = _split(packed, packing)
+            found = _numbers(packed, packing)
             order = permutation(len(found), seed, index)
             for position in range(done, len(found)):
                 handed += 1
@@ -85,9 +85,10 @@ def _sequences(
                     "handed": handed,
                 }
                 after = {"format": FORMAT, "identity": stream.identity, "shuffle": place}
-                yield _Taken(found[order[position]].copy(), after, found[position].mark.stats(handed))
+                sequence = _cut(packed, found[order[position]], packing.seq_len)
+                yield _Taken(sequence, after, packed.marks[found[position]].stats(handed))
             start, index, done = packed.state, index + 1, 0
-            del packed, found  # before the next block is made
+            del packed  # before the next block is made
     finally:
         packs.close()
 
@@ -112,16 +113,21 @@ def _place(
     return place["start"], place["index"], place["done"], place["handed"]
 
 
-def _split(packed: Packed, packing: Packing) -> list[_Sequence]:
-    """The sequences of a block; at the end of the data those that are nothing but padding are left out."""
-    length, found = packing.seq_len, []
-    for at, mark in zip(range(0, len(packed.tokens), length), packed.marks, strict=False):
-        tokens, targets = packed.tokens[at : at + length], packed.targets[at : at + length]
-        if tokens[0] == packing.padding_token and (tokens == packing.padding_token).all() and (targets == IGNORE).all():
-            continue
-        first, last = np.searchsorted(packed.cu_seqlens, (at, at + length))
-        found.append(_Sequence(tokens, targets, packed.cu_seqlens[first : last + 1] - at, mark))
-    return found
+def _numbers(packed: Packed, packing: Packing) -> list[int]:
+    """The sequences of a block; those that are nothing but padding, as at the end of the data, are left out."""
+    tokens, targets = (array.reshape(-1, packing.seq_len) for array in (packed.tokens, packed.targets))
+    padding = tokens[:, 0] == packing.padding_token
+    for number in np.flatnonzero(padding):
+        padding[number] = (tokens[number] == packing.padding_token).all() and (targets[number] == IGNORE).all()
+    return np.flatnonzero(~padding).tolist()
+
+
+def _cut(packed: Packed, number: int, length: int) -> _Sequence:
+    """A copy: a sequence that waits for the rest of its batch would keep its whole block in memory."""
+    begin, end = number * length, (number + 1) * length
+    first, last = np.searchsorted(packed.cu_seqlens, (begin, end))
+    bounds = packed.cu_seqlens[first : last + 1] - begin
+    return _Sequence(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds)
 
 
 def _join(batch: list[_Taken], packing: Packing) -> Packed:

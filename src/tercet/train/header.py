@@ -56,6 +56,8 @@ def header_lines(
         if needed > room:
             mend = "fewer sequences (train.micro_batch), train.activation_checkpointing=full, or another preset"
             lines.append(("warning", f"a step needs about {size(needed)}, and there are {size(room)}: {mend}"))
+    if (told := config.data.shuffle_warning(_host_memory())) is not None:
+        lines.append(("warning", told))
     if train.warmup_steps >= train.steps:
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
@@ -79,6 +81,10 @@ def _total_memory(device: torch.device) -> int | None:
     """Bytes of the device, or of the machine where the run is on its CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    return _host_memory()
+
+
+def _host_memory() -> int | None:
     total = host_total_gib()
     return None if total is None else round(total * GIB)
 
