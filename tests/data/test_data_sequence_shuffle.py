@@ -13,6 +13,7 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.data.errors import DataError
+from tercet.data.files import Files
 from tercet.data.loader import build_loader
 from tercet.data.packing import IGNORE
 from tercet.data.sequence_shuffle import narrowest
@@ -168,3 +169,13 @@ def test_the_narrowest_type_holds_every_token():
     for tokens in ("u1", "<u2", "<u4"):
         largest = min(np.iinfo(tokens).max, 2**31 - 1)  # no vocabulary has more
         assert np.array([largest, IGNORE]).astype(narrowest(np.dtype(tokens))).tolist() == [largest, IGNORE]
+
+
+def test_files_are_looked_up_at_the_start_alone(configs, read, monkeypatch):
+    asked = []
+    fingerprint = Files.fingerprint
+    monkeypatch.setattr(Files, "fingerprint", lambda self: asked.append(self) or fingerprint(self))
+    read(shuffled(configs["text"], prefetch=0), 2)
+    few = len(asked)
+    read(shuffled(configs["text"], prefetch=0), 20)
+    assert len(asked) == 2 * few > 0

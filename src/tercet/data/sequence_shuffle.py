@@ -66,7 +66,8 @@ def pack_shuffled(
 def _sequences(
     stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None
 ) -> Iterator[_Taken]:
-    start, index, done, handed = _place(stream, packing, block, state)
+    identity = stream.identity  # asked once: of files it looks up every name and size
+    start, index, done, handed = _place(identity, packing, block, state)
     whole = replace(packing, sequences=block, first=0, count=block)
     packs = pack(stream, whole, start)
     try:
@@ -84,7 +85,7 @@ def _sequences(
                     "done": 0 if last else position + 1,
                     "handed": handed,
                 }
-                after = {"format": FORMAT, "identity": stream.identity, "shuffle": place}
+                after = {"format": FORMAT, "identity": identity, "shuffle": place}
                 sequence = _cut(packed, found[order[position]], packing.seq_len)
                 yield _Taken(sequence, after, packed.marks[found[position]].stats(handed))
             start, index, done = packed.state, index + 1, 0
@@ -94,12 +95,12 @@ def _sequences(
 
 
 def _place(
-    stream: DocumentStream, packing: Packing, block: int, state: dict[str, Any] | None
+    identity: dict[str, Any], packing: Packing, block: int, state: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, int, int, int]:
     """(cursor of the block, its number, sequences already taken of it, sequences taken in all)."""
     if state is None:
         return None, 0, 0, 0
-    check_identity(state, stream.identity)
+    check_identity(state, identity)
     place = state.get("shuffle")
     if place is None:  # from a run that did not shuffle sequences: a block begins at its cursor
         return state, 0, 0, state["sequences"]
