@@ -51,7 +51,7 @@ def test_help_lists_every_section_with_the_presets_values(capsys, command):
 def test_plan_speaks_of_parameters_memory_and_time(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
     assert (code, err) == (0, "")
-    assert "81.7M" in out
+    assert "77.2M" in out
     assert "100 steps" in out
     assert "optimizer" in out
     assert "989 TFLOP/s" in out

@@ -55,13 +55,14 @@ def test_a_plan_warns_of_a_block_of_sequences_that_takes_much_memory():
         assert all("data.shuffle_sequences=32768 at data.seq_len=65536 holds 8.0 GiB" in line for line in found)
 
 
-def test_m7c_is_the_model_it_is_called_after_but_for_its_window():
+def test_m7c_is_the_model_it_is_called_after_but_for_its_window_and_how_blocks_are_chosen():
     c = load("m7c").config
     m, t, nsa = c.model, c.train, c.model.nsa
     assert (m.dim, m.ffn_dim, m.layers, m.heads, m.kv_heads, m.head_dim) == (768, 2048, 12, 12, 2, 64)
     assert (nsa.compress_block, nsa.compress_stride, nsa.select_block, nsa.select_count, nsa.window) == (
-        32, 16, 64, 16, 128,
+        16, 16, 64, 16, 128,
     )  # fmt: skip
+    assert (m.compression, m.compress_selected_keys) == ("mean", True)
     assert (t.steps, t.warmup_steps, t.lr, t.weight_decay, t.clip, t.schedule) == (
         50000, 2000, 2e-4, 0.01, 1.0, "cosine",
     )  # fmt: skip
@@ -69,7 +70,7 @@ def test_m7c_is_the_model_it_is_called_after_but_for_its_window():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 120), ("m7c", 82)]
+    ("name", "millions"), [("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77)]
 )
 def test_sizes_are_as_told(name, millions):
     assert round(parameters(load(name).config.model).total / 1e6) == millions
