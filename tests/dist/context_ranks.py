@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,6 +23,9 @@ LAYERS = {
     "nsa": lambda: NativeSparseAttention(24, 4, 2, 8, 4, SMALL),
     "shared": lambda: NativeSparseAttention(24, 4, 1, 8, config=SMALL, shared_kv=True, qk_norm=True, gate="softmax"),
     "tied": lambda: NativeSparseAttention(24, 4, 2, 8, config=SMALL, compress_selected_keys=True),
+    "as m7c": lambda: NativeSparseAttention(
+        24, 4, 2, 8, config=replace(SMALL, compress_block=4), compression="mean", compress_selected_keys=True
+    ),
     "ablated": lambda: NativeSparseAttention(24, 2, 2, 8, config=SMALL, branches=("selected",), compression="mean"),
     "wide": lambda: NativeSparseAttention(24, 2, 2, 8, config=NSAConfig(12, 4, 16, 3, 1, 1, 200)),
     "dense": lambda: DenseAttention(24, 4, 2, 8),

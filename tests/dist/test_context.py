@@ -17,14 +17,14 @@ SMALL = NSAConfig(8, 4, 16, 4, 1, 2, 24)
 
 def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statistics():
     told = together(3, "context_ranks.py")
-    assert len({t["layer"] for t in told}) == 6
-    assert len(told) == 34
+    assert len({t["layer"] for t in told}) == 7
+    assert len(told) == 40
     for t in told:
         assert t["forward"] < 1e-12, t
         assert t["gradients"] < 1e-8, t
         assert t["stats"] < 1e-12, t
     fetched = {(t["layer"], t["bounds"], t["by_blocks"]): t["bytes"] for t in told}
-    for layer in ("nsa", "shared", "tied", "ablated", "wide"):
+    for layer in ("nsa", "shared", "tied", "as m7c", "ablated", "wide"):
         whole, blocks = (dict(fetched[layer, "one document", by_blocks]) for by_blocks in (False, True))
         assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
         assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tercet
-from inference.models import language_model
+from inference.models import AS_M7C, language_model
 from tercet.cli import main
 from tercet.errors import TercetError
 from tercet.inference.decoder import PlainDecoder
@@ -16,6 +16,7 @@ from tercet.inference.prompts import PromptError
 KINDS = {
     "nsa": {},
     "dense": {"model__attention": "dense"},
+    "as m7c": AS_M7C,
     "both, shared, normed, mean, biased": {
         "model__attention": ("dense", "nsa"),
         "model__shared_kv": True,

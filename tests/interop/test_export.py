@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tercet
 import tercet.interop.huggingface  # registers
-from inference.models import language_model, trained
+from inference.models import AS_M7C, language_model, trained
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
 from tercet.interop.huggingface.export import as_transformers_model, export
 
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
-KINDS = {"nsa": {}, "dense": {"model__attention": "dense"}}
+KINDS = {"nsa": {}, "dense": {"model__attention": "dense"}, "as m7c": AS_M7C}
 
 
 @pytest.fixture(scope="module")

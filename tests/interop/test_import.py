@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import tercet
-from inference.models import trained
+from inference.models import AS_M7C, trained
 from tercet.attention.spec import NSAConfig
 from tercet.config.load import load
 from tercet.errors import TercetError
@@ -113,8 +113,9 @@ def test_an_import_goes_on_learning(tmp_path):
     assert "blocks.0.attention.kv_proj.weight" in changed
 
 
-def test_an_export_comes_back_with_the_same_bits(tmp_path):
-    run = trained(tmp_path / "run", train__steps=2)
+@pytest.mark.parametrize("changes", [{}, AS_M7C], ids=str)
+def test_an_export_comes_back_with_the_same_bits(tmp_path, changes):
+    run = trained(tmp_path / "run", train__steps=2, **changes)
     take_over(export(run, tmp_path / "exported"), tmp_path / "back")
     before, after = tercet.load_model(run), tercet.load_model(tmp_path / "back")
     assert before.config == after.config

@@ -14,6 +14,8 @@ import tercet
 from cases import config, configs, cu
 
 CFG = config()
+# How the preset m7c chooses: by means of the selected keys, in blocks that do not overlap.
+AS_M7C = {"cfg": config(compress_block=CFG.compress_stride), "compression": "mean", "compress_selected_keys": True}
 # A failing example is told as it was found: shrinking layers and chunks takes a minute and tells no more.
 QUICK = (Phase.explicit, Phase.generate)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -63,6 +65,7 @@ OPTIONS = [
     {"compression": "mean"},
     {"shared_kv": True},
     {"compress_selected_keys": True},
+    AS_M7C,
     {"gate": "softmax", "qk_norm": True},
     {"rope_scaling": 3.0},
     {"branches": ("compressed",)},

@@ -19,6 +19,8 @@ from tercet.model.dense import dense_route
 from tercet.model.stats import AttentionStats
 
 CFG = config()
+# How the preset m7c chooses: by means of the selected keys, in blocks that do not overlap.
+AS_M7C = {"cfg": config(compress_block=CFG.compress_stride), "compression": "mean", "compress_selected_keys": True}
 
 
 def make(cfg: tercet.NSAConfig = CFG, *, trained: bool = True, dtype: torch.dtype = torch.float64, **options):
@@ -49,6 +51,7 @@ OPTIONS = [
     {"qk_norm": True, "shared_kv": True, "gate": "softmax", "bias": True},
     {"compress_selected_keys": True},
     {"compress_selected_keys": True, "qk_norm": True, "bias": True, "value_dim": 7},
+    AS_M7C,
     {"value_dim": 7},
     {"value_dim": 2, "heads": 6, "kv_heads": 2},
     {"heads": 3, "kv_heads": 3},
@@ -65,7 +68,7 @@ def test_the_layer_equals_its_oracle(options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"compression": "mean", "qk_norm": True}],
+    [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"compression": "mean", "qk_norm": True}, AS_M7C],
     ids=str,
 )
 def test_the_layer_with_packed_documents_equals_its_oracle(options):
