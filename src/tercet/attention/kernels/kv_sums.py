@@ -66,6 +66,9 @@ def merge(
                 acc += x.to(tl.float32) * w[:, None]
             some = l > 0
             l = tl.where(some, l, 1.0)
+            # Triton has every warp read the log-sum-exps for itself, and one write them: it must not be ahead of those
+            # that still read the forced blocks'.
+            tl.debug_barrier()
             tl.store(O + at[:, None] * DV + d[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=whole)
             tl.store(LSE + at, tl.where(some, top + tl.log2(l), 1e30), mask=ok)
 
