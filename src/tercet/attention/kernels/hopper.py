@@ -41,11 +41,12 @@ OVERLAPPED: dict[tuple[str, int], Launch] = {
     ("compressed_key_gradients", 128): Launch(rows=32, stages=3),
     ("window_key_gradients", 64): Launch(stages=3),
     ("window_key_gradients", 128): Launch(rows=32, stages=3),
+    ("selected_key_gradients", 64): Launch(stages=4, registers=128),  # the mean of those that gather and multiply
 }
 
 
 def overlapped(kernel: str, *tensors: Tensor) -> Launch | None:
-    """Launch parameters where the Gluon kernel takes the call; `tensors` are all that the copy engine loads, v last."""
+    """Launch parameters where the Gluon kernel takes the call; `tensors` are all whose tiles it loads, v last."""
     q = tensors[0]
     if gluon is None or launches.generation(q) != 9 or q.dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -21,6 +21,7 @@ from torch import Tensor
 from tercet.attention.kernels import index, kv_keys, kv_major, kv_sums, union
 from tercet.attention.kernels import settings as launch_settings
 from tercet.attention.kernels.copy_engine import key_descriptors
+from tercet.attention.kernels.hopper import overlapped
 from tercet.attention.kernels.launching import launch
 from tercet.attention.kernels.selected_plan import Plan, SelectedSettings, default_settings, make_plan
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2
@@ -261,12 +262,23 @@ def selected_backward(
     wide = _wide(c, q, dout, gates, *(() if records is None else (records,)))
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
+    hopper = _overlapped_keys(c, dout) if records is not None else None
     for r, begin, end in p.each_range():
         known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         tables = (order, piece_table, list_table, chosen)
         where = (r, begin, known, p.lists, p.slots, p.L, *c.tokens, scale)
-        if records is not None:
+        if hopper is not None:
+            from tercet.attention.kernels.hopper_selected import GATHERING, LANES, hopper_selected_key_gradients
+
+            qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
+            args = (
+                q, k, v, dout, records, *tables, sums, r, known, *where[3:], qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
+                hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, LANES, GATHERING, not p.union_only,
+                c.stretch,
+            )  # fmt: skip
+            c.launch(hopper_selected_key_gradients, grid, args, **hopper.overlapped)
+        elif records is not None:
             args = (
                 q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
                 s.backward_rows, p.n, *sizes, p.segment, wide, not p.union_only, c.stretch,
@@ -298,6 +310,18 @@ def selected_backward(
         )  # fmt: skip
         c.launch(kv_sums.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
     return dq, dk, dv
+
+
+def _overlapped_keys(c: Call, dout: Tensor) -> Launch | None:
+    """Launch parameters where the Gluon kernel takes dk and dv, or None: then kv_keys.py does."""
+    p, (q, k, v) = c.plan, (c.q, c.k, c.v)
+    if not c.settings.gluon or p.select_block != 64 or p.kv_head_tiles > 1:
+        return None
+    # It addresses rows, and their records of four numbers, by 32 bits from the first token of all, and copies 16 bytes
+    # at a time, which the batches' strides must let the compiler see.
+    if p.N * max(q.stride(1), dout.stride(1), 4 * p.G * p.h) >= 1 << 31 or c.strides[0] % 16 or c.strides[9] % 16:
+        return None
+    return overlapped("selected_key_gradients", q, dout, k, v)
 
 
 def _options(warps: int, stages: int, registers: int) -> dict[str, int]:

@@ -30,6 +30,7 @@ class SelectedSettings:
     attend_stages: int = 1
     backward_stages: int = 2
     fused_stages: int = 1
+    gluon: bool = True  # Hopper's own kernel for dk and dv (hopper_selected.py), where it takes the call
     tma: bool = True  # the copy engine loads K and V, where the device has one and strides allow it
     # KV-major runs above this many union blocks per tile, as a multiple of select_count.
     forward_limit: float = 3.0
