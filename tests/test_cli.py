@@ -80,6 +80,15 @@ def test_plan_as_json_is_one_line(capsys):
     assert code == 0
     assert found["parameters_total"] == sum(found["parameters"].values())
     assert found["memory_total"] == sum(found["memory"].values())
+    assert found["warnings"] == []
+
+
+def test_plan_as_json_holds_the_warnings_that_the_words_end_with(capsys):
+    flags = ("--preset", "tiny", "--gpu", "H200", "--data.shuffle_sequences", "100000000")
+    said = [line for line in run(capsys, "plan", *flags)[1].splitlines() if line.startswith("warning")]
+    found = json.loads(run(capsys, "plan", *flags, "--json")[1])["warnings"]
+    assert "data.shuffle_sequences=100000000" in found[0]
+    assert said == [f"{'warning':<11} {text}" for text in found]
 
 
 def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
@@ -203,6 +212,9 @@ def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):
     code, _, err = run(capsys, "presets")
     assert code == 0
     assert "warning: NSA_ACCUM=4 is set but not read: use train.tokens_per_step instead" in err
+    for rank, said in (("0", 1), ("1", 0)):  # as torchrun tells the processes of a machine
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert run(capsys, "presets")[2].count("NSA_ACCUM=4") == said
 
 
 def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatch):

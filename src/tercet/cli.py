@@ -131,7 +131,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     from tercet.config.environment import environment_warnings
 
-    for line in environment_warnings(os.environ):
+    # torchrun gives all processes of a machine the same environment: one of them speaks of it
+    for line in environment_warnings(os.environ) if os.environ.get("LOCAL_RANK", "0") == "0" else []:
         print(f"warning: {line}", file=sys.stderr)
     name, rest = arguments[0], arguments[1:]
     commands: dict[str, Callable[[list[str]], int]] = {

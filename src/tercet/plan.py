@@ -44,6 +44,7 @@ class Plan:
     memory: cost.Memory
     device: Device
     seconds: float | None
+    warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         totals = {"parameters_total": self.parameters.total, "memory_total": self.memory.total}
@@ -74,6 +75,14 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
     known = device.flops if low_precision == device.is_gpu else None
     rate = None if known is None else known * device.utilisation * parallel.world_size
     kinds = model.attention_kinds
+    memory = cost.memory(
+        model,
+        config.train.micro_batch * length // parallel.context,
+        compute_bytes=2 if low_precision else 4,
+        activation_checkpointing=config.train.activation_checkpointing,
+        weight_shards=shards if parallel.sharding == "full" else 1,
+        optimizer_shards=shards,
+    )
     return Plan(
         parameters=cost.parameters(model),
         tokens_per_step=config.train.tokens_per_step,
@@ -82,16 +91,10 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
         flops_per_token=flops,
         pairs=sum(cost.attention_pairs(model, kind, length).total for kind in kinds),
         dense_pairs=len(kinds) * cost.attention_pairs(model, "dense", length).total,
-        memory=cost.memory(
-            model,
-            config.train.micro_batch * length // parallel.context,
-            compute_bytes=2 if low_precision else 4,
-            activation_checkpointing=config.train.activation_checkpointing,
-            weight_shards=shards if parallel.sharding == "full" else 1,
-            optimizer_shards=shards,
-        ),
+        memory=memory,
         device=device,
         seconds=None if rate is None else tokens * flops / rate,
+        warnings=_warnings(config, memory, device),
     )
 
 
@@ -120,15 +123,20 @@ def render(config: RunConfig, plan: Plan) -> list[str]:
         "device": _device_line(plan),
         "time": _time_line(plan),
     }
-    warnings = []
-    if plan.device.memory is not None and m.total > plan.device.memory:
-        warnings.append(
-            f"{size(m.total)} may not fit in {size(plan.device.memory)}: lower train.micro_batch (accumulation "
+    told = (("warning", text) for text in plan.warnings)
+    return [f"{name:<11} {text}" for name, text in (*rows.items(), *told)]
+
+
+def _warnings(config: RunConfig, memory: cost.Memory, device: Device) -> tuple[str, ...]:
+    found = []
+    if device.memory is not None and memory.total > device.memory:
+        found.append(
+            f"{size(memory.total)} may not fit in {size(device.memory)}: lower train.micro_batch (accumulation "
             "follows), or set train.activation_checkpointing to selective or full"
         )
-    if (told := config.data.shuffle_warning()) is not None:
-        warnings.append(told)
-    return [f"{name:<11} {text}" for name, text in (*rows.items(), *(("warning", text) for text in warnings))]
+    if (told := config.data.shuffle_warning(config.data.most_tokens(config.model.vocab_size))) is not None:
+        found.append(told)
+    return tuple(found)
 
 
 def _shards(parallel: ParallelConfig) -> int:

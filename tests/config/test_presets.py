@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tercet.config.load import differences, load, preset_about, preset_names
@@ -53,6 +55,17 @@ def test_a_plan_warns_of_a_block_of_sequences_that_takes_much_memory():
         found = [line for line in render(config, make_plan(config, cpu)) if line.startswith("warning")]
         assert len(found) == warned
         assert all("data.shuffle_sequences=32768 at data.seq_len=65536 holds 8.0 GiB" in line for line in found)
+
+
+def test_a_plan_reckons_a_block_of_sequences_by_the_vocabulary_not_by_the_name_of_the_tokenizer():
+    def held(tokenizer, vocab_size):
+        flags = {"data.seq_len": 65536, "train.tokens_per_step": 4 * 65536, "data.tokenizer": tokenizer}
+        config = load("tiny", flags=flags | {"model.vocab_size": vocab_size}).config
+        (told,) = make_plan(config, Device("CPU", 1e11, None, 0.3)).warnings
+        return re.search(r"holds (\S+) GiB", told)[1]
+
+    assert held("mine/tokenizer.json", 256) == held("byte", 256) == held("byte", 320) == "8.0"
+    assert held("mine/tokenizer.json", 320) == "16.0"
 
 
 def test_m7c_is_the_model_it_is_called_after_but_for_its_window_and_how_blocks_are_chosen():

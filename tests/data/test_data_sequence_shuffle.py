@@ -11,12 +11,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tercet.config.data import DataConfig
+from tercet.config.data import DataConfig, held_bytes
 from tercet.data.errors import DataError
 from tercet.data.files import Files
 from tercet.data.loader import build_loader
 from tercet.data.packing import IGNORE
 from tercet.data.sequence_shuffle import narrowest
+from tercet.data.tokenizers import load_tokenizer
 
 
 def shuffled(data, block=12, **changes):
@@ -149,11 +150,23 @@ def test_a_block_cannot_be_left_in_its_middle(configs, read):
     assert len(read(data, 2, sequences=4, state=plain)) == 2
 
 
-@pytest.mark.parametrize(("tokenizer", "each"), [("byte", 4), ("bpe", 8)])
-def test_one_block_is_in_memory_at_a_time_and_takes_what_is_told(tokenizer, each, small_bpe):
-    name = "byte" if tokenizer == "byte" else str(small_bpe)
+@pytest.fixture
+def words_of_128(tmp_path):
+    """A tokenizer with as few tokens as bytes have values, and another name."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"w{n}": n for n in range(127)} | {"<|endoftext|>": 127}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "words.json"))
+    return tmp_path / "words.json"
+
+
+@pytest.mark.parametrize(("tokenizer", "each"), [("byte", 4), ("words_of_128", 4), ("small_bpe", 8)])
+def test_one_block_is_in_memory_at_a_time_and_takes_what_is_told(tokenizer, each, request):
+    name = "byte" if tokenizer == "byte" else str(request.getfixturevalue(tokenizer))
     data = DataConfig(source="synthetic", tokenizer=name, seq_len=8192, shuffle_sequences=200, prefetch=0)
-    assert data.shuffle_bytes == 200 * 8192 * each
+    told = data.shuffle_bytes(load_tokenizer(name).vocab_size)
+    assert told == 200 * 8192 * each
     tracemalloc.start()
     try:
         with build_loader(data, seed=7, batch_sequences=3) as loader:
@@ -162,13 +175,14 @@ def test_one_block_is_in_memory_at_a_time_and_takes_what_is_told(tokenizer, each
             held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert data.shuffle_bytes <= held <= peak < 1.5 * data.shuffle_bytes
+    assert told <= held <= peak < 1.5 * told
 
 
 def test_the_narrowest_type_holds_every_token():
-    for tokens in ("u1", "<u2", "<u4"):
-        largest = min(np.iinfo(tokens).max, 2**31 - 1)  # no vocabulary has more
-        assert np.array([largest, IGNORE]).astype(narrowest(np.dtype(tokens))).tolist() == [largest, IGNORE]
+    for vocab_size in (2, 256, 257, 1 << 16, 1 << 31):  # no vocabulary has more
+        values = [vocab_size - 1, IGNORE]
+        assert np.array(values).astype(narrowest(vocab_size)).tolist() == values
+        assert np.dtype(narrowest(vocab_size)).itemsize == held_bytes(vocab_size)
 
 
 def test_files_are_looked_up_at_the_start_alone(configs, read, monkeypatch):

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from dist.world import torchrun
+from tercet.config.load import load
 from tercet.config.parallel import ParallelConfig
 from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
+from tercet.train import ranks
 
 ALONE = Launch()
 
@@ -74,6 +76,14 @@ def test_ranks_share_a_gpu_only_when_told_to_and_say_so():
         check_launch(shared, launch, "cuda", 2)
     with pytest.raises(ValueError, match="NCCL needs a GPU for each rank"):
         ParallelConfig(strategy="ddp", world_size=2, share_gpus=True, backend="nccl")
+
+
+def test_what_a_launch_warns_of_is_said_once_on_each_machine(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ranks, "check_launch", lambda *_: ["a sentence about this machine"])
+    config = load("tiny", flags={"run.dir": str(tmp_path / "run")}).config
+    for process, said in ((Launch(rank=2, local_rank=0), 1), (Launch(rank=3, local_rank=1), 0)):
+        ranks.enter(config, None, process, torch.device("cpu"))
+        assert capsys.readouterr().err.count("warning: a sentence about this machine") == said
 
 
 def test_ranks_of_other_versions_or_worlds_are_named_with_both_values():

@@ -73,8 +73,12 @@ def test_a_killed_rank_ends_all_is_named_and_torchrun_goes_on_from_the_newest_ch
 
 def test_checkpoints_of_two_ranks_go_on_with_one_and_then_with_four(tmp_path, alone):
     folder = tmp_path / "run"
-    with Run(tmp_path / "out", 2, *arguments(folder, parallel__strategy="fsdp", train__steps=2)) as run:
+    command = arguments(folder, parallel__strategy="fsdp", train__steps=2, train__warmup_steps=2)
+    with Run(tmp_path / "out", 2, *command, env={"NSA_ACCUM": "4"}) as run:
         assert run.wait() == 0, run.text
+    # header, its notes and warnings, and what is wrong with the environment: one rank speaks for all
+    for told in ("strategy  ", "warmup_steps=2 covers all 2 steps", "warning: NSA_ACCUM=4 is set but not read"):
+        assert run.text.count(told) == 1, run.text
     one = load("tiny", flags=SETTINGS | {"train.steps": 4, "run.dir": str(folder)}).config
     assert train(one, resume="auto") == 0
     command = arguments(folder, parallel__strategy="ddp", train__micro_batch=1)

@@ -14,9 +14,9 @@ from tercet.train import header
 CPU = torch.device("cpu")
 
 
-def lines(device=CPU, step=0, **changes):
+def lines(device=CPU, step=0, vocab_size=256, **changes):
     state = SimpleNamespace(step=step, tokens=128 * step, parent=None)
-    return dict(header.header_lines(small(**changes), state, device, Single(), "runs/x"))
+    return dict(header.header_lines(small(**changes), state, device, Single(), "runs/x", vocab_size))
 
 
 @pytest.mark.parametrize(("asked", "passes"), [(1, 1), (128, 1), (129, 2), (256, 2)])
@@ -56,6 +56,9 @@ def test_a_large_block_of_shuffled_sequences_is_told_before_it_is_read(monkeypat
         "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB in the memory of every process, and there "
         "are 64.0 GiB: --data.shuffle_sequences 16777216 holds 4.0 GiB"
     )
+    narrow, wide = ({"vocab_size": n, "data__tokenizer": "of-another-name"} for n in (256, 257))
+    assert lines(data__shuffle_sequences=2**25, **narrow)["warning"] == told
+    assert "holds 16.0 GiB" in lines(data__shuffle_sequences=2**25, **wide)["warning"]
     monkeypatch.setattr(header, "host_total_gib", lambda: 4)
     assert lines(data__shuffle_sequences=2**24)["warning"].endswith("--data.shuffle_sequences 8388608 holds 2.0 GiB")
     monkeypatch.setattr(header, "host_total_gib", lambda: None)

@@ -11,6 +11,12 @@ from tercet.config.section import Section
 SourceName = Literal["python-source", "synthetic", "text", "jsonl", "parquet", "shards", "fineweb-edu", "mixture"]
 FILE_SOURCES = ("text", "jsonl", "parquet", "shards")
 SHUFFLE_BYTES = 4 << 30  # a block of shuffled sequences that takes more is told
+BYTE_VALUES = 256
+
+
+def held_bytes(vocab_size: int) -> int:
+    """Of one token, or one target with its -100, in a block of shuffled sequences."""
+    return 2 if vocab_size <= BYTE_VALUES else 4
 
 
 def _as_tuple(value: Any) -> Any:
@@ -177,7 +183,7 @@ class DataConfig(SourceConfig):
     shuffle_sequences: int = Field(default=0, ge=0)
     """Hand out sequences in a new order within blocks of this many, so that one long document does not fill
     many small steps in a row; 0: as they are packed. Validation is never shuffled. A block takes 4 bytes of every
-    process's memory for a token of a byte model, else 8."""
+    process's memory for a token where the tokenizer has at most 256, else 8."""
 
     packing: Literal["continue", "whole"] = "continue"
     """continue: every sequence is full, and a document may go on in the next one. whole: a document that
@@ -198,23 +204,26 @@ class DataConfig(SourceConfig):
     prefetch: int = Field(default=4, ge=0, le=1024)
     """Batches made ahead of time in the background; 0 makes each one when it is asked for."""
 
-    @property
-    def shuffle_bytes(self) -> int:
-        """Memory of a block of shuffled sequences: tokens and targets."""
-        token = 2 if self.tokenizer == "byte" else 4
-        return 2 * token * self.seq_len * self.shuffle_sequences
+    def most_tokens(self, model: int) -> int:
+        """The vocabulary of the tokenizer before it is read, at most: one with more than the model's is refused."""
+        return BYTE_VALUES if self.tokenizer == "byte" else model
 
-    def shuffle_warning(self, room: int | None = None) -> str | None:
+    def shuffle_bytes(self, vocab_size: int) -> int:
+        """Memory of a block of shuffled sequences, tokens and targets, of a tokenizer with so many tokens."""
+        return 2 * held_bytes(vocab_size) * self.seq_len * self.shuffle_sequences
+
+    def shuffle_warning(self, vocab_size: int, room: int | None = None) -> str | None:
         """One line if that is much; `room`: bytes of this machine, where they are known."""
         limit = SHUFFLE_BYTES if room is None else min(SHUFFLE_BYTES, room // 2)
-        if self.shuffle_bytes <= limit:
+        held = self.shuffle_bytes(vocab_size)
+        if held <= limit:
             return None
-        one = self.shuffle_bytes // self.shuffle_sequences
+        one = held // self.shuffle_sequences
         fewer = limit // one
         there = "" if room is None else f", and there are {room / 2**30:.1f} GiB"
         return (
             f"data.shuffle_sequences={self.shuffle_sequences} at data.seq_len={self.seq_len} holds "
-            f"{self.shuffle_bytes / 2**30:.1f} GiB in the memory of every process{there}: "
+            f"{held / 2**30:.1f} GiB in the memory of every process{there}: "
             f"--data.shuffle_sequences {fewer} holds {fewer * one / 2**30:.1f} GiB"
         )
 

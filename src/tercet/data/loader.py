@@ -125,7 +125,7 @@ def build_loader(
     )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if data.shuffle_sequences and split == "train":
-        packing = replace(packing, dtype=narrowest(tokenizer.dtype))
+        packing = replace(packing, dtype=narrowest(tokenizer.vocab_size))
         packs = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
     else:
         packs = pack(stream, packing, state)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tercet.config.data import held_bytes
 from tercet.data.errors import DataError
 from tercet.data.order import permutation
 from tercet.data.packing import FORMAT, IGNORE, Batches, LoaderStats, Packed, Packing, check_identity, pack
@@ -39,9 +40,9 @@ class _Taken:
     stats: LoaderStats
 
 
-def narrowest(tokens: np.dtype) -> type[np.signedinteger[Any]]:
-    """What a block is held as, given the unsigned type of its tokens: it has room for IGNORE too."""
-    return np.int16 if tokens.itemsize == 1 else np.int32
+def narrowest(vocab_size: int) -> type[np.signedinteger[Any]]:
+    """What a block is held as: signed, for it has room for IGNORE too."""
+    return np.int16 if held_bytes(vocab_size) == 2 else np.int32
 
 
 def pack_shuffled(

@@ -16,9 +16,9 @@ from tercet.train.state import TrainState, compiles, records
 
 
 def header_lines(
-    config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy, folder: object
+    config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy, folder: object, vocab_size: int
 ) -> list[tuple[str, str]]:
-    """(name, value) pairs."""
+    """(name, value) pairs. `vocab_size`: the tokenizer's."""
     train, model = config.train, config.model
     kinds = "+".join(sorted(set(model.attention_kinds)))
     arithmetic = "bf16 over fp32 weights" if precision_of(config, device) == "bf16" else "fp32"
@@ -56,7 +56,7 @@ def header_lines(
         if needed > room:
             mend = "fewer sequences (train.micro_batch), train.activation_checkpointing=full, or another preset"
             lines.append(("warning", f"a step needs about {size(needed)}, and there are {size(room)}: {mend}"))
-    if (told := config.data.shuffle_warning(_host_memory())) is not None:
+    if (told := config.data.shuffle_warning(vocab_size, _host_memory())) is not None:
         lines.append(("warning", told))
     if train.warmup_steps >= train.steps:
         lines.append(

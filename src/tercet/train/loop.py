@@ -78,7 +78,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         superseded = events.rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
-        screen.header(header_lines(config, state, device, strategy, folder.path))
+        screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
         for line in describe(config, origins or {}):
             screen.say(f"  {line}", "dim")
         for sentence in said:

@@ -34,7 +34,7 @@ def enter(
     except LaunchError as error:
         error.told = launch.rank > 0  # all see the same
         raise
-    for sentence in warnings:
+    for sentence in warnings if launch.local_rank == 0 else []:  # they are about this machine
         print(f"warning: {sentence}", file=sys.stderr)
     if config.parallel.strategy == "single":
         return Single(), locate(config, resume), resume
