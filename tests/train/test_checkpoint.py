@@ -363,8 +363,24 @@ def test_a_changed_config_is_told_or_refused() -> None:
     with pytest.raises(CheckpointError, match=r"train\.lr was 1\.0, now 2\.0.*allow-config-change"):
         restore.check_config(saved, hotter, allow_change=False)
     assert restore.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
-    with pytest.raises(CheckpointError, match=r"another model: model\.dim was 8, now 16"):
+    with pytest.raises(CheckpointError, match=r"another model: model\.dim was 8, now 16.* settings in its own folder"):
         restore.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
+
+
+def test_a_preset_whose_sparse_attention_has_changed_is_another_model_but_not_to_its_dense_twin() -> None:
+    earlier = {"model.nsa.compress_block": 32, "model.compression": "mlp", "model.compress_selected_keys": False}
+
+    def check(preset: str, **changes: object) -> list[str]:
+        saved, now = (load(preset, flags=f).config.model_dump(mode="json") for f in (earlier | changes, changes))
+        return restore.check_config(saved, now, allow_change=False)
+
+    told = ["model.compress_selected_keys was False, now True", "model.compression was 'mlp', now 'mean'",
+            "model.nsa.compress_block was 32, now 16"]  # fmt: skip
+    assert check("m7c-dense") == told  # said, not refused
+    for changes in ({}, {"model.attention": ("nsa", *("dense",) * 11)}):
+        with pytest.raises(CheckpointError, match="; ".join(told)):
+            check("m7c", **changes)
+    assert check("m7c", **{"model.attention": ("dense",) * 12}) == told
 
 
 def test_auto_looks_for_earlier_runs_of_this_very_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

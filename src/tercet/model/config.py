@@ -10,6 +10,8 @@ from tercet.attention.spec import NSAConfig, check_branches, check_group_size, c
 
 AttentionKind = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]
+# Keys that mean nothing to dense attention.
+NSA_ONLY = ("nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches", "backend")
 
 
 class ModelConfig(BaseModel):

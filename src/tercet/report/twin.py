@@ -6,6 +6,7 @@ from shlex import quote
 
 from tercet.config.keys import flatten
 from tercet.config.schema import RunConfig
+from tercet.model.config import NSA_ONLY
 from tercet.report.read import Run
 from tercet.report.routes import fastest, route_counts
 
@@ -21,8 +22,7 @@ def twin_command(run: Run) -> str:
 
 
 # What may differ between a model and its dense twin.
-_ATTENTION_ONLY = ("model.attention", "model.nsa.", "model.gate", "model.compression", "model.shared_kv",
-                   "model.compress_selected_keys", "model.branches", "model.backend")  # fmt: skip
+_ATTENTION_ONLY = ("model.attention", *(f"model.{key}" for key in NSA_ONLY))
 _THE_SAME = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.precision",
              "train.compile", "train.activation_checkpointing", "parallel.")  # fmt: skip
 

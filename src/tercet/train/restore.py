@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
+from tercet.model.config import NSA_ONLY
 from tercet.train import manifest
 from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
 from tercet.train.manifest import CheckpointError
@@ -141,19 +142,28 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     before, after = flatten_table(saved), flatten_table(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     told = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
-    shape = [k for k in changed if k.startswith("model.") and k not in ("model.backend", "model.rope_scaling")]
+    # A preset whose sparse attention has changed since is no other model to its dense twin.
+    unread = {f"model.{key}" for key in (NSA_ONLY if _all_dense(before) and _all_dense(after) else ("backend",))}
+    idle = [k for k in changed if ".".join(k.split(".")[:2]) in unread]
+    shape = [k for k in changed if k.startswith("model.") and k not in (*idle, "model.rope_scaling")]
     if shape:
         raise WrongCheckpoint(
-            f"the checkpoint is of another model: {'; '.join(told[k] for k in shape)}: put these back, or take over "
-            "the weights that fit a changed model with train.init_from"
+            f"the checkpoint is of another model: {'; '.join(told[k] for k in shape)}: put these back (without "
+            "--preset and --config a run goes on with the settings in its own folder), or take over the weights that "
+            "fit a changed model with train.init_from"
         )
-    path = [k for k in changed if not k.startswith(FREE) and k != "model.backend"]
+    path = [k for k in changed if not k.startswith(FREE) and k not in idle]
     if path and not allow_change:
         raise WrongCheckpoint(
             f"the config has changed since the checkpoint: {'; '.join(told[k] for k in path)}: put these back, or pass "
             "--checkpoint.allow-config-change to go on with the new values"
         )
-    return [told[k] for k in changed if k in path or k in ("train.steps", "model.backend")]
+    return [told[k] for k in changed if k in path or k in (*idle, "train.steps")]
+
+
+def _all_dense(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("model.attention")
+    return kinds == "dense" or (isinstance(kinds, list) and set(kinds) == {"dense"})
 
 
 def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
