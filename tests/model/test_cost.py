@@ -130,9 +130,23 @@ def test_training_costs_three_forwards():
     assert flops_per_token(config, 1) == pytest.approx(6 * parameters(config).total, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["dense", "nsa"])
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(kind):
-    config = ModelConfig(dim=96, layers=2, heads=6, kv_heads=2, head_dim=16, ffn_dim=256, attention=kind)
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, {}], ids=str)
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes):
+    measured, estimate = kept_and_estimated(**changes)
+    assert 0.7 < estimate / measured < 1.4
+
+
+@pytest.mark.parametrize("changes", [{}, {"compress_selected_keys": True}, {"shared_kv": True}], ids=str)
+def test_a_mean_keeps_less_for_the_backward_pass_than_a_learnt_summary(changes):
+    (learnt, planned), (mean, less) = (kept_and_estimated(compression=c, **changes) for c in ("mlp", "mean"))
+    # keys and values of the compressed branch, which others read too where all share one set; φ's own are not planned
+    assert planned - less == (0 if changes.get("shared_kv") else 2 * 4 * 2 * (16 + 16))
+    assert planned - less <= learnt - mean
+
+
+def kept_and_estimated(**changes):
+    """Bytes per token of a small model."""
+    config = ModelConfig(dim=96, layers=2, heads=6, kv_heads=2, head_dim=16, ffn_dim=256, **changes)
     length, kept = 512, {}
 
     def keep(tensor):
@@ -146,9 +160,8 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(kind):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         hidden = model.hidden(tokens)
     measured = sum(size for pointer, size in kept.items() if pointer not in weights) / length
-    estimate = activation_bytes_per_token(config, 4, "none")
     del hidden
-    assert 0.7 < estimate / measured < 1.4
+    return measured, activation_bytes_per_token(config, 4, "none")
 
 
 def test_memory_shrinks_with_checkpointing_and_shards():

@@ -210,11 +210,15 @@ def _selection_bytes(model: ModelConfig, kind: str) -> int:
 
 def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
     branches = len(model.branches) if kind == "nsa" else 0
+    projected = _projected(model, kind)
+    if kind == "nsa" and model.compression == "mean" and not model.shared_kv:
+        # The gradient of a mean asks for nothing: what the compressed branch alone reads is not kept.
+        projected -= model.kv_heads * sum(_head_sizes(model))
     outputs = (branches + 1) * model.heads * model.head_value_dim
     per_head = FP32 * model.heads * (2 * branches if kind == "nsa" else 1)
     # Compiled (bf16, on GPUs) silu is made again in the backward pass; eager PyTorch keeps its output.
     ffn = (3 if compute_bytes < FP32 else 4) * model.ffn_dim
-    computed = 2 * model.dim + _projected(model, kind) + outputs + ffn
+    computed = 2 * model.dim + projected + outputs + ffn
     return 2 * FP32 * model.dim + compute_bytes * computed + per_head + _selection_bytes(model, kind)
 
 
