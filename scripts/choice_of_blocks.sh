@@ -3,31 +3,34 @@
 #
 #     bash scripts/choice_of_blocks.sh CORPUS RUNS SEED VARIANT...
 #
-# A VARIANT is words joined by "+": base, l16 (compressed blocks of 16 tokens), tie (compress_selected_keys), mean (φ), b32 (32
-# blocks of 32 are selected instead of 16 of 64), shared (one K/V set), free (no forced first block, one local block), dense.
-# The variants of one call run at once: start CUDA's MPS before, and the steps of three take an H200 95 s, evaluations come on
-# top. FLAGS: more flags of tercet train. Results: docs/results/quality.md#why-the-choice-of-blocks.
+# A VARIANT is words joined by "+": base (the paper's: a learnt φ over blocks of 32 tokens, with keys of its own), l16 (compressed
+# blocks of 16), tie (compress_selected_keys), mean (φ), s32 (32 blocks of 32 are selected instead of 16 of 64), shared (one K/V
+# set), free (no forced first block, one local block), dense. `tie+l16+mean` is what the preset m7c has now.
+# The variants of one call run at once: start CUDA's MPS before, and the steps of three take an H200 95 s, of four 180 s;
+# evaluations come on top. FLAGS: more flags of tercet train. Results: docs/results/quality.md#why-the-choice-of-blocks.
 set -euo pipefail
-[ $# -ge 4 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
+[ $# -ge 4 ] || { sed -n '2,10p' "$0" >&2; exit 2; }
 corpus=$1 runs=$2 seed=$3
 shift 3
 python=${PYTHON:-python3}
 
 flags_of() { # variant -> its flags, preset first
-    local word preset=m7c flags=""
+    local word preset=m7c block=32 phi=mlp keys=no_compress_selected_keys flags=""
     for word in ${1//+/ }; do
         case $word in
         base) ;;
-        l16) flags+=" --model.nsa.compress_block 16" ;;
-        tie) flags+=" --model.compress_selected_keys" ;;
-        mean) flags+=" --model.compression mean" ;;
-        b32) flags+=" --model.nsa.select_block 32 --model.nsa.select_count 32" ;;
+        l16) block=16 ;;
+        tie) keys=compress_selected_keys ;;
+        mean) phi=mean ;;
+        s32) flags+=" --model.nsa.select_block 32 --model.nsa.select_count 32" ;;
         shared) flags+=" --model.shared_kv" ;;
         free) flags+=" --model.nsa.select_initial 0 --model.nsa.select_local 1" ;;
         dense) preset=m7c-dense ;;
         *) echo "choice_of_blocks: variant $1: the word $word is unknown" >&2; return 2 ;;
         esac
     done
+    # The preset has some of them by now: a variant says what it is, whatever the preset says.
+    flags+=" --model.nsa.compress_block $block --model.compression $phi --model.$keys"
     [ $preset = m7c-dense ] || flags+=" --train.cuda_graph on"
     echo "$preset$flags"
 }

@@ -1,11 +1,13 @@
 """Pictures of evaluations that ran elsewhere: from the last line of what `tercet eval` printed.
 
 python scripts/draw_evals.py loss-by-position.svg NSA=perplexity-nsa.txt dense=perplexity-dense.txt
-python scripts/draw_evals.py needle-nsa.svg NSA=needle-nsa.txt
+python scripts/draw_evals.py loss-by-position.svg --from 8 NSA=perplexity-nsa.txt …  # the first tokens squeeze the rest
+python scripts/draw_evals.py needle-nsa.svg loss=needle-nsa.txt                      # another name: how many were right
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -26,21 +28,24 @@ def fields(kind: type, record: dict[str, Any]) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) < 2 or any("=" not in given for given in arguments[1:]):
-        print(__doc__, file=sys.stderr)
-        return 2
-    target = Path(arguments[0])
-    records = {name: last_line(Path(file)) for name, _, file in (given.partition("=") for given in arguments[1:])}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("evaluations", nargs="+", metavar="NAME=FILE")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="fewest tokens of context that are drawn")
+    given = parser.parse_args(arguments)
+    if nameless := [one for one in given.evaluations if "=" not in one]:
+        parser.error(f"{nameless[0]} has no name: write NAME={nameless[0]}")
+    records = {name: last_line(Path(file)) for name, _, file in (one.partition("=") for one in given.evaluations)}
     kinds = {record["eval"] for record in records.values()}
     if kinds == {"perplexity"}:
-        perplexity_plot({n: [fields(Stretch, s) for s in r["by_position"]] for n, r in records.items()}, target)
+        curves = {name: [fields(Stretch, s) for s in record["by_position"]] for name, record in records.items()}
+        perplexity_plot({n: [s for s in curve if s.first >= given.first] for n, curve in curves.items()}, given.picture)
     elif kinds == {"needle"} and len(records) == 1:
         ((name, record),) = records.items()
-        needle_map([fields(Found, f) for f in record["found"]], target, loss=name == "loss")
+        needle_map([fields(Found, f) for f in record["found"]], given.picture, loss=name == "loss")
     else:
-        print(f"{', '.join(sorted(kinds))}: give runs of perplexity, or one of needle", file=sys.stderr)
-        return 2
-    print(target)
+        parser.error(f"{', '.join(sorted(kinds))}: give runs of perplexity, or one of needle")
+    print(given.picture)
     return 0
 
 

@@ -1,11 +1,14 @@
-"""Evaluations that ran elsewhere as Markdown tables: from the last line of what `tercet eval` printed.
+"""What runs left behind as Markdown tables: what `tercet eval` printed (its last line), and two files of a run folder.
 
 python scripts/eval_tables.py NSA=perplexity-nsa.txt dense=perplexity-dense.txt    # each against the last one
 python scripts/eval_tables.py NSA=needle-nsa.txt dense=needle-dense.txt            # the answer's loss (how many right)
+python scripts/eval_tables.py NSA=nsa/val.csv dense=dense/val.csv                  # held-out losses, likewise
+python scripts/eval_tables.py NSA=nsa/k_stats.csv                                  # the gates of each layer at the end
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -19,6 +22,22 @@ def last_line(path: Path) -> dict[str, Any]:
     except (OSError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} does not end with the JSON line of a `tercet eval`: {error}") from error
     return record
+
+
+def rows_of(path: Path) -> dict[str, Any]:
+    """A run's val.csv or k_stats.csv."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            rows = list(csv.DictReader(stream))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    for kind, columns in COLUMNS.items():
+        if rows and columns <= rows[0].keys():
+            return {"eval": kind, "rows": rows}
+    raise ValueError(f"{path} is neither a val.csv nor a k_stats.csv of a run")
+
+
+COLUMNS = {"gates": {"step", "layer", "gate_share_compressed"}, "validations": {"step", "loss"}}
 
 
 def row(cells: list[str]) -> str:
@@ -40,10 +59,39 @@ def by_context(records: dict[str, dict[str, Any]]) -> str:
     head = [f"{a:,}–{b:,}" if a < b else f"{a:,}" for a, b, _ in spans[base]]
     rows = [["held-out tokens", *(f"{tokens:,}" for *_, tokens in spans[base])]]
     rows += [[name, *(f"{s['loss']:.4f}" for s in stretches)] for name, stretches in columns.items()]
-    for name in others:
-        ratios = [mine["loss"] / its["loss"] - 1 for mine, its in zip(columns[name], columns[base], strict=True)]
-        rows.append([f"{name} against {base}", *(f"{ratio:+.1%}".replace("-", "−") for ratio in ratios)])
-    return table(["context, tokens", *head[:-1], "all"], rows)
+    losses = {name: [s["loss"] for s in stretches] for name, stretches in columns.items()}
+    return table(["context, tokens", *head[:-1], "all"], rows + against_the_last(losses))
+
+
+def against_the_last(losses: dict[str, list[float]]) -> list[list[str]]:
+    *others, base = losses
+    compared = ((name, zip(losses[name], losses[base], strict=True)) for name in others)
+    return [
+        [f"{name} against {base}", *(f"{mine / its - 1:+.1%}".replace("-", "−") for mine, its in pairs)]
+        for name, pairs in compared
+    ]
+
+
+def validations(records: dict[str, dict[str, Any]]) -> str:
+    """A column for each step at which all runs were validated."""
+    found = {name: {int(r["step"]): float(r["loss"]) for r in record["rows"]} for name, record in records.items()}
+    steps = sorted(set.intersection(*map(set, found.values())))
+    losses = {name: [by_step[step] for step in steps] for name, by_step in found.items()}
+    rows = [[name, *(f"{loss:.3f}" for loss in values)] for name, values in losses.items()]
+    return table(["step", *(f"{step:,}" for step in steps)], rows + against_the_last(losses))
+
+
+def gates(records: dict[str, dict[str, Any]]) -> str:
+    """What share of its gates each layer gives to each branch, at the last reading."""
+    lines, layers = [], 0
+    for name, record in records.items():
+        last = max(int(r["step"]) for r in record["rows"])
+        end = [r for r in record["rows"] if int(r["step"]) == last]
+        layers = max(layers, len(end))
+        for branch in ("compressed", "selected", "window"):
+            shares = [float(r[f"gate_share_{branch}"]) for r in end]
+            lines.append([f"{name}, {branch}", *(f"{s:.0%}" if s >= 0.01 else f"{s:.1%}" for s in shares)])
+    return table(["layer", *map(str, range(layers))], lines)
 
 
 def needles(records: dict[str, dict[str, Any]]) -> str:
@@ -64,18 +112,22 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        print(_tables({name: last_line(Path(file)) for name, _, file in (given.partition("=") for given in arguments)}))
+        print(_tables({name: _read(Path(file)) for name, _, file in (given.partition("=") for given in arguments)}))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+def _read(path: Path) -> dict[str, Any]:
+    return rows_of(path) if path.suffix == ".csv" else last_line(path)
+
+
 def _tables(records: dict[str, dict[str, Any]]) -> str:
     kinds = {record["eval"] for record in records.values()}
-    makers = {"perplexity": by_context, "needle": needles}
+    makers = {"perplexity": by_context, "needle": needles, "validations": validations, "gates": gates}
     if len(kinds) != 1 or not kinds <= makers.keys():
-        raise ValueError(f"{', '.join(sorted(kinds))}: give runs of perplexity, or runs of needle")
+        raise ValueError(f"{', '.join(sorted(kinds))}: give files of one kind: {', '.join(makers)}")
     return makers[kinds.pop()](records)
 
 

@@ -28,14 +28,22 @@ def column(path: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(stream)]
 
 
-def draw(runs: dict[str, Path], target: Path, title: str, limits: tuple[float | None, float | None]) -> None:
+def smoothed(values: list[float], over: int) -> list[float]:
+    """Means of `over` neighbours; the values of both ends are of fewer, in their middle too."""
+    half = over // 2
+    reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    return [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach)]
+
+
+def draw(
+    runs: dict[str, Path], target: Path, title: str, limits: tuple[float | None, float | None], smooth: int = 1
+) -> None:
     """Training loss as thin lines, validation as dots, over steps."""
     matplotlib.rcParams["svg.hashsalt"] = "tercet"  # the same runs give the same bytes
     figure, axes = plt.subplots(figsize=(7, 4))
     for colour, (name, run) in zip(COLOURS, runs.items(), strict=False):
-        axes.plot(
-            column(run / "training.csv", "step"), column(run / "training.csv", "loss"), color=colour, lw=1, alpha=0.7
-        )
+        losses = smoothed(column(run / "training.csv", "loss"), smooth)
+        axes.plot(column(run / "training.csv", "step"), losses, color=colour, lw=1, alpha=0.7)
         steps, losses = column(run / "val.csv", "step"), column(run / "val.csv", "loss")
         axes.plot(steps, losses, "o-", color=colour, lw=0, ms=6, label=f"{name}: validation {losses[-1]:.3f}")
     axes.set(xlabel="step", ylabel="loss, nats per byte", title=title, ylim=limits)
@@ -55,6 +63,7 @@ def main() -> int:
     parser.add_argument("--title", default="Python source, same data, same budget")
     parser.add_argument("--lowest", type=float, help="where the loss axis begins")
     parser.add_argument("--highest", type=float, help="where it ends: the first steps are steep")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="training losses as means of N logged ones")
     arguments, flags = parser.parse_known_args()  # the rest goes to `tercet train`
     if arguments.draw_only:
         draw(
@@ -62,6 +71,7 @@ def main() -> int:
             arguments.output,
             arguments.title,
             (arguments.lowest, arguments.highest),
+            arguments.smooth,
         )
         return 0
     runs: dict[str, Path] = {}
@@ -71,7 +81,7 @@ def main() -> int:
         command += ["--train.val_every", "60", "--log.every", "10", "--resume", "auto"]
         command += flags
         subprocess.run(command, check=True)
-    draw(runs, arguments.output, arguments.title, (arguments.lowest, arguments.highest))
+    draw(runs, arguments.output, arguments.title, (arguments.lowest, arguments.highest), arguments.smooth)
     return 0
 
 

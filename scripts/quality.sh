@@ -8,7 +8,7 @@
 #     bash scripts/quality.sh evals CORPUS RUNS                                  # loss by position and needles of both, at once
 #     bash scripts/quality.sh seeds CORPUS RUNS SEED...                          # tiny and its twin, one core each, for the noise
 #
-# CORPUS: shards of scripts/linux_corpus.sh. On an H200 a step of `nsa` takes 0.15 s and one of `dense` 0.19 s; starts, saves
+# CORPUS: shards of scripts/linux_corpus.sh. On an H200 a step of `nsa` takes 0.14 s and one of `dense` 0.19 s; starts, saves
 # and validations take 80 s and 35 s besides, the evaluations up to 60 s: choose STEPS so that all of it fits.
 set -euo pipefail
 usage() { sed -n '2,12p' "$0" >&2; exit 2; }
