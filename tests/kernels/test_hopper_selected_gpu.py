@@ -1,0 +1,198 @@
+"""The Gluon kernel for the selected branch's dk and dv beside Triton's (kv_keys.py), on a GPU: bit for bit, whatever
+documents, heads and ranges are, and whatever memory held before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.selections import dense_masked, random_selection, relative_error
+from tercet.attention.kernels.documents import Documents
+from tercet.attention.spec import NSAConfig
+
+sel = import_module("tercet.attention.kernels.selected")
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+GLUON, TRITON = "hopper_selected_key_gradients", "key_gradients"
+KERNELS = {GLUON, TRITON}
+UNION, DECIDED = 1e9, 0.75  # the latter between what these documents have and what their sum might have
+PLAIN, ODD = [0, 2001], [0, 1, 1, 300, 1003, 1100, 2001]
+CONFIG = NSAConfig()
+
+
+def case(cu, heads, groups, *, batch=1, dtype=BF16, first=0, queries=-1, longest=-1, seed=0):
+    """Sequences of one length, or one of packed documents; `first` and `queries`: a stretch of each."""
+    g = torch.Generator().manual_seed(seed)
+    N, T = cu[-1], cu[-1] // batch
+    packed = len(cu) > batch + 1
+    bounds = torch.tensor(cu, dtype=torch.int32, device=DEVICE) if packed else None
+    documents = Documents(batch, T, 0, bounds, None, first, queries, longest)
+
+    def rand(count):
+        return torch.randn(batch, T, count, 64, generator=g).to(DEVICE, dtype)
+
+    q, k, v, dout = rand(heads), rand(groups), rand(groups), rand(heads)
+    gate = torch.randn(batch, T, heads, generator=g).to(DEVICE)
+    chosen = (CONFIG.select_count, CONFIG.select_block, CONFIG.select_initial, CONFIG.select_local)
+    indices = random_selection(cu, groups, *chosen, g).to(DEVICE).reshape(batch, T, groups, -1)
+    own = slice(first, first + documents.queries)
+    q, dout, gate, indices = (x[:, own].contiguous() for x in (q, dout, gate, indices))
+    return SimpleNamespace(
+        q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, documents=documents, cu=cu, shape=(N, heads, 64)
+    )
+
+
+def run(c, limit=UNION, **changes):
+    """o, dq, dk, dv, and the names of the kernels that were launched."""
+    launched = []
+    real = sel.Call.launch
+
+    def launch(call, kernel, *args, **options):
+        launched.append(kernel.__name__)
+        real(call, kernel, *args, **options)
+
+    settings = replace(sel.default_settings(64, 64, c.q.dtype, 64), forward_limit=1e9, backward_limit=limit, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sel.Call, "launch", launch)
+        given = (c.q, c.k, c.v, c.indices)
+        o, lse, saved = sel.selected_forward(*given, CONFIG, c.documents, settings)
+        row_sum = (c.dout.float() * o.float()).sum(-1)
+        found = sel.selected_backward(
+            *given, lse, c.dout, c.gate, row_sum, CONFIG, c.documents, saved, settings
+        )  # fmt: skip
+    return (o, *found), launched
+
+
+def assert_same_bits(first, again) -> None:
+    for what, a, b in zip(("o", "dq", "dk", "dv"), first, again, strict=True):
+        assert torch.isfinite(a).all(), what
+        assert torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} numbers differ"
+
+
+def assert_as_triton(c, limit=UNION, **changes) -> None:
+    found, launched = run(c, limit, **changes)
+    wanted, others = run(c, limit, gluon=False, **changes)
+    assert KERNELS & set(launched) == {GLUON}
+    assert KERNELS & set(others) == {TRITON}
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
+@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (6, 1), (3, 3), (7, 1), (64, 1)], ids=str)
+def test_the_gluon_kernel_gives_tritons_bits(heads: int, groups: int, cu: list[int]) -> None:
+    assert_as_triton(case(cu, heads, groups))
+
+
+@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
+def test_the_gluon_kernel_gives_tritons_bits_in_half_precision(cu: list[int]) -> None:
+    assert_as_triton(case(cu, 12, 2, dtype=FP16))
+
+
+def test_the_gluon_kernel_gives_tritons_bits_on_several_sequences() -> None:
+    assert_as_triton(case([0, 701, 1402, 2103], 12, 2, batch=3))
+
+
+def test_the_gluon_kernel_gives_tritons_bits_on_documents_with_a_bound() -> None:
+    assert_as_triton(case(ODD, 12, 2, longest=1024))
+
+
+@pytest.mark.parametrize("changes", [{}, {"range_bytes": 1 << 21}], ids=["one range", "ranges"])
+def test_the_gluon_kernel_gives_tritons_bits_where_the_device_decides(changes) -> None:
+    c = case(ODD, 12, 2)
+    assert_as_triton(c, DECIDED, **changes)
+    settings = replace(sel.default_settings(64, 64, BF16, 64), forward_limit=1e9, backward_limit=DECIDED, **changes)
+    decision = sel.selected_forward(c.q, c.k, c.v, c.indices, CONFIG, c.documents, settings)[2][2]
+    assert (decision[1] == 0).any()  # and so the kernel had work
+
+
+@pytest.mark.parametrize("changes", [{"range_bytes": 1 << 20}, {"segment_rows": 384}], ids=["ranges", "short pieces"])
+@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
+def test_the_gluon_kernel_gives_tritons_bits_however_lists_are_cut(cu: list[int], changes) -> None:
+    assert_as_triton(case(cu, 12, 2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("cu", "batch"), [([0, 1001, 2002], 2), ([0, 20, 500, 500, 1531, 2001], 1)], ids=["plain", "packed"]
+)
+@pytest.mark.parametrize("limit", [UNION, DECIDED], ids=["union", "decided"])
+def test_the_gluon_kernel_gives_tritons_bits_on_a_stretch_of_queries(cu: list[int], batch: int, limit: float) -> None:
+    assert_as_triton(case(cu, 12, 2, batch=batch, first=300, queries=257), limit)
+
+
+@pytest.mark.parametrize("wider", [8, 768], ids=["8 more", "768 more"])
+def test_the_gluon_kernel_takes_rows_of_a_wider_tensor(wider: int) -> None:
+    c = case([0, 701, 1402], 12, 2, batch=2)
+    expected, _ = run(c)
+    wide = torch.full((2, 711, 768 + wider), float("nan"), dtype=BF16, device=DEVICE)
+    wide[:, :701, :768] = c.q.flatten(2)
+    c.q = wide[:, :701, :768].unflatten(-1, (12, 64))
+    found, launched = run(c)
+    assert GLUON in launched
+    assert_same_bits(found, expected)
+
+
+def test_what_the_gluon_kernel_cannot_address_is_left_to_triton() -> None:
+    c = case([0, 301, 602], 12, 2, batch=2)
+    expected, _ = run(c)
+    flat = torch.zeros(602 * 768 + 16, dtype=BF16, device=DEVICE)
+    for view in (flat[1:], flat[:]):  # off 16 bytes; then a batch stride of 8 numbers more
+        stride = 301 * 768 + (8 if view.storage_offset() == 0 else 0)
+        q = view.as_strided((2, 301, 12, 64), (stride, 768, 64, 1), view.storage_offset())
+        q.copy_(c.q)
+        found, launched = run(SimpleNamespace(**vars(c) | {"q": q}))
+        assert KERNELS & set(launched) == {TRITON}
+        assert_same_bits(found, expected)
+
+
+def test_the_gluon_kernel_equals_a_masked_softmax() -> None:
+    c = case(ODD, 12, 2, seed=3)
+    leaves = [x[0].float().requires_grad_() for x in (c.q, c.k, c.v)]
+    o = dense_masked(*leaves, c.indices[0], c.cu, CONFIG.select_block)
+    (o * c.gate[0, ..., None]).backward(c.dout[0].float())
+    found, _ = run(c)
+    for what, a, b in zip(("o", "dq", "dk", "dv"), found, (o, *(x.grad for x in leaves)), strict=True):
+        assert relative_error(a[0], b.detach()) <= 1e-2, what
+
+
+@pytest.mark.parametrize("limit", [UNION, DECIDED], ids=["union", "decided"])
+def test_the_gluon_kernel_gives_the_same_bits_again_whatever_memory_held(limit: float, monkeypatch) -> None:
+    c = case(ODD, 12, 2, seed=1)
+    first, _ = run(c, limit, range_bytes=1 << 20)
+    for _ in range(5):
+        assert_same_bits(first, run(c, limit, range_bytes=1 << 20)[0])
+    real = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert_same_bits(first, run(c, limit, range_bytes=1 << 20)[0])
+
+
+def test_the_gluon_kernel_waits_for_nothing_and_replays_in_a_graph() -> None:
+    c = case(ODD, 12, 2, seed=2)
+    eager, _ = run(c)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(c)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, launched = run(c)
+    graph.replay()
+    assert GLUON in launched
+    assert_same_bits(captured, eager)
