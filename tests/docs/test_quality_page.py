@@ -340,3 +340,27 @@ def test_the_noise_is_measured_with_the_block_of_its_table_whatever_the_preset_h
     script = (ROOT / "scripts" / "quality.sh").read_text(encoding="utf-8").split("\nseeds)", 1)[1]
     for command in (told, script):
         assert "--data.shuffle_sequences 4096 --train.steps 800" in command
+
+
+def test_tables_of_the_windows_are_what_those_runs_left(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (RECORDS / "windows.md").read_text(encoding="utf-8").replace("**", "")
+    kinds = {
+        "NSA, window 128": "nsa-{}", "NSA, window 512, one K/V set": "shared/{}", "NSA, window 512": "window512/{}",
+        "dense": "dense-{}",
+    }  # fmt: skip
+    files = {name: RECORDS / "short" / file.format("validation.csv") for name, file in kinds.items()}
+    _, _, *rows = printed(capsys, *(f"{name}={file}" for name, file in files.items()))
+    for line in rows[:4]:
+        assert f"| {' | '.join(cells(line)[1:])} |" in page
+    assert rows[4].replace("window 128 against", "window 128, against") in page
+    evaluations = {name: file.replace("{}", "perplexity.txt") for name, file in kinds.items()}
+    evaluations |= {"NSA, window 128": "perplexity-nsa.txt", "dense": "perplexity-dense.txt"}
+    head, _, _, *rows = printed(capsys, *(f"{name}={RECORDS / 'short' / file}" for name, file in evaluations.items()))
+    first = cells(head).index("64–127")
+    for line in (head, *rows):
+        label, *values = cells(line)
+        assert f"| {' | '.join([label, *values[first - 1 :]])} |" in page
+    needles = {name: file.replace("perplexity", "needle") for name, file in evaluations.items()}
+    for line in printed(capsys, *(f"{name}={RECORDS / 'short' / file}" for name, file in needles.items()))[2:]:
+        if "1,024 tokens" in line or line.startswith(("| NSA, window 128, 2,048", "| dense, 2,048")):
+            assert line in page
