@@ -45,13 +45,16 @@ class _Absent:
 
 
 @contextmanager
-def compiling(capability: int, *, resources: bool = True) -> Iterator[list[Compiled]]:
-    """Inside, launches compile for sm_<capability> and are listed; outputs of the calls are uninitialised."""
+def compiling(capability: int, *, resources: bool = True, only: str = "") -> Iterator[list[Compiled]]:
+    """Inside, launches compile for sm_<capability> and are listed (`only`: of this kernel); outputs of the calls are
+    uninitialised."""
     found: list[Compiled] = []
     seen: set[Any] = set()
     target = GPUTarget("cuda", capability, 32)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if only and self.fn.__name__ != only:
+            return
         options |= {"debug": False, "instrumentation_mode": ""}
         *_, backend, binder = self.create_binder()
         bound, specialization, chosen = binder(*args, **options)

@@ -4,6 +4,7 @@ all values in registers up to head size 128."""
 from __future__ import annotations
 
 from dataclasses import astuple
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ pytest.importorskip("triton")
 
 from kernels.offline import Compiled, compiling
 from tercet.attention.kernels import ops
+from tercet.attention.kernels.documents import Documents
 from tercet.attention.spec import NSAConfig
+
+selected = import_module("tercet.attention.kernels.selected")
 
 # sequence, query heads, KV heads, Dk, Dv
 SHAPES = {
@@ -111,6 +115,53 @@ def test_hopper_keeps_all_values_in_registers() -> None:
     assert [c for c in found if c.serialised] == []
     assert any(c.name.startswith("hopper") for c in found)
     assert all(c.shared <= 227 * 1024 for c in found)
+
+
+# sequences, their length, query heads, KV heads, whether packed, queries of each (a stretch, from there on), bound
+SELECTED_KEYS = {
+    "one design, by shapes": (2, 2048, 12, 2, False, 2048, None),
+    "the device decides": (2, 8192, 12, 2, False, 8192, None),
+    "packed": (1, 8192, 12, 2, True, 8192, None),
+    "bounded": (1, 8192, 12, 2, True, 8192, 1024),
+    "stretch": (1, 4096, 12, 2, True, 1024, None),
+    "one head per group": (1, 4096, 8, 8, True, 4096, None),
+    "six heads": (1, 4096, 6, 1, False, 4096, None),
+    "64 heads": (1, 4096, 64, 1, False, 4096, None),
+}
+
+
+QUICK = ("the device decides", "stretch")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SELECTED_KEYS])
+def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str) -> None:
+    B, T, H, G, packed, queries, longest = SELECTED_KEYS[name]
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    cu = torch.zeros(5, dtype=torch.int32) if packed else None
+    first = queries % T  # of a stretch: as many before it as it has
+    documents = Documents(B, T, 0, cu, None, first, queries, -1 if longest is None else longest)
+    q, k, rows = tensor(B, queries, H, 64), tensor(B, T, G, 64), tensor(B, queries, H, dtype=torch.float32)
+    blocks = tensor(B, queries, G, 16, dtype=torch.int32)
+    with compiling(90, only="hopper_selected_key_gradients") as found:
+        selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
+    (c,) = found
+    assert (c.stack, c.serialised) == (0, "")
+    assert c.registers <= 128
+    assert c.warps == 8
+    assert 2 * (c.shared + 1024) <= 228 * 1024  # of a multiprocessor, which takes one KiB for each
+
+
+@pytest.mark.parametrize("heads", [80, 12], ids=["80 heads per group", "blocks of 32"])
+def test_what_hoppers_selected_keys_do_not_take_is_tritons(heads: int) -> None:
+    with compiling(90, only="key_gradients", resources=False) as found:
+        q, k = torch.empty(1, 2048, heads, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 1, 64, dtype=torch.bfloat16)
+        rows, blocks = torch.empty(1, 2048, heads), torch.empty(1, 2048, 1, 16, dtype=torch.int32)
+        config = NSAConfig(select_block=64 if heads == 80 else 32)
+        selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, config, Documents(1, 2048, 0, None, None))
+    assert [c.name for c in found] == ["key_gradients"]
 
 
 @pytest.mark.parametrize("capability", [80, 100])
