@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
@@ -21,8 +22,8 @@ CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
 def make(**options: Any) -> NativeSparseAttention:
     torch.manual_seed(0)
-    sizes = {"dim": 24, "heads": 6, "kv_heads": 2, "head_dim": 16} | options
-    layer = NativeSparseAttention(**sizes, config=CONFIG)
+    sizes = {"dim": 24, "heads": 6, "kv_heads": 2, "head_dim": 16, "config": CONFIG} | options
+    layer = NativeSparseAttention(**sizes)
     layer.init_weights(0.3, 0.3)
     for parameter in layer.parameters():  # nothing stays at the zeros that gates and φ start with
         if not parameter.any():
@@ -36,8 +37,8 @@ def both_ways(
     """Everything the operator takes, then gradients of x and all parameters: by one product, and by several."""
     packing = None
     if bounds is not None:
-        packing = Packing(torch.tensor(bounds, dtype=torch.int32), x.shape[1], x.shape[1] // 4, CONFIG)
-    turns = turns_of(layer.rotary, x, packing, CONFIG)
+        packing = Packing(torch.tensor(bounds, dtype=torch.int32), x.shape[1], x.shape[1] // 4, layer.config)
+    turns = turns_of(layer.rotary, x, packing, layer.config)
     assert projection.takes_one_product(layer, x)
     found = []
     for project in (projection.one_product, NativeSparseAttention._apart):
@@ -51,6 +52,8 @@ def both_ways(
 
 
 SHARED: list[dict[str, bool]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}]
+# blocks that do not overlap, as m7c's
+APART = tercet.NSAConfig(4, 4, 16, 4, 1, 2, 20)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,9 @@ def test_one_product_taken_apart_is_what_several_give(
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": 3, "kv_heads": 3, "head_dim": 6, "bias": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": 3, "kv_heads": 3, "head_dim": 6, "bias": True}, {"compression": "mean", "config": APART}]
+)
 @pytest.mark.parametrize("shared", SHARED)
 def test_packed_documents_too(options: dict[str, Any], shared: dict[str, bool]) -> None:
     # a document of less than a chunk, one that has tokens over, one of no tokens, and chunks at the end that are none
@@ -78,38 +83,55 @@ def test_packed_documents_too(options: dict[str, Any], shared: dict[str, bool]) 
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
-# H, G, D, d; the sets come behind
+def test_keys_that_two_branches_read_are_multiplied_once() -> None:
+    x, flops = torch.randn(1, 10, 24, requires_grad=True), {}
+    for tied in (False, True):
+        layer = make(head_dim=64, compression="mean", bias=True, compress_selected_keys=tied)
+        turns = turns_of(layer.rotary, x, None, CONFIG)
+        with FlopCounterMode(display=False) as counter:
+            sum(part.sum() for part in projection.one_product(layer, x, None, turns)).backward()
+        flops[tied] = counter.get_total_flops()
+    # 2 heads of 64 columns, forwards and for the gradients of x and of the weight
+    assert flops[False] - flops[True] == 3 * (2 * 10 * 24 * 128)
+
+
+# H, G, D, d; the sets of keys come behind
 SIZES = [([6, 2, 16, 4], 20), ([3, 1, 96, 4], 19), ([16, 16, 8, 4], 9), ([5, 5, 6, 16], 18)]
 
 
 def plainly(y: torch.Tensor, turn: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
     """What heads.apart gives, by indexing."""
-    n, g, size, stride, sets = sizes
-    q, *parts, logits, rest = y.split(
-        [n * size, *[g * size] * (2 * sets), 3 * n, y.shape[2] - (n + 2 * sets * g) * size - 3 * n], -1
-    )
-    assert 0 <= rest.shape[2] < 64
+    n, g, size, stride, key_sets = sizes
+    row = {3: ["kc", "vc", "ks", "vs", "kw", "vw"], 2: ["vc", "ks", "vs", "kw", "vw"], 1: ["k", "v"]}[key_sets]
+    used = (n + len(row) * g) * size + 3 * n
+    assert 0 <= y.shape[2] - used < 64
+    q, *parts, logits = y[..., :used].split([n * size, *[g * size] * len(row), 3 * n], -1)
     q, *parts = (x.unflatten(2, (-1, size)) for x in (q, *parts))
-    ks, vs, kw, vw = parts[2:] if sets == 3 else parts * 2
+    named = dict(zip(row, parts, strict=True))
+    if key_sets == 2:
+        named["kc"] = named["ks"]
+    if key_sets == 1:
+        named = {name + branch: x for name, x in named.items() for branch in "csw"}
+    kc, vc, ks, vs, kw, vw = (named[name] for name in ("kc", "vc", "ks", "vs", "kw", "vw"))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat((a * turn[0] - b * turn[1], b * turn[0] + a * turn[1]), -1)
 
     full = y.shape[1] // stride * stride
-    chunks = torch.stack([x[:, :full].unflatten(1, (-1, stride)).transpose(2, 3) for x in parts[:2]])
+    chunks = torch.stack([x[:, :full].unflatten(1, (-1, stride)).transpose(2, 3) for x in (kc, vc)])
     return [turned(q), turned(ks), vs, turned(kw), vw, chunks, logits]
 
 
 @pytest.mark.parametrize(("sizes", "tokens"), SIZES)
-@pytest.mark.parametrize("sets", [3, 1])
-def test_parts_and_the_gradient_are_those_of_plain_indexing(sizes: list[int], tokens: int, sets: int) -> None:
+@pytest.mark.parametrize("key_sets", [3, 2, 1])
+def test_parts_and_the_gradient_are_those_of_plain_indexing(sizes: list[int], tokens: int, key_sets: int) -> None:
     torch.manual_seed(0)
     n, g, size, _ = sizes
-    y = torch.randn(2, tokens, heads.columns(n, g, size, sets), requires_grad=True)
+    y = torch.randn(2, tokens, heads.columns(n, g, size, key_sets), requires_grad=True)
     turn = [torch.randn(tokens, 1, size // 2) for _ in range(2)]
-    found = heads.apart(y, turn, (None,) * 4, [*sizes, sets])
-    wanted = plainly(y, turn, [*sizes, sets])
+    found = heads.apart(y, turn, (None,) * 4, [*sizes, key_sets])
+    wanted = plainly(y, turn, [*sizes, key_sets])
     torch.testing.assert_close(list(found), wanted)
     grads = [torch.randn_like(x) for x in wanted]
     torch.testing.assert_close(torch.autograd.grad(found, y, grads), torch.autograd.grad(wanted, y, grads))
@@ -136,9 +158,30 @@ def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
     assert not dy[..., 64:].any()
 
 
-def test_the_operators_keep_their_promises() -> None:
-    sizes = [3, 1, 16, 4, 1]
-    y = torch.randn(1, 20, heads.columns(3, 1, 16, 1))
+def test_so_are_those_of_the_selected_keys_that_the_compressed_branch_reads() -> None:
+    y = torch.zeros(1, 18, heads.columns(2, 1, 16, 2), dtype=torch.bfloat16, requires_grad=True)
+    turn = [torch.full((18, 1, 8), 1 + 2.0**-8), torch.zeros(18, 1, 8)]
+    found = heads.apart(y, turn, (None,) * 4, [2, 1, 16, 4, 2])
+    # turned, 1 is 1 + 2^-8, which is 1 in bf16; 2^-8 more is not
+    sizes = (0.0, 1.0, 3.0, 0.0, 5.0, 2.0**-8, 0.0)
+    (dy,) = torch.autograd.grad(found, y, [torch.full_like(x, size) for x, size in zip(found, sizes, strict=True)])
+    vc, ks, vs, kw, vw = dy[0, :, 32:112].unflatten(1, (5, 16)).unbind(1)
+    assert (vc[:16] == 2.0**-8).all()
+    assert (ks[:16] == 1 + 2.0**-7).all()
+    # of tokens in no chunk nothing was read but the selected keys
+    assert not vc[16:].any()
+    assert (ks[16:] == 1).all()
+    assert (vs == 3).all()
+    assert not kw.any()
+    assert (vw == 5).all()
+    assert not dy[..., :32].any()
+    assert not dy[..., 112:].any()
+
+
+@pytest.mark.parametrize("key_sets", [2, 1])
+def test_the_operators_keep_their_promises(key_sets: int) -> None:
+    sizes = [3, 1, 16, 4, key_sets]
+    y = torch.randn(1, 20, heads.columns(3, 1, 16, key_sets))
     turn = [torch.randn(20, 1, 8) for _ in range(2)]
     torch.library.opcheck(torch.ops.tercet.heads_apart.default, (y, *turn, None, None, sizes))
     grads = [torch.randn_like(x) for x in heads.apart(y, turn, (None,) * 4, sizes)]
@@ -152,15 +195,27 @@ def test_angles_of_other_tokens_are_refused() -> None:
         heads.heads_apart(y, *turn, None, None, [6, 2, 16, 4, 3])
 
 
-@pytest.mark.parametrize(("bounds", "compiled"), [(None, False), ([0, 3, 20, 20, 38], True)])
-def test_a_layer_of_shared_keys_and_values_is_that_of_the_reference(bounds: list[int] | None, compiled: bool) -> None:
+TIED = {"compress_selected_keys": True, "compression": "mean", "config": APART}
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds", "compiled"),
+    [
+        ({"shared_kv": True}, None, False),
+        ({"shared_kv": True}, [0, 3, 20, 20, 38], True),
+        (TIED, [0, 3, 20, 20, 38], False),
+    ],
+)
+def test_a_layer_of_shared_keys_is_that_of_the_reference(
+    options: dict[str, Any], bounds: list[int] | None, compiled: bool
+) -> None:
     x = torch.randn(1, 38, 24)
-    packing = None
-    if bounds is not None:
-        packing = Packing(torch.tensor(bounds, dtype=torch.int32), 38, 9, CONFIG)
     found = []
     for backend in ("auto", "reference"):
-        layer = make(heads=4, shared_kv=True, bias=True, backend=backend)
+        layer = make(heads=4, bias=True, backend=backend, **options)
+        packing = None
+        if bounds is not None:
+            packing = Packing(torch.tensor(bounds, dtype=torch.int32), 38, 9, layer.config)
         leaf = x.clone().requires_grad_()
         layer.keep_sum = not compiled
         run = layer
@@ -178,6 +233,7 @@ def test_a_layer_of_shared_keys_and_values_is_that_of_the_reference(bounds: list
     "options",
     [
         {"qk_norm": True},
+        {"qk_norm": True, "compress_selected_keys": True},
         {"value_dim": 8},
         {"backend": "reference"},
     ],

@@ -37,15 +37,18 @@ def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None,
     return [*parts, *torch.autograd.grad(parts, [leaf, *used], grads)]
 
 
-SHARED: list[dict[str, bool]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}]
+# m7c's: blocks that do not overlap, chosen by the mean of the keys that will be read
+TIED: dict[str, Any] = {"compress_selected_keys": True, "compression": "mean", "config": tercet.NSAConfig(16)}
+SHARED: list[dict[str, Any]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, TIED]
+NAMES = ["apart", "shared", "tied", "m7c"]
 
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (6, 1, 96), (16, 4, 128), (32, 32, 32)])
-@pytest.mark.parametrize("shared", SHARED, ids=str)
+@pytest.mark.parametrize("shared", SHARED, ids=NAMES)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-4)])
 def test_one_product_is_what_several_give(
-    heads: int, groups: int, size: int, shared: dict[str, bool], packed: bool, dtype: torch.dtype, limit: float
+    heads: int, groups: int, size: int, shared: dict[str, Any], packed: bool, dtype: torch.dtype, limit: float
 ) -> None:
     torch.manual_seed(0)
     layer = NativeSparseAttention(256, heads, groups, size, **shared).cuda()
@@ -55,11 +58,31 @@ def test_one_product_is_what_several_give(
             torch.nn.init.normal_(parameter, std=0.05)
     x = torch.randn(1 if packed else 3, 5000, 256, device="cuda", dtype=dtype)
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
-    packing = Packing(bounds, 5000, 312, tercet.NSAConfig()) if packed else None
+    packing = Packing(bounds, 5000, 312, layer.config) if packed else None
     found, wanted = (made(layer, x, packing, one=one) for one in (True, False))
     again = made(layer, x, packing, one=True)
     assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < limit
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_keys_that_two_branches_read_take_the_memory_of_one() -> None:
+    """The product is narrower by the compressed branch's keys, and no more than without the tie is kept of it."""
+    x = torch.randn(1, 65536, 256, device="cuda", dtype=torch.bfloat16)
+    kept, most = {}, {}
+    for tied in (False, True):
+        layer = NativeSparseAttention(256, 12, 2, 64, **TIED | {"compress_selected_keys": tied}).cuda()
+        turns = turns_of(layer.rotary, x, None, layer.config)
+        for _ in range(2):  # the second time nothing is set up
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                parts = projection.one_product(layer, x, None, turns)
+            after = torch.cuda.memory_stats()
+            kept[tied] = after["requested_bytes.all.current"] - before
+            most[tied] = after["requested_bytes.all.peak"] - before
+            del parts
+    assert kept[True] <= kept[False]
+    assert most[True] <= most[False] - 65536 * 128 * 2
 
 
 def test_swiglus_gradient_is_that_of_the_formula() -> None:
@@ -99,7 +122,7 @@ class Layer:
         return {"out": out.detach(), **dict(zip(named, found, strict=True))}
 
 
-@pytest.mark.parametrize("options", [*SHARED, {"compress_selected_keys": True, "compression": "mean"}], ids=str)
+@pytest.mark.parametrize("options", SHARED, ids=NAMES)
 def test_a_compiled_layer_has_the_gradients_of_the_same_uncompiled(options: dict[str, Any]) -> None:
     case = Layer(**options)
     for parameter in case.layer.parameters():

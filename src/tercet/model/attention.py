@@ -87,7 +87,7 @@ class NativeSparseAttention(nn.Module):
         self.compress_v = Compression(compression, self.value_dim, self.config)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
-            nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self._key_sets)) if qk_norm else None
+            nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self.key_sets)) if qk_norm else None
         )
         self.stats = AttentionStats(self.config)
         # Whether the gated sum is kept for the backward pass. It costs a tensor of q's size; a compiled layer makes it
@@ -105,7 +105,8 @@ class NativeSparseAttention(nn.Module):
         self._ran = routes
 
     @property
-    def _key_sets(self) -> int:
+    def key_sets(self) -> int:
+        """Three, less the compressed branch's where it reads the selected one's, or one for all branches."""
         return 1 if self.shared_kv else len(BRANCHES) - self.compress_selected_keys
 
     def _widths(self) -> tuple[int, ...]:
@@ -113,12 +114,12 @@ class NativeSparseAttention(nn.Module):
         pair = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
         return (pair * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
 
-    def whole_sets(self, rows: Tensor, dim: int = 0) -> Tensor:
-        """Rows of kv_proj (of its weight, its bias, or along `dim` its product) with every branch's keys in place."""
+    def whole_sets(self, product: Tensor) -> Tensor:
+        """What kv_proj gives, with every branch's keys in place. [..., C]"""
         if not self.compress_selected_keys:
-            return rows
+            return product
         values, keys = self._widths()[:2]
-        return torch.cat((rows.narrow(dim, values, keys), rows), dim)
+        return torch.cat((product.narrow(-1, values, keys), product), -1)
 
     @torch.no_grad()
     def init_weights(self, std: float, output_std: float) -> None:

@@ -107,7 +107,7 @@ def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths:
     with _counted(cache):
         arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
         held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
-        q, kv, gates = layer.q_proj(x), layer.whole_sets(layer.kv_proj(x), -1), layer.gate.proj(x)
+        q, kv, gates = layer.q_proj(x), layer.whole_sets(layer.kv_proj(x)), layer.gate.proj(x)
         key_norms = None if layer.k_norms is None else layer.per_branch(tuple(layer.k_norms))
         out, read, cache.block_indices = decode.nsa_step(
             q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,

@@ -54,18 +54,16 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
     from tercet.attention.kernels import heads
 
     assert turns.compressed is not None
-    # Keys that two branches read are multiplied twice: 128 of m7c's 1,600 columns, for a kernel that knows one layout.
-    weights = [layer.q_proj.weight, layer.whole_sets(layer.kv_proj.weight), layer.gate.proj.weight]
-    sets = 1 if layer.shared_kv else 3
-    width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim, sets)
+    weights = [layer.q_proj.weight, layer.kv_proj.weight, layer.gate.proj.weight]
+    width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim, layer.key_sets)
     weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), layer.dim))
     bias = None
     if layer.q_proj.bias is not None:
-        given = (layer.q_proj.bias, layer.whole_sets(layer.kv_proj.bias))
+        given = (layer.q_proj.bias, layer.kv_proj.bias)
         bias = torch.cat((*given, given[0].new_zeros(width - sum(b.shape[0] for b in given))))
     y = F.linear(x, torch.cat(weights), bias)
     maps = (None,) * 4 if packing is None else tuple(packing.into_chunks)
-    sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride, sets]
+    sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride, layer.key_sets]
     q, ks, vs, kw, vw, chunks, logits = heads.apart(y, turns.tokens, maps, sizes)
     k_compressed, v_compressed = compress_both(chunks, layer.compress_k, layer.compress_v, packing)
     gates = layer.gate.opened(logits, layer.gate.proj.bias)

@@ -1,10 +1,12 @@
 """One product of x with all of a layer's weights, taken apart as the kernels read it, and its gradient put together.
 
-A row of the product is [q heads][compressed k, v][selected k, v][window k, v][gate logits][nothing], or with one set of
-keys and values for all branches [q heads][k, v][gate logits][nothing]. One pass turns q and the selected and window
-keys by their rotary angles, lays the compressed branch's keys and values chunk by chunk, as φ multiplies them, and
-copies the rest; one pass backwards is its transpose. Left to the compiler, the gradient alone was four kernels, of
-which the one that knew all layouts ran at a quarter of the memory's rate.
+A row of the product has every weight's column once. With three sets of keys it is
+[q heads][compressed k, v][selected k, v][window k, v][gate logits][nothing]; with two the compressed branch reads the
+selected one's keys: [q heads][compressed v][selected k, v][window k, v][gate logits][nothing]; with one set of keys and
+values for all branches [q heads][k, v][gate logits][nothing]. One pass turns q and the selected and window keys by
+their rotary angles, lays the compressed branch's keys and values chunk by chunk, as φ multiplies them, and copies the
+rest; one pass backwards is its transpose. Left to the compiler, the gradient alone was four kernels, of which the one
+that knew all layouts ran at a quarter of the memory's rate.
 
 y: [B, T, C]   q: [B, T, H, D]   keys and values: [B, T, G, D]   chunks: [2 (k, v), B, S, G, d, D], zeros where there is
 none   logits: [B, T, 3H]   cos, sin: fp32 [T, 1, D/2]
@@ -29,10 +31,14 @@ from tercet.attention.kernels.settings import power_of_2
 _ALIGNMENT = 64
 
 
-def columns(heads: int, kv_heads: int, size: int, sets: int) -> int:
-    """C: of a row, what it ends with for alignment's sake included. sets: of keys and values, 3 or 1."""
-    used = (heads + 2 * sets * kv_heads) * size + 3 * heads
+def columns(heads: int, kv_heads: int, size: int, key_sets: int) -> int:
+    """C: of a row, what it ends with for alignment's sake included. key_sets: 3, 2 or 1."""
+    used = _before_logits(heads, kv_heads, size, key_sets) + 3 * heads
     return -(-used // _ALIGNMENT) * _ALIGNMENT
+
+
+def _before_logits(heads: int, kv_heads: int, size: int, key_sets: int) -> int:
+    return (heads + {3: 6, 2: 5, 1: 2}[key_sets] * kv_heads) * size
 
 
 # ------------------------------------------------------------ one head of every row; BACK: from a part into y
@@ -125,9 +131,11 @@ def _keys_and_values(
 
 @triton.jit
 def _chunks(
-    Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, column, d, C: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, STRIDE: tl.constexpr, KB: tl.constexpr, MAPPED: tl.constexpr, BACK: tl.constexpr,
+    Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, k_column, v_column, d, C: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, KB: tl.constexpr, MAPPED: tl.constexpr, BACK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
+    """KEYS: with their keys; not where the gradient of these is added to the selected branch's."""
     other, real = _counterpart(MAP, IS_MAP, row, given, length, STRIDE, MAPPED, BACK)
     token = row if BACK else other
     place = other if BACK else row
@@ -135,18 +143,21 @@ def _chunks(
         head = first + i
         written = given[:, None] & (d < D)[None, :] & (head < G)
         read = written & real[:, None]
-        k_in_y, at = token * C + (column + head) * D, _in_chunks(place, head, G, D, STRIDE)
-        _copy(Y, CHUNKS, k_in_y, at, d, read, written, BACK)
-        _copy(Y, CHUNKS, k_in_y + G * D, at + in_chunks.to(tl.int64) * G * D, d, read, written, BACK)
+        in_y, at = token * C + head * D, _in_chunks(place, head, G, D, STRIDE)
+        if KEYS:
+            _copy(Y, CHUNKS, in_y + k_column * D, at, d, read, written, BACK)
+        _copy(Y, CHUNKS, in_y + v_column * D, at + in_chunks.to(tl.int64) * G * D, d, read, written, BACK)
 
 
 @triton.jit
 def _shared_gradients(
     DY, DKS, DVS, DKW, DVW, DCHUNKS, MAP, IS_MAP, row, inside, length, in_chunks, first, column, cos, sin, d, half,
     whole, halves, C: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, KB: tl.constexpr,
-    MAPPED: tl.constexpr,
+    MAPPED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Of keys and values that three branches have read: the gradients' sums."""
+    """Of keys and values that several branches have read: the gradients' sums. ALL: of the one set that all three have
+    read; otherwise of the selected branch's, whose keys the compressed one has read too, and whose values are its own.
+    """
     place, real = _counterpart(MAP, IS_MAP, row, inside, length, STRIDE, MAPPED, True)
     for i in tl.static_range(KB):
         head = first + i
@@ -154,16 +165,22 @@ def _shared_gradients(
         in_chunk = _in_chunks(place, head, G, D, STRIDE)
         mask = halves & (head < G)
         a, b = _turned(DKS, at, cos, sin, half, mask, D // 2)
-        a_window, b_window = _turned(DKW, at, cos, sin, half, mask, D // 2)
-        a += a_window + _load(DCHUNKS, in_chunk, half, mask & real[:, None]).to(tl.float32)
-        b += b_window + _load(DCHUNKS, in_chunk + D // 2, half, mask & real[:, None]).to(tl.float32)
-        _store(DY, k_in_y, half, mask, a)
-        _store(DY, k_in_y + D // 2, half, mask, b)
+        a_more = _load(DCHUNKS, in_chunk, half, mask & real[:, None]).to(tl.float32)
+        b_more = _load(DCHUNKS, in_chunk + D // 2, half, mask & real[:, None]).to(tl.float32)
+        if ALL:
+            a_window, b_window = _turned(DKW, at, cos, sin, half, mask, D // 2)
+            a_more += a_window
+            b_more += b_window
+        _store(DY, k_in_y, half, mask, a + a_more)
+        _store(DY, k_in_y + D // 2, half, mask, b + b_more)
         mask = whole & (head < G)
-        in_chunk += in_chunks.to(tl.int64) * G * D
-        v = _load(DVS, at, d, mask).to(tl.float32) + _load(DVW, at, d, mask).to(tl.float32)
-        v += _load(DCHUNKS, in_chunk, d, mask & real[:, None]).to(tl.float32)
-        _store(DY, k_in_y + G * D, d, mask, v)
+        if ALL:
+            in_chunk += in_chunks.to(tl.int64) * G * D
+            v = _load(DVS, at, d, mask).to(tl.float32) + _load(DVW, at, d, mask).to(tl.float32)
+            v += _load(DCHUNKS, in_chunk, d, mask & real[:, None]).to(tl.float32)
+            _store(DY, k_in_y + G * D, d, mask, v)
+        else:
+            _copy(DY, DVS, k_in_y + G * D, at, d, mask, mask, True)
 
 
 @triton.jit(
@@ -172,7 +189,7 @@ def _shared_gradients(
 )
 def _pass(
     Y, COS, SIN, Q, KS, VS, KW, VW, CHUNKS, LOGITS, MAP, IS_MAP, tokens, length, in_chunks,
-    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, KEY_SETS: tl.constexpr,
     MAPPED: tl.constexpr, BACK: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr,
     QB: tl.constexpr, KB: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -180,14 +197,18 @@ def _pass(
     values, or logits; more heads are more programs. (Unrolled in one, 16 K/V heads took 78 s to compile.)"""
     Q_PARTS: tl.constexpr = (H + QB - 1) // QB
     KV_PARTS: tl.constexpr = (G + KB - 1) // KB
-    REST: tl.constexpr = (H + (2 if SHARED else 6) * G) * D
+    REST: tl.constexpr = (H + (2 if KEY_SETS == 1 else 3 + KEY_SETS) * G) * D
+    # heads before the selected branch's keys (or all branches'), and before the compressed one's keys and values
+    SELECTED: tl.constexpr = H + (KEY_SETS - 1) * G
+    COMPRESSED_K: tl.constexpr = H if KEY_SETS == 3 else SELECTED
+    COMPRESSED_V: tl.constexpr = H if KEY_SETS == 2 else H + G
     # the parts of the same tokens side by side: q, keys and values (selected, window; or shared), chunks, logits
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64) * R + tl.arange(0, R)
     inside = row < tokens
     d, half = tl.arange(0, DP), tl.arange(0, HP)
     first = (part - Q_PARTS) % KV_PARTS * KB
-    if part < Q_PARTS + (1 if SHARED else 2) * KV_PARTS:
+    if part < Q_PARTS + (1 if KEY_SETS == 1 else 2) * KV_PARTS:
         whole, halves = inside[:, None] & (d < D)[None, :], inside[:, None] & (half < D // 2)[None, :]
         cos, sin = _angle(COS, SIN, row, length, half, halves, D // 2, BACK)
         if part < Q_PARTS:
@@ -195,21 +216,23 @@ def _pass(
                 head = part * QB + i
                 in_y, at = row * C + head * D, (row * H + head) * D
                 _turn(Y, Q, in_y, at, cos, sin, half, halves & (head < H), D // 2, BACK)
-        elif SHARED and BACK:
-            _shared_gradients(
-                Y, KS, VS, KW, VW, CHUNKS, MAP, IS_MAP, row, inside, length, in_chunks, first, H, cos, sin, d, half,
-                whole, halves, C, G, D, STRIDE, KB, MAPPED,
-            )  # fmt: skip
-        elif SHARED:
-            _keys_and_values(Y, KS, VS, row, first, H, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
         elif part < Q_PARTS + KV_PARTS:
-            _keys_and_values(Y, KS, VS, row, first, H + 2 * G, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
-        else:
-            _keys_and_values(Y, KW, VW, row, first, H + 4 * G, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
+            if KEY_SETS < 3 and BACK:
+                _shared_gradients(
+                    Y, KS, VS, KW, VW, CHUNKS, MAP, IS_MAP, row, inside, length, in_chunks, first, SELECTED, cos, sin,
+                    d, half, whole, halves, C, G, D, STRIDE, KB, MAPPED, KEY_SETS == 1,
+                )  # fmt: skip
+            else:
+                _keys_and_values(Y, KS, VS, row, first, SELECTED, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
+        elif KEY_SETS > 1:
+            _keys_and_values(
+                Y, KW, VW, row, first, SELECTED + 2 * G, cos, sin, d, half, whole, halves, C, G, D, KB, BACK
+            )
     elif part < PARTS - 1:
         given = inside if BACK else row < in_chunks
         _chunks(
-            Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, H, d, C, G, D, STRIDE, KB, MAPPED, BACK
+            Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, COMPRESSED_K, COMPRESSED_V, d, C, G, D,
+            STRIDE, KB, MAPPED, BACK, KEY_SETS == 3 or not BACK,
         )  # fmt: skip
     else:
         c = tl.arange(0, LP)
@@ -228,9 +251,9 @@ def _launch(
     is_map: Tensor | None, sizes: Sequence[int], *, back: bool,
 ) -> None:  # fmt: skip
     """main: y or its gradient; parts: q, ks, vs, kw, vw, chunks, logits or theirs."""
-    heads, kv_heads, size, stride, sets = sizes
+    heads, kv_heads, size, stride, key_sets = sizes
     batch, length, width = main.shape
-    tokens, shared = batch * length, sets == 1
+    tokens, shared = batch * length, key_sets == 1
     if cos.numel() != length * size // 2:
         raise ValueError(f"cos has shape {list(cos.shape)}: {length} tokens and heads of {size} need [T, 1, D/2]")
     # shared keys' gradients are three tensors for one: half as many heads then
@@ -241,8 +264,9 @@ def _launch(
         _pass, (-(-tokens // _ROWS) * programs,),
         (main, cos.contiguous(), sin.contiguous(), *parts, map_, None if is_map is None else is_map.view(torch.uint8)),
         (tokens, length, batch * (length // stride) * stride),
-        (width, heads, kv_heads, size, stride, shared, map_ is not None, back, power_of_2(size), power_of_2(size // 2),
-         power_of_2(max(3 * heads, width - (heads + 2 * sets * kv_heads) * size)), _Q_BLOCK, kv_block, programs, _ROWS),
+        (width, heads, kv_heads, size, stride, key_sets, map_ is not None, back, power_of_2(size),
+         power_of_2(size // 2), power_of_2(max(3 * heads, width - _before_logits(heads, kv_heads, size, key_sets))),
+         _Q_BLOCK, kv_block, programs, _ROWS),
         num_warps=4,
     )  # fmt: skip
 
@@ -252,18 +276,18 @@ def _launch(
 
 
 def _parts_like(y: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    heads, kv_heads, size, stride, sets = sizes
+    heads, kv_heads, size, stride, key_sets = sizes
     batch, length, _ = y.shape
     q = y.new_empty(batch, length, heads, size)
-    # as many as branches read: three sets are the compressed branch's, which only chunks hold, and two more
-    keys_and_values = [y.new_empty(batch, length, kv_heads, size) for _ in range(4 if sets == 3 else 2)]
+    # as many as branches read: the compressed branch's only chunks hold, the others' are two sets, or one for all
+    keys_and_values = [y.new_empty(batch, length, kv_heads, size) for _ in range(2 if key_sets == 1 else 4)]
     chunks = y.new_empty(2, batch, length // stride, kv_heads, stride, size)
     return [q, *keys_and_values, chunks, y.new_empty(batch, length, 3 * heads)]
 
 
 def _together_like(grads: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    heads, kv_heads, size, _, sets = sizes
-    return grads[0].new_empty(*grads[0].shape[:2], columns(heads, kv_heads, size, sets))
+    heads, kv_heads, size, _, key_sets = sizes
+    return grads[0].new_empty(*grads[0].shape[:2], columns(heads, kv_heads, size, key_sets))
 
 
 @operator(lambda y, cos, sin, there, is_there, sizes: _parts_like(y, sizes))
@@ -271,8 +295,8 @@ def heads_apart(
     y: Tensor, cos: Tensor, sin: Tensor, there: Tensor | None, is_there: Tensor | None, sizes: list[int]
 ) -> list[Tensor]:
     """[q, ks, vs, kw, vw, chunks, logits] of a product y; [q, k, v, chunks, logits] with one set of keys and values.
-    `sizes` are H, G, D, d and the number of sets, 3 or 1; the map says which tokens of packed documents stand in chunks
-    (chunks.Rearrangement), None where chunks are simply every d tokens."""
+    `sizes` are H, G, D, d and the number of sets of keys, 3, 2 or 1; the map says which tokens of packed documents
+    stand in chunks (chunks.Rearrangement), None where chunks are simply every d tokens."""
     parts = _parts_like(y, sizes)
     seven = parts if len(parts) == 7 else [*parts[:3], None, None, *parts[3:]]
     _launch(y.contiguous(), seven, cos, sin, there, is_there, sizes, back=False)
