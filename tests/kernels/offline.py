@@ -28,6 +28,7 @@ class Compiled:
     shared: int
     warps: int
     serialised: str = ""  # the assembler's words where it makes every product of a Gluon kernel wait
+    meetings: int = 0  # places where all warps of a program wait for each other
 
 
 class _Absent:
@@ -68,7 +69,9 @@ def compiling(capability: int, *, resources: bool = True, only: str = "") -> Ite
         )
         usage = _usage(kernel.asm["cubin"]) if resources else (0, 0)
         told = _serialised(kernel.asm["ptx"]) if resources and self.is_gluon() else ""
-        found.append(Compiled(self.fn.__name__, *usage, kernel.metadata.shared, kernel.metadata.num_warps, told))
+        meetings = len(re.findall(r"\bbar(?:rier)?\.sync", kernel.asm["ptx"]))
+        shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+        found.append(Compiled(self.fn.__name__, *usage, shared, warps, told, meetings))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)

@@ -164,6 +164,15 @@ def test_what_hoppers_selected_keys_do_not_take_is_tritons(heads: int) -> None:
     assert [c.name for c in found] == ["key_gradients"]
 
 
+def test_warps_meet_before_one_writes_over_what_others_read() -> None:
+    """Merging KV-major outputs, every warp reads the forced blocks' log-sum-exps, and one writes all blocks' there."""
+    with compiling(90, only="merge", resources=False) as found:
+        q, k = torch.empty(1, 8192, 12, 64, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 64, dtype=torch.bfloat16)
+        blocks = torch.empty(1, 8192, 2, 16, dtype=torch.int32)
+        selected.selected_forward(q, k, k, blocks, NSAConfig(), Documents(1, 8192, 0, None, None))
+    assert [(c.warps > 1, c.meetings > 0) for c in found] == [(True, True)]
+
+
 @pytest.mark.parametrize("capability", [80, 100])
 def test_forward_compiles_for_ampere_and_blackwell(capability: int) -> None:
     with compiling(capability, resources=False) as found:
