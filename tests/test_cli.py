@@ -322,15 +322,22 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def documented_commands() -> list[str]:
-    """Lines of the pages on configuration that are commands; training is planned instead, which takes the same."""
+    """Lines of these pages that are commands; training is planned instead, which takes the same."""
     found = []
-    for page in ("configuration.md", "from-m7c.md"):
+    for page in ("configuration.md", "from-m7c.md", "data.md"):
         for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
             command = line.partition("#")[0].strip()
             if re.match(r"(torchrun .* -m )?tercet (train|plan|config|presets)\b", command):
                 command = re.sub(r"^torchrun .* -m ", "", command).replace("tercet train", "tercet plan")
                 found.append(command.removeprefix("tercet ").replace("runs/m7c-20261115-093000", "run"))
     return found
+
+
+def test_documented_trainings_say_what_to_train():
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
+    lines = [line for page in pages for line in re.findall(r"^tercet train .*", page.read_text(encoding="utf-8"), re.M)]
+    assert len(lines) > 10
+    assert [line for line in lines if not re.search(r"--(preset|config|resume) ", line)] == []
 
 
 def test_there_are_documented_commands():

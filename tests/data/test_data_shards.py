@@ -199,6 +199,35 @@ def test_a_folder_begun_with_other_settings_is_not_continued(source, tmp_path):
         prepare(source, tmp_path / "out", workers=1, shard_tokens=5)
 
 
+def test_a_folder_begun_with_another_source_says_what_of_it_is_other(tmp_path, corpus):
+    jsonl = DataConfig(source="jsonl", path=str(corpus["jsonl"]))
+    prepare(jsonl, tmp_path / "out", workers=1)
+    for changes, told in (
+        ({"path": (str(corpus["gz"]),)}, "other files (by their names and sizes)"),
+        ({"prompt_field": "n"}, "source.prompt_field=, now source.prompt_field=n"),
+    ):
+        with pytest.raises(DataUsageError) as refused:
+            prepare(jsonl.model_copy(update=changes), tmp_path / "out", workers=1)
+        assert str(refused.value).endswith(f"was begun with {told}: name another folder, or remove this one")
+
+
+def test_a_preparation_that_met_a_bad_record_goes_on_with_the_mend_that_it_names(tmp_path, small_chunks):
+    lines = [json.dumps({"text": f"document {n} " + "x" * 60}) for n in range(80)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:70], "{broken", *lines[70:]]) + "\n")
+    strict = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"))
+    lenient = strict.model_copy(update={"bad_records": "skip"})
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    with pytest.raises(DataError, match=r"with --data\.bad_records skip"):
+        prepare(strict, out, workers=1, shard_tokens=100)
+    assert any(out.glob("shard-*.json"))
+    prepare(lenient, out, workers=1, shard_tokens=100)
+    prepare(lenient, whole, workers=1, shard_tokens=100)
+    for file in whole.iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+    with pytest.raises(DataError, match="was begun with bad_records=skip, now bad_records=error"):
+        prepare(strict, out, workers=1, shard_tokens=100)
+
+
 def test_shards_are_not_put_beside_other_things(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
