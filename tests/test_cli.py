@@ -318,6 +318,29 @@ def test_an_early_reader_is_no_error():
     assert done.stderr == ""
 
 
+def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from runs import small
+    from tercet.train.loop import train
+
+    monkeypatch.chdir(tmp_path)
+    Path("a text.txt").write_text("some words of text, and some more of these words\n" * 20)
+    source = ("--data.source", "text", "--data.path", "a text.txt")
+    made = run(capsys, "data", "train-tokenizer", *source, "--vocab_size", "260", "--out", "my tokens.json")[1]
+    assert made.endswith("use it with: --data.tokenizer 'my tokens.json'\n")
+    made = run(capsys, "data", "prepare", *source, "--workers", "1", "--out", "my shards")[1]
+    assert "--data.source shards --data.path 'my shards' --data.tokenizer byte\n" in made
+
+    monkeypatch.setattr("tercet.interop.huggingface.take_over.take_over", lambda *_, **__: SimpleNamespace(covers=None))
+    made = run(capsys, "import", "hf", "theirs", "my model")[1]
+    assert "tercet train --config 'my model/config.toml'\n" in made
+    assert "tercet generate 'my model' --prompt TEXT\n" in made
+
+    assert train(small(run__dir="my run", train__steps=1, train__val_tokens=0)) == 0
+    assert capsys.readouterr().out.endswith("tercet report 'my run'\n")
+
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from tercet.config.data import DataConfig
@@ -33,7 +34,8 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
 
     manifest = run(data, out, workers=workers, shard_tokens=shard_tokens, report=say)
     tokenizer = "byte" if manifest["tokenizer"]["name"] == "byte" else out / "tokenizer.json"
-    print(f"read them with: --data.source shards --data.path {out} --data.tokenizer {tokenizer}")
+    path = quote(str(out))
+    print(f"read them with: --data.source shards --data.path {path} --data.tokenizer {quote(str(tokenizer))}")
     return 0
 
 
@@ -52,7 +54,8 @@ def train_tokenizer(
     from tercet.data.bpe import train_bpe
 
     tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed)
-    print(f"{out}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}; use it with: --data.tokenizer {out}")
+    option = f"--data.tokenizer {quote(str(out))}"
+    print(f"{out}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}; use it with: {option}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from tercet.attention.spec import NSAConfig
@@ -38,6 +39,6 @@ def hf(
     )
     if made.covers is not None:
         print(f"gates start with the {cover} branch open: equal to the dense model up to {made.covers:,} tokens")
-    print(f"{out} is written. Go on with:  tercet train --config {out / 'config.toml'}")
-    print(f"or use it as it is:            tercet generate {out} --prompt TEXT")
+    print(f"{out} is written. Go on with:  tercet train --config {quote(str(out / 'config.toml'))}")
+    print(f"or use it as it is:            tercet generate {quote(str(out))} --prompt TEXT")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from shlex import quote
 
 from tercet.config.schema import RunConfig
 from tercet.durable import write_json
@@ -58,7 +59,7 @@ def sum_up(
     figures = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
     losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
     screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {folder.path}")
-    screen.say(f"is it any good?  tercet report {folder.path}")
+    screen.say(f"is it any good?  tercet report {quote(str(folder.path))}")
 
 
 def _nothing_left(config: RunConfig, folder: RunFolder, made: int, reason: str) -> str:
