@@ -105,6 +105,9 @@ eval perplexity nowhere                                                      now
 eval needle empty                                                            empty holds no checkpoint
 eval recall                                                                  no run folder was given
 eval recall nowhere                                                          nowhere does not exist
+eval perplexity empty --plot p.png                                           --plot p.png does not end in .svg
+eval needle empty --plot p.png                                               --plot p.png does not end in .svg
+eval recall empty --plot p.png                                               --plot p.png does not end in .svg
 eval selection-map nowhere s.html                                            nowhere does not exist
 export hf nowhere out                                                        nowhere does not exist
 export hf empty full                                                         full exists and is not empty

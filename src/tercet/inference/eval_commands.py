@@ -33,6 +33,7 @@ def perplexity(
     from tercet.inference.load import load_model
     from tercet.inference.perplexity import by_position, held_out, overall
 
+    _check_plot(plot)
     model = load_model(run, device=device, dtype=dtype)
     warning = _beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
     found = by_position(model, held_out(model, sequences=sequences, seq_len=seq_len, batch=batch))
@@ -78,6 +79,7 @@ def needle(
     from tercet.inference.needle import needle as search
     from tercet.inference.needle import usual_lengths
 
+    _check_plot(plot)
     model = load_model(run, device=device, dtype=dtype)
     sizes = lengths or usual_lengths(model, style)
     warning = _beyond_training(model, run, "--lengths", sizes)
@@ -122,6 +124,7 @@ def recall(
 
     if not runs:
         raise UsageError("no run folder was given: tercet eval recall runs/NAME-DATE-TIME")
+    _check_plot(plot)
     curves, records, reach = {}, [], None
     for run in runs:
         model = load_model(run, device=device, dtype=dtype)
@@ -184,6 +187,14 @@ def selection_map(
     read = {f"layer_{layer.layer}": sorted(layer.read_by(t)) for layer in found}
     print(json.dumps({"eval": "selection_map", "run": str(run), "query": t, "blocks": read}))
     return 0
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Before anything is measured: an SVG by another name is a picture that nothing opens."""
+    if plot is not None and plot.suffix.lower() != ".svg":
+        from tercet.errors import UsageError
+
+        raise UsageError(f"--plot {plot} does not end in .svg, and what is drawn is SVG: give a name that does")
 
 
 def _beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
