@@ -39,7 +39,7 @@ from tercet.train.signals import StopSignals
 from tercet.train.start import abandon_later, check_fit, find_start
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import train_step
-from tercet.train.validate import Validation
+from tercet.train.validate import Validation, check_documents
 from tercet.train.watchers import attach, run_started
 
 
@@ -71,6 +71,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 others_wait=strategy.world_size > 1,
             )
         )
+        strategy.first(lambda: check_documents(config, tokenizer))
         # From here on the folder changes: everything that may be refused has been looked at.
         said += strategy.first(lambda: abandon_later(start, folder))
         if strategy.rank == 0:
@@ -234,10 +235,15 @@ class Trainer:
             self._log()
         if step == config.train.steps:
             return  # the rest is `_finish`
-        if _due(step, config.train.val_every):
-            self._validate()
-        if _due(step, config.train.sample_every):
-            self._sample()
+        try:
+            if _due(step, config.train.val_every):
+                self._validate()
+            if _due(step, config.train.sample_every):
+                self._sample()
+        except Exception:
+            if self.strategy.world_size == 1:  # other ranks may not be there for a save
+                self.saving.rescue(self.screen)
+            raise
         self.saving.collect(wait=False)
         if _due(step, config.checkpoint.every):
             self._save()
@@ -353,17 +359,17 @@ class Trainer:
         self.saving.order()
 
     def _finish(self, outcome: str, reason: str) -> None:
-        """Save, sample, sum up."""
+        """Save, validate, sample, sum up. The save comes first, whatever the others meet: a resumed run makes up for
+        those that are missing after its last step."""
         state, completed = self.state, outcome == "completed"
-        if completed:
-            if state.interval.read():
-                self._log()
-            self._validate()
+        if completed and state.interval.read():
+            self._log()
         if not self.saving.up_to_date:
             self._save()
         self.saving.finish()
         if completed:
-            self._sample()  # can take minutes on a slow machine, and nothing waits for it
+            self._validate()
+            self._sample()
         self.screen.end()
         self._end(outcome, reason)
         if self.strategy.rank == 0:

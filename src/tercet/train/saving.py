@@ -84,6 +84,18 @@ class Saving:
         if self._failed:
             raise CheckpointError("the last checkpoint could not be written; see the warning above")
 
+    def rescue(self, screen: Screen) -> None:
+        """Steps since the last save, when what came between two steps has failed: nothing that a step made has changed.
+        A failure here must not hide the first, whatever it is: after some errors a GPU answers nothing any more."""
+        if self.up_to_date:
+            return
+        try:
+            if not self._state.guard.halted_at():  # steps made since the weights froze are no progress
+                self.order()
+                self.collect(wait=True)
+        except Exception as error:
+            screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
+
     def let_end(self, screen: Screen) -> None:
         """A save under way when the run fails is still worth having; its own failure must not hide the first."""
         try:

@@ -1,4 +1,4 @@
-"""Loss on validation documents: the same ones, in the same batches, every time."""
+"""Validation documents: that there are some, and the loss on them, the same ones in the same batches every time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,39 @@ import torch
 from torch import nn
 
 from tercet.config.schema import RunConfig
+from tercet.data.errors import DataError, DataUsageError
 from tercet.data.loader import Batch, build_loader
+from tercet.data.sources import open_stream
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
 from tercet.parallel.strategy import Strategy
 from tercet.train.batches import to_device
 from tercet.train.step import autocast
+
+LOOK_AT_ONCE = 64  # records; those of a whole shuffle_block would come later, and none is used
+
+
+def check_documents(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Refuse data without a document for validation, before any step is made: reads up to the first that there is."""
+    if not config.train.val_tokens:
+        return
+    data = config.data.model_copy(update={"shuffle_block": min(config.data.shuffle_block, LOOK_AT_ONCE)})
+    # A mixture breaks off at a part that has none, however many the others have.
+    parts = [data.model_copy(update={"mixture": (part,)}) for part in data.mixture] or [data]
+    for part in parts:
+        try:
+            documents = open_stream(part, tokenizer, seed=config.run.seed, split="validation").documents()
+            try:
+                next(documents, None)
+            finally:
+                documents.close()
+        except DataUsageError as error:
+            raise UsageError(
+                f"train.val_tokens={config.train.val_tokens} asks for a validation that the data cannot give: {error}; "
+                "--train.val-tokens 0 turns it off"
+            ) from None
+        except DataError as error:
+            raise DataError(str(error)) from None  # a kind that can be sent to other ranks
 
 
 class Validation:
@@ -47,8 +74,9 @@ class Validation:
         targets = int(self._strategy.all_sum(count).item())
         if targets == 0:
             raise UsageError(
-                "validation has no target tokens: the data has no validation documents; raise "
-                "data.validation_fraction, or turn validation off with --train.val-tokens 0"
+                f"validation has no target tokens in the {self._config.validation_passes} passes that train.val_tokens="
+                f"{self._config.train.val_tokens} asks for: raise it or data.validation_fraction, or turn validation "
+                "off with --train.val-tokens 0"
             )
         return float(self._strategy.all_sum(total).item()) / targets, targets
 

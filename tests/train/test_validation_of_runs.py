@@ -1,0 +1,195 @@
+"""Runs that validate: what is refused before the first step, and what a failed validation may cost."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import losses, small
+from tercet.config.data import DataConfig
+from tercet.config.load import load
+from tercet.data import text
+from tercet.data.errors import DataError
+from tercet.data.prepare import prepare
+from tercet.data.tokenizers import load_tokenizer
+from tercet.errors import TercetError, UsageError
+from tercet.telemetry.events import RunEnded, Validated, events_file, read_events
+from tercet.train import loop
+from tercet.train.loop import train
+from tercet.train.manifest import complete_checkpoints
+from tercet.train.validate import Validation, check_documents
+
+VALIDATES = {"train__val_tokens": 128}
+
+
+def corpus(path: Path, documents: int, first: str = "") -> Path:
+    lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(documents)]
+    path.write_text("\n".join([*([first] if first else []), *lines]) + "\n")
+    return path
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """Three documents, of which none is among the lowest millionth of hashes."""
+    return corpus(tmp_path / "few.jsonl", 3)
+
+
+def sources(few: Path) -> dict[str, dict[str, Any]]:
+    made = {"data__validation_fraction": 1e-6}
+    part = {"source": "jsonl", "path": [str(few)]}
+    return {
+        "jsonl": {**made, "data__source": "jsonl", "data__path": (str(few),)},
+        "shards": {**made, "data__source": "shards", "data__path": (str(few.parent / "shards"),)},
+        "a part": {
+            **made,
+            "data__source": "mixture",
+            "data__mixture": [{"source": "synthetic"}, {**part, "name": "poems"}],
+        },
+        "no fraction": {"data__source": "jsonl", "data__path": (str(few),), "data__validation_fraction": 0.0},
+    }
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [int(p.name.removeprefix("step-")) for p in complete_checkpoints(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("jsonl", "jsonl: no document for validation with validation_fraction=1e-06: change that fraction, or add"),
+        ("shards", "no document of 3 in"),
+        ("a part", "poems: no document for validation with validation_fraction=1e-06"),
+        ("no fraction", "validation_fraction=0 keeps no document for validation: raise it"),
+    ],
+)
+def test_data_without_a_validation_document_is_refused_before_anything_is_written(
+    few: Path, tmp_path: Path, which: str, said: str
+) -> None:
+    if which == "shards":
+        prepare(DataConfig(source="jsonl", path=(str(few),)), few.parent / "shards")
+    config = small(run__dir=str(tmp_path / "run"), **VALIDATES, **sources(few)[which])
+    with pytest.raises(UsageError) as caught:
+        train(config, origins={})
+    told = str(caught.value)
+    assert told.startswith("train.val_tokens=128 asks for a validation that the data cannot give: ")
+    assert said in told
+    assert told.endswith("; --train.val-tokens 0 turns it off")
+    assert "\n" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_both_mends_of_that_refusal_train(few: Path, tmp_path: Path) -> None:
+    without = {**sources(few)["jsonl"], "train__val_tokens": 0}
+    assert train(small(run__dir=str(tmp_path / "without"), train__steps=1, **without), origins={}) == 0
+    more = {**sources(few)["jsonl"], **VALIDATES, "data__validation_fraction": 0.6}
+    assert train(small(run__dir=str(tmp_path / "more"), train__steps=1, **more), origins={}) == 0
+    assert any(isinstance(e, Validated) for e in read_events(events_file(tmp_path / "more")))
+
+
+def test_looking_for_a_validation_document_reads_few_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, true = 0, text.document_hash
+
+    def counting(document: bytes) -> int:
+        nonlocal read
+        read += 1
+        return true(document)
+
+    monkeypatch.setattr(text, "document_hash", counting)
+    path = corpus(tmp_path / "many.jsonl", 20_000)
+    config = small(data__source="jsonl", data__path=(str(path),), **VALIDATES)
+    check_documents(config, load_tokenizer("byte"))
+    assert 0 < read < 1000
+
+
+def test_a_bad_record_met_on_the_way_can_be_told_to_other_ranks(tmp_path: Path) -> None:
+    path = corpus(tmp_path / "bad.jsonl", 3, first="{rubbish")
+    config = small(data__source="jsonl", data__path=(str(path),), **VALIDATES)
+    with pytest.raises(DataError, match=r"record 1 of .*--data.bad_records skip") as caught:
+        check_documents(config, load_tokenizer("byte"))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def failing(*_: Any) -> tuple[float, int]:
+    raise RuntimeError("no memory for a validation")
+
+
+def test_a_validation_that_fails_at_the_end_costs_no_step_and_is_made_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    config = small(run__dir=str(folder), train__steps=5, checkpoint__every=2, **VALIDATES)
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "loss", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            train(config, origins={})
+    assert saved_steps(folder)[-1] == 5
+    assert train(config, origins={}, resume="auto") == 0
+    told = list(read_events(events_file(folder)))
+    assert [e.step for e in told if isinstance(e, Validated)] == [5]
+    assert isinstance(told[-1], RunEnded)
+    assert told[-1].outcome == "completed"
+
+
+@pytest.mark.parametrize("what", ["validation", "sample"])
+def test_what_fails_between_two_steps_costs_none_of_those_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    both = {"train__val_every": 3, "train__sample_every": 3, "train__sample_tokens": 2, **VALIDATES}
+    config = {"train__steps": 5, "checkpoint__every": 2, "log__every": 2, **both}
+    with monkeypatch.context() as patch:
+        if what == "validation":
+            patch.setattr(Validation, "loss", failing)
+        else:
+            patch.setattr(loop, "sample_text", lambda *_, **__: failing())
+        with pytest.raises(RuntimeError, match="no memory"):
+            train(small(run__dir=str(folder), **config), origins={})
+    assert saved_steps(folder) == [2, 3]
+    assert train(small(run__dir=str(folder), **config), origins={}, resume="auto") == 0
+    assert train(small(run__dir=str(straight), **config), origins={}) == 0
+    assert losses(folder) == losses(straight)
+
+
+def test_a_save_that_fails_after_a_validation_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> tuple[float, int]:
+        shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+        (tmp_path / "run" / "checkpoints").write_text("no folder")
+        return failing()
+
+    monkeypatch.setattr(Validation, "loss", full)
+    config = small(run__dir=str(tmp_path / "run"), train__val_every=3, checkpoint__every=0, **VALIDATES)
+    with pytest.raises(RuntimeError, match="no memory for a validation"):
+        train(config, origins={})
+    assert "warning: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ranks_refuse_data_without_a_validation_document_together(few: Path, tmp_path: Path) -> None:
+    from dist.test_ranks_in_runs import arguments
+    from dist.world import Run
+
+    changes = {**sources(few)["jsonl"], **VALIDATES, "data__path": str(few), "parallel__strategy": "ddp"}
+    with Run(tmp_path / "said.txt", 2, *arguments(tmp_path / "run", **changes)) as run:
+        assert run.wait() != 0
+    assert run.text.count("error: train.val_tokens=128 asks for a validation that the data cannot give: jsonl") == 1
+    assert run.text.count("exitcode  : 2 ") == 2
+    assert not events_file(tmp_path / "run").exists()
+
+
+def test_a_config_that_does_not_validate_reads_nothing(tmp_path: Path) -> None:
+    config = load(
+        flags={"data.source": "jsonl", "data.path": (str(tmp_path / "absent"),), "train.val_tokens": 0}
+    ).config
+    check_documents(config, load_tokenizer("byte"))
+    with pytest.raises(TercetError):
+        check_documents(
+            config.model_copy(update={"train": config.train.model_copy(update={"val_tokens": 1})}),
+            load_tokenizer("byte"),
+        )
