@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,17 @@ def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_fur
     assert cli.main(shlex.split(further)) == 0
     assert "nothing was left" not in capsys.readouterr().out
     assert len(losses(run)) > made
+
+
+def test_the_last_line_joins_the_time_of_a_process_with_what_that_process_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    assert train(small(run__dir=run, train__steps=4), origins={}) == 0
+    assert re.search(r"^done: 4/4 steps, 512 tokens in \d+s \(all", capsys.readouterr().out, re.M)
+    assert train(small(run__dir=run, train__steps=6), origins={}, resume="auto") == 0
+    said = r"^done: 6/6 steps, 768 tokens; since the resume 2 steps, 256 tokens in \d+s \(all"
+    assert re.search(said, capsys.readouterr().out, re.M)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:

@@ -37,12 +37,15 @@ def sum_up(
     reason: str,
     began: float,
     first_step: int,
+    first_tokens: int,
     bad_records: int,
     bad_examples: Sequence[str],
 ) -> None:
     """One line of what was done, and what to do next."""
     took = duration(time.time() - began)
     steps = f"{state.step}/{config.train.steps} steps, {quantity(state.tokens)} tokens"
+    if first_step:  # the time is this process's alone: a killed one before it may have left none
+        steps += f"; since the resume {state.step - first_step} steps, {quantity(state.tokens - first_tokens)} tokens"
     if not completed and state.step == 0:
         screen.say(f"{reason}: left before the first step, with nothing to save")
         return

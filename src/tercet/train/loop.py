@@ -132,7 +132,7 @@ class Trainer:
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
         self._flops = flops_per_token(config.model, config.data.seq_len)
         self._told = {(e.kind, e.step) for e in self.past}
-        self._first_step = self.state.step
+        self._first_step, self._first_tokens = self.state.step, self.state.tokens
 
     def run(self) -> int:
         """All remaining steps, and an orderly end whatever comes."""
@@ -382,6 +382,7 @@ class Trainer:
                 reason=reason,
                 began=self._began,
                 first_step=self._first_step,
+                first_tokens=self._first_tokens,
                 bad_records=self.batches.bad_records,
                 bad_examples=self.loader.bad_records,
             )
