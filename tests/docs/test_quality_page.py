@@ -116,6 +116,14 @@ def test_what_is_said_of_the_contexts_is_so() -> None:
     }
     tie = [percent(mine / its) for mine, its in zip(small["tie+l16+mean"], small["l16+mean"], strict=True)]
     assert f"({tie[0]}, {tie[1]}), better with 4,096 and more ({tie[3]})" in PAGE
+    whole = [evaluated(f"choice/{name}-perplexity.txt")["by_position"] for name in ("tie+l16+mean", "l16+mean")]
+    worse = [mine["loss"] / its["loss"] - 1 for mine, its in zip(*whole, strict=True) if 1 <= its["first"] < 2048]
+    assert f"by {min(worse):.0%} to {max(worse):.0%} in every bin but the first".replace("% to", " to") in PAGE
+    needles = [evaluated(f"choice/{name}-needle.txt")["found"] for name in ("tie+l16+mean", "l16+mean")]
+    (mine, its), (far, its_far) = (
+        [sum(f["right"] for f in found if f["length"] == length) for found in needles] for length in (1024, 2048)
+    )
+    assert f"{mine} instead of {its} of 80 are right at 1,024 tokens, {far} instead of {its_far} at 2,048" in PAGE
     blocks = [percent(mine / its) for mine, its in zip(small["tie+l16+mean+s32"], small["tie+l16+mean"], strict=True)]
     assert f"more with more context ({blocks[0]} to {blocks[3]})" in PAGE
 
