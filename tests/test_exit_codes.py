@@ -69,6 +69,8 @@ train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     tra
 report                                                                       no run folder was given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events
+report run run                                                               run was given twice
+report run ./run/../run --out new                                            are the same folder
 report empty --min_steps 3                                                   min_steps=3 is below 500
 watch                                                                        tercet watch lacks RUN
 watch nowhere --once                                                         nowhere is not a folder

@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.report import render, side_by_side
 from tercet.report.commands import report
 from tercet.report.facts import gather
@@ -219,6 +220,22 @@ def test_two_runs_stand_side_by_side_with_their_differences(healthy, tmp_path, u
     for _, attrs in Tags(page).tags:
         if attrs.get("href", "").endswith("report.html"):
             assert (tmp_path / "both" / attrs["href"]).resolve().exists()
+
+
+def test_a_run_is_not_held_against_itself_whatever_it_is_called(healthy, tmp_path):
+    folder, link = healthy.folder, tmp_path / "link"
+    link.symlink_to(folder, target_is_directory=True)
+    before = sorted(p.name for p in folder.iterdir())
+    for runs, baseline, said in (
+        ([folder, folder], None, rf"^{folder} was given twice: .*give each run once$"),
+        ([folder, Path(str(folder)), tmp_path], None, rf"^{folder} was given twice"),
+        ([folder, link], None, rf"^{folder} and {link} are the same folder: "),
+        ([folder], link, rf"^--baseline {link} is among the runs to judge: .*name its dense twin"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            report(runs, out=tmp_path / "out", baseline=baseline)
+    assert sorted(p.name for p in folder.iterdir()) == before
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_run_of_a_comparison_is_cut_off(healthy, tmp_path, monkeypatch):

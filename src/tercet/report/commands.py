@@ -41,6 +41,7 @@ def report(
         )
     if not runs:
         raise UsageError("no run folder was given: tercet report runs/NAME-DATE-TIME")
+    _refuse_itself(runs, baseline)
     limits = Thresholds(min_steps=min_steps, dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
     read = [read_run(path) for path in runs]
     given = read_run(baseline) if baseline is not None else None
@@ -68,6 +69,21 @@ def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
     from tercet.report.watch import watch as show
 
     return show(run, every=every, once=once)
+
+
+def _refuse_itself(runs: list[Path], baseline: Path | None) -> None:
+    """A run beside itself, by whatever names, looks like two that agree."""
+    seen: dict[Path, Path] = {}
+    for path in runs:
+        if (first := seen.get(path.resolve())) is not None:
+            names = f"{path} was given twice" if first == path else f"{first} and {path} are the same folder"
+            raise UsageError(f"{names}: a run beside itself shows nothing; give each run once")
+        seen[path.resolve()] = path
+    if baseline is not None and baseline.resolve() in seen:
+        raise UsageError(
+            f"--baseline {baseline} is among the runs to judge: a run held against itself shows nothing; name its "
+            "dense twin, or give both as runs without --baseline, where the twin is found by itself"
+        )
 
 
 def _twin_among(run: Run, runs: list[Run]) -> Run | None:
