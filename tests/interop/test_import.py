@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import tercet
 from inference.models import AS_M7C, trained
+from tercet import cli
 from tercet.attention.spec import NSAConfig
 from tercet.config.load import load
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.take_over import take_over
 
@@ -39,6 +43,13 @@ FAMILIES = {
 # blocks of 8: 8 of them, or a window of 64, cover 64 tokens
 NSA = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=8, window=64)
 LENGTH = 64
+# as nsa.md recommends: blocks that do not overlap, their mean, of the selected branch's keys
+RECOMMENDED = {
+    "nsa": replace(NSA, compress_block=NSA.compress_stride),
+    "compression": "mean",
+    "compress_selected_keys": True,
+}
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
 def dense_model(folder, config):
@@ -77,16 +88,68 @@ def test_a_dense_import_is_the_same_model(family, tmp_path):
         )
 
 
+@pytest.mark.parametrize("chosen", [{"nsa": NSA}, RECOMMENDED], ids=["paper", "recommended"])
 @pytest.mark.parametrize("cover", ["selected", "window"])
-def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover):
+def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover, chosen):
     theirs, folder = family
-    imported = take_over(folder, tmp_path / "out", nsa=NSA, cover=cover)
+    imported = take_over(folder, tmp_path / "out", cover=cover, **chosen)
     assert imported.covers == LENGTH
     dense, ours = losses(theirs, tmp_path / "out", LENGTH)
     assert abs(ours - dense) < 2e-3
-    take_over(folder, tmp_path / "shut", nsa=NSA, cover=cover, gate_logit=20.0)
+    take_over(folder, tmp_path / "shut", cover=cover, gate_logit=20.0, **chosen)
     dense, ours = losses(theirs, tmp_path / "shut", LENGTH)
     assert abs(ours - dense) < 2e-5
+
+
+def test_keys_and_values_go_to_every_branch_that_has_its_own(family, tmp_path):
+    theirs, folder = family
+    take_over(folder, tmp_path / "own", nsa=NSA)
+    take_over(folder, tmp_path / "tied", **RECOMMENDED)
+    own, tied = (tercet.load_model(tmp_path / name).state_dict() for name in ("own", "tied"))
+    for i, layer in enumerate(theirs.model.layers):
+        for kind in ("weight", "bias"):
+            k, v = (getattr(proj, kind) for proj in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+            if k is None:
+                continue
+            name = f"blocks.{i}.attention.kv_proj.{kind}"
+            assert torch.equal(own[name], torch.cat((k, v) * 3))
+            assert torch.equal(tied[name], torch.cat((v, *(k, v) * 2)))
+        norms = [n for n in tied if n.startswith(f"blocks.{i}.attention.k_norms.")]
+        assert len(norms) == (2 if hasattr(layer.self_attn, "k_norm") else 0)
+        assert all(torch.equal(tied[n], layer.self_attn.k_norm.weight) for n in norms)
+    assert not [n for n in tied if "compress_" in n]  # a mean has nothing to learn
+
+
+def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
+    """All branches have the same keys at first, and a learnt φ starts as the mean: also where gates let all through."""
+    folder, made = family[1], []
+    for name, chosen in (("own", {"nsa": RECOMMENDED["nsa"]}), ("tied", RECOMMENDED)):
+        take_over(folder, tmp_path / name, gate_logit=0.0, **chosen)
+        made.append(tercet.load_model(tmp_path / name))
+    tokens = torch.randint(1, 99, (2, 200), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(made[0](tokens), made[1](tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_the_commands_of_the_page_import_what_they_say(tmp_path, monkeypatch):
+    """Of the page's imports one is the paper's and one as m7c, the preset that the recommendation comes from."""
+    dense_model(tmp_path / "Qwen3-0.6B", Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=16))
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("tercet import hf ")]
+    made = []
+    for line in lines:
+        assert cli.main(shlex.split(line)[1:]) == 0
+        out = Path(shlex.split(line)[4])
+        made.append(load(file=out / "config.toml").config.model)
+        out.rename(f"made-{len(made)}")
+    paper, recommended = made
+    m7c = load("m7c").config.model
+    assert (paper.compression, paper.compress_selected_keys, paper.nsa) == ("mlp", False, NSAConfig())
+    assert (recommended.compression, recommended.compress_selected_keys) == (
+        m7c.compression,
+        m7c.compress_selected_keys,
+    )
+    assert recommended.nsa == m7c.nsa
 
 
 def test_beyond_the_covering_branch_the_loss_is_another(tmp_path):
@@ -124,6 +187,15 @@ def test_an_export_comes_back_with_the_same_bits(tmp_path, changes):
     assert before.state_dict().keys() == after.state_dict().keys()
     for name, tensor in before.state_dict().items():
         assert torch.equal(tensor, after.state_dict()[name])
+
+
+def test_choices_that_an_export_has_made_are_refused_and_not_passed_over(tmp_path):
+    folder = export(trained(tmp_path / "run", train__steps=1), tmp_path / "exported")
+    with pytest.raises(
+        UsageError, match=r"exported is an export .*: leave out nsa, compress_selected_keys, gate_logit$"
+    ):
+        take_over(folder, tmp_path / "back", nsa=NSA, compress_selected_keys=True, gate_logit=2.0)
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize(

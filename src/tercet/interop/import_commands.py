@@ -14,6 +14,8 @@ def hf(
     out: Path,
     nsa: NSAConfig = NSAConfig(),  # noqa: B008  (frozen)
     attention: Literal["nsa", "dense"] = "nsa",
+    compression: Literal["mlp", "mean"] = "mlp",
+    compress_selected_keys: bool = False,
     cover: Literal["selected", "window"] = "selected",
     gate_logit: float = 8.0,
     seq_len: int | None = None,
@@ -26,6 +28,8 @@ def hf(
         out: The folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
         attention: nsa, or dense to go on as it was.
+        compression: How a block of keys and values becomes one: learnt (the mean at first), or its mean for good.
+        compress_selected_keys: Give the compressed branch no keys of its own but summaries of the selected branch's.
         cover: The branch whose gates start open; up to its reach the import equals the dense model.
         gate_logit: How far open: its gates are sigmoid(this), the others' sigmoid(-this). Higher is nearer to the dense
             model, lower learns sooner to use the other branches.
@@ -35,7 +39,16 @@ def hf(
     from tercet.interop.huggingface.take_over import take_over
 
     made = take_over(
-        source, out, nsa=nsa, attention=attention, cover=cover, gate_logit=gate_logit, seq_len=seq_len, seed=seed
+        source,
+        out,
+        nsa=nsa,
+        attention=attention,
+        compression=compression,
+        compress_selected_keys=compress_selected_keys,
+        cover=cover,
+        gate_logit=gate_logit,
+        seq_len=seq_len,
+        seed=seed,
     )
     if made.covers is not None:
         print(f"gates start with the {cover} branch open: equal to the dense model up to {made.covers:,} tokens")

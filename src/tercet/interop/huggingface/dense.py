@@ -6,7 +6,8 @@ post_attention_layernorm              ffn_norm
 mlp.gate_proj, mlp.up_proj            ffn.gate_up, one above the other
 mlp.down_proj                         ffn.down
 self_attn.q_proj, o_proj              attention.q_proj, o_proj
-self_attn.k_proj, v_proj              attention.kv_proj: k and v once for dense, and for each branch of NSA
+self_attn.k_proj, v_proj              attention.kv_proj: k and v once for dense, and for each branch of NSA; with
+                                      compress_selected_keys there is no k for the compressed one
 self_attn.q_norm, k_norm (Qwen3)      attention.q_norm, k_norms of all branches
 (nothing)                             gate: weights 0, biases that open the covering branch and close the others
 (nothing)                             φ: fresh, which is the mean of a block
@@ -39,8 +40,8 @@ def reach(nsa: NSAConfig, cover: Cover) -> int:
     return nsa.window if cover == "window" else nsa.select_count * nsa.select_block
 
 
-def model_config(theirs: Mapping[str, Any], nsa: NSAConfig, attention: Literal["nsa", "dense"]) -> ModelConfig:
-    """The sizes in a config.json; what this Tercet cannot compute is refused."""
+def model_config(theirs: Mapping[str, Any], chosen: Mapping[str, Any]) -> ModelConfig:
+    """The sizes in a config.json, and what was chosen beside them; what this Tercet cannot compute is refused."""
     family = theirs.get("model_type")
     if family not in FAMILIES:
         raise ForeignModelError(f"model_type={family!r} cannot be imported: only {', '.join(FAMILIES)} and tercet can")
@@ -59,13 +60,12 @@ def model_config(theirs: Mapping[str, Any], nsa: NSAConfig, attention: Literal["
         ffn_dim=theirs["intermediate_size"],
         vocab_size=theirs["vocab_size"],
         tie_embeddings=theirs.get("tie_word_embeddings", False),
-        attention=attention,
-        nsa=nsa,
         rope_theta=rope.get("rope_theta") or 10000.0,
         rope_scaling=_linear_scaling(rope),
         qk_norm=family == "qwen3",
         attention_bias=family == "qwen2" or bool(theirs.get("attention_bias", False)),
         norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        **chosen,
     )
 
 
@@ -148,13 +148,14 @@ def _fill_block(
     copy(attention.q_proj.weight, f"{own}q_proj.weight")
     copy(attention.o_proj.weight, f"{own}o_proj.weight")
     rows = attention.kv_heads * attention.head_dim
-    sets = attention.kv_proj.out_features // (2 * rows)
+    there = attention.kv_proj.out_features
+    sets = -(-there // (2 * rows))  # whole ones, of which the first may lack its keys, which come before its values
     kv = torch.cat([take(f"{own}{name}_proj.weight", (rows, dim)) for name in ("k", "v")])
-    attention.kv_proj.weight.copy_(kv.repeat(sets, 1))
+    attention.kv_proj.weight.copy_(kv.repeat(sets, 1)[-there:])
     if attention.q_proj.bias is not None:
         copy(attention.q_proj.bias, f"{own}q_proj.bias")
         bias = torch.cat([take(f"{own}{name}_proj.bias", (rows,)) for name in ("k", "v")])
-        attention.kv_proj.bias.copy_(bias.repeat(sets))
+        attention.kv_proj.bias.copy_(bias.repeat(sets)[-there:])
         if output_bias:
             copy(attention.o_proj.bias, f"{own}o_proj.bias")
         else:

@@ -28,6 +28,15 @@ from tercet.model.transformer import Transformer
 TOKENIZER = "tokenizer.json"
 # Beyond this, sequences are the user's decision: one of 128k tokens does not fit everywhere.
 LONGEST_SEQUENCE = 4096
+# What is chosen for a dense model, and what an export has long decided.
+UNCHOSEN: dict[str, Any] = {
+    "nsa": NSAConfig(),
+    "attention": "nsa",
+    "compression": "mlp",
+    "compress_selected_keys": False,
+    "cover": "selected",
+    "gate_logit": 8.0,
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ def take_over(
     *,
     nsa: NSAConfig | None = None,
     attention: Literal["nsa", "dense"] = "nsa",
+    compression: Literal["mlp", "mean"] = "mlp",
+    compress_selected_keys: bool = False,
     cover: dense.Cover = "selected",
     gate_logit: float = 8.0,
     seq_len: int | None = None,
@@ -59,10 +70,19 @@ def take_over(
     check_folder(source)
     theirs = read_json(source / CONFIG)
     covers = None
+    chosen = {
+        "nsa": nsa or NSAConfig(),
+        "attention": attention,
+        "compression": compression,
+        "compress_selected_keys": compress_selected_keys,
+    }
     if theirs.get("model_type") == "tercet":
+        idle = [k for k, v in {**chosen, "cover": cover, "gate_logit": gate_logit}.items() if v != UNCHOSEN[k]]
+        if idle:
+            raise UsageError(f"{source} is an export of Tercet's and stays as it is: leave out {', '.join(idle)}")
         model = _ours(source, theirs)
     else:
-        config = _valid(theirs, nsa or NSAConfig(), attention)
+        config = _valid(theirs, chosen)
         torch.manual_seed(seed)  # φ starts fresh
         model = Transformer(config)
         dense.fill(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
@@ -72,9 +92,9 @@ def take_over(
     return Imported(out, run, covers)
 
 
-def _valid(theirs: dict[str, Any], nsa: NSAConfig, attention: Literal["nsa", "dense"]) -> ModelConfig:
+def _valid(theirs: dict[str, Any], chosen: dict[str, Any]) -> ModelConfig:
     try:
-        return dense.model_config(theirs, nsa, attention)
+        return dense.model_config(theirs, chosen)
     except KeyError as error:
         raise FolderError(f"config.json has no {error.args[0]}: it is no config of this family") from None
     except ValidationError as error:
