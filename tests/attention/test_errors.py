@@ -216,6 +216,17 @@ def test_a_document_longer_than_max_seqlen_is_refused_where_it_can_be_read():
         refusal(lambda: layer(hidden, packing, max_seqlen=14), "with a Packing")  # noqa: B023
 
 
+@pytest.mark.parametrize("blocks", [[0, 2, 2, -1], [0, 2, 1, -1], [-1, 0, 1, 2], [0, -1, 1, -1]], ids=str)
+def test_given_blocks_out_of_order_are_refused_when_validated(blocks: list[int]):
+    given = torch.tensor([0, 1, 2, 5], dtype=torch.int32).repeat(2, 21, 2, 1)
+    attend(X, CFG, block_indices=given, validate=True)  # 5 is after every query's own block: it is not read
+    given[1, 20, 1] = torch.tensor(blocks)
+    refusal(
+        lambda: attend(X, CFG, block_indices=given, validate=True),
+        f"block_indices[1, 20, 1] is {blocks}", "ascend, each once, padded with -1 at the end",
+    )  # fmt: skip
+
+
 def test_nothing_to_attend_to_is_refused():
     config = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6)
     call = [torch.randn(1, 0, 2, 4), *[torch.randn(1, 0, 1, 4)] * 6, torch.randn(1, 0, 2, 3)]

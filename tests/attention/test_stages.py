@@ -134,6 +134,33 @@ def test_given_indices_are_read_instead_of_selecting():
     assert not torch.equal(attend(x, cfg), out)
 
 
+@pytest.mark.parametrize(
+    ("documents", "device"),
+    [(None, False), ((13, 1, 26), False), ((13, 1, 26), True)],
+    ids=["plain", "packed", "packed, bounds not read"],
+)
+def test_of_given_blocks_after_the_querys_own_nothing_is_read(documents, device, request):
+    """Every block for every query is full causal attention, and so are the same lists cut at each query's own block."""
+    if device:
+        request.getfixturevalue("as_on_a_device")
+    cfg = config(select_count=10)
+    x, bounds = inputs(cfg, 40, documents=documents).leaves(), cu(documents)
+    every = torch.arange(10, dtype=torch.int32).expand(1, 40, 2, 10)
+    start = torch.zeros(40, dtype=torch.int64) if bounds is None else bounds[:-1].repeat_interleave(bounds.diff())
+    own = (torch.arange(40) - start) // cfg.select_block
+    cut = torch.where(every > own[:, None, None], -1, every)
+    wanted = attend(x, cfg, cu_seqlens=bounds, block_indices=cut)
+    close(wanted.detach(), judge(x, cfg, bounds, cut).out)
+    leaves = (x.q, x.ks, x.vs)
+    gradients = torch.autograd.grad(wanted.sum(), leaves)
+    for blocks in (every, torch.where(cut < 0, 1 << 27, cut)):
+        out = attend(x, cfg, cu_seqlens=bounds, block_indices=blocks, validate=blocks is every)
+        assert torch.equal(out, wanted)
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), leaves), gradients))
+        selected = tercet.selected_attention(x.q, x.ks, x.vs, blocks, config=cfg, cu_seqlens=bounds)
+        assert torch.equal(selected, tercet.selected_attention(x.q, x.ks, x.vs, cut, config=cfg, cu_seqlens=bounds))
+
+
 @pytest.mark.parametrize("left_out", ["compressed", "selected", "window"])
 def test_leaving_a_branch_out_equals_a_gate_of_zero_and_leaves_selection_as_it_was(left_out: str):
     cfg = config()

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.selections import dense_masked, random_selection, relative_error
+from kernels.selections import dense_masked, random_selection, relative_error, starts
 from tercet.attention.kernels.documents import Documents
 from tercet.attention.spec import NSAConfig
 
@@ -141,6 +141,28 @@ def test_the_gluon_kernel_takes_rows_of_a_wider_tensor(wider: int) -> None:
     found, launched = run(c)
     assert GLUON in launched
     assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"range_bytes": 1 << 20}], ids=["one range", "ranges"])
+@pytest.mark.parametrize("cu", [[0, 1024], [0, 300, 1024]], ids=["plain", "packed"])
+@pytest.mark.parametrize("limit", [UNION, DECIDED], ids=["union", "decided"])
+def test_of_given_blocks_after_the_querys_own_the_gluon_kernel_reads_nothing(limit, cu: list[int], changes) -> None:
+    """Every block for every query: the bits of lists that end with the query's own block, and of a masked softmax."""
+    c = case(cu, 12, 2, seed=4)
+    every = torch.arange(CONFIG.select_count, dtype=torch.int32, device=DEVICE).expand(1, 1024, 2, -1)
+    own = (torch.arange(1024) - starts(cu, 1024)).to(DEVICE) // CONFIG.select_block
+    cut = torch.where(every > own[None, :, None, None], -1, every)
+    wanted, _ = run(SimpleNamespace(**vars(c) | {"indices": cut}), limit, **changes)
+    given = SimpleNamespace(**vars(c) | {"indices": every.contiguous()})
+    found, launched = run(given, limit, **changes)
+    assert GLUON in launched
+    assert_same_bits(found, wanted)
+    assert_as_triton(given, limit, **changes)
+    leaves = [x[0].float().requires_grad_() for x in (c.q, c.k, c.v)]
+    o = dense_masked(*leaves, cut[0], cu, CONFIG.select_block)
+    (o * c.gate[0, ..., None]).backward(c.dout[0].float())
+    for what, a, b in zip(("o", "dq", "dk", "dv"), found, (o, *(x.grad for x in leaves)), strict=True):
+        assert relative_error(a[0], b.detach()) <= 1e-2, what
 
 
 def test_what_the_gluon_kernel_cannot_address_is_left_to_triton() -> None:

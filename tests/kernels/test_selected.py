@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 pytest.importorskip("triton")
 
-from kernels.selections import dense_masked, random_selection, relative_error
+from kernels.selections import dense_masked, random_selection, relative_error, starts
 from tercet.attention.kernels.documents import Documents
 from tercet.attention.spec import NSAConfig
 
@@ -111,6 +111,7 @@ def poison(monkeypatch):
 
 
 CONFIG = NSAConfig(16, 16, 16, select_count=3, select_initial=1, select_local=1, window=16)
+WIDE = NSAConfig(16, 16, 16, select_count=4, select_initial=1, select_local=1, window=16)  # lists have room left
 DESIGNS = pytest.mark.parametrize("limit", [UNION, KV_MAJOR], ids=["union", "kv_major"])
 
 
@@ -186,6 +187,35 @@ def test_each_range_decides_for_itself():
 @DESIGNS
 def test_lists_without_their_forced_blocks_are_taken_as_given(limit):
     check(case([0, 70], 2, 1, 16, 16, CONFIG, seed=7, forced=False), small(limit))
+
+
+def with_later_blocks(c):
+    """The same, padding replaced by blocks after each query's own: the next ones, and after them one beyond all."""
+    own = (torch.arange(c.cu[-1]) - starts(c.cu, c.cu[-1])) // c.config.select_block
+    slot = torch.arange(c.config.select_count)
+    later = own[:, None, None] + 1 + slot - (c.indices >= 0).sum(-1, keepdim=True)
+    later[..., -1] = 1 << 27  # its first token would not fit 31 bits
+    indices = torch.where(c.indices < 0, later.int(), c.indices)
+    return SimpleNamespace(**vars(c) | {"indices": indices})
+
+
+@DESIGNS
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_of_given_blocks_after_the_querys_own_nothing_is_read(limit, packed):
+    """Nor do they change a list's order, on which hopper_selected.py relies, or the range that first sums a block."""
+    c = case([0, 16, 56] if packed else [0, 28, 56], 2, 1, 16, 16, WIDE, packed, batch=1 if packed else 2, seed=12)
+    later = with_later_blocks(c)
+    assert (later.indices >= 0).all()
+    settings = small(limit, range_bytes=1 << 13)
+    check(later, settings)
+
+    def index(c):
+        call = sel.Call(*(c.shaped(x) for x in (c.q, c.k, c.v, c.indices)), c.config, c.documents, settings)
+        assert call.plan.ranges > 1
+        order, lists, pieces, span = sel._build_index(call)
+        return order, lists[[0, 1, 3]], pieces, span
+
+    assert all(torch.equal(a, b) for a, b in zip(index(later), index(c), strict=True))
 
 
 def test_what_is_not_saved_is_built_again():

@@ -120,6 +120,18 @@ def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: N
         raise ValueError(f"block_indices is on {block_indices.device} and q on {q.device}: move all to one device")
 
 
+def check_block_order(block_indices: Tensor) -> None:
+    """Each query's blocks ascend, each once, before the padding. Reads the numbers, which on a device synchronises."""
+    before, after = block_indices[..., :-1], block_indices[..., 1:]
+    wrong = (after >= 0) & ((before < 0) | (after <= before))
+    if bool(wrong.any()):
+        batch, token, group, _ = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_indices[{batch}, {token}, {group}] is {block_indices[batch, token, group].tolist()}: each query's "
+            "blocks must ascend, each once, padded with -1 at the end"
+        )
+
+
 def check_cu_seqlens(
     cu_seqlens: Tensor,
     batch: int,

@@ -27,7 +27,7 @@ class AttentionAux:
 
     block_indices: Tensor | None
     """int32 [B, T, G, n]: selected blocks, ascending, padded with -1, counted within each document. None where no
-    branch needed a selection."""
+    branch needed a selection; given ones as they were given."""
     routes: dict[str, Route]
     """The backend that each branch really ran on; `routes[branch].reason` says why not a faster one."""
 
@@ -78,8 +78,10 @@ def nsa_attention(
     backend       "auto", "reference" or "triton"; one that cannot run is an error that says why
     return_aux    also return the selected blocks and what each branch ran on
     branches      leave branches out, for ablations; selection is still made from the compressed probabilities
-    block_indices int32 [B, T, G, n]: read these blocks instead of selecting (ascending, padded with -1)
-    validate      check the numbers in cu_seqlens and max_seqlen also on a device, where reading them synchronises
+    block_indices int32 [B, T, G, n]: read these blocks instead of selecting. Each query's ascending, each once, padded
+                  with -1 at the end; of blocks after the query's own nothing is read
+    validate      check the numbers in cu_seqlens and max_seqlen also on a device, where reading them synchronises, and
+                  the order of given block_indices, which the kernels rely on
     packing       the positions that cu_seqlens stands for, when the caller has them already
     """
     checks.check_config(config)
@@ -89,6 +91,8 @@ def nsa_attention(
     checks.check_max_seqlen(max_seqlen, cu_seqlens if packing is None else packing)
     if cu_seqlens is not None:
         packing = _pack(cu_seqlens, q, k_compressed, config, validate, max_seqlen)
+    if validate and block_indices is not None:
+        checks.check_block_order(block_indices)
     out, block_indices, route = run_nsa(
         q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates,
         config=config, packing=packing, backend=backend, branches=branches, block_indices=block_indices,
@@ -338,7 +342,7 @@ def selected_attention(
     packing: Packing | None = None,
     span: Span = WHOLE,
 ) -> Tensor:
-    """The selected branch (Eq. 12) over given blocks [B, T, G, n].
+    """The selected branch (Eq. 12) over given blocks [B, T, G, n]; of those after a query's own nothing is read.
 
     With a span, q is a stretch of the sequence, and k and v another that has every selected token.
     """

@@ -33,10 +33,11 @@ def in_window(t: Tensor, s: Tensor, config: NSAConfig) -> Tensor:
 def in_selected(t: Tensor, s: Tensor, block_indices: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
     """Query t sees the tokens up to itself of the blocks that its group selected. [B, G, C, S]
 
-    block_indices: [B, C, G, n], padded with -1.
+    block_indices: [B, C, G, n], padded with -1; blocks after the queries are not read.
     """
     chosen = torch.zeros(*block_indices.shape[:-1], num_blocks + 1, dtype=torch.bool, device=s.device)
-    chosen.scatter_(-1, torch.where(block_indices < 0, num_blocks, block_indices).long(), True)
+    unread = (block_indices < 0) | (block_indices >= num_blocks)
+    chosen.scatter_(-1, torch.where(unread, num_blocks, block_indices).long(), True)
     chosen = chosen.transpose(1, 2)
     return chosen.index_select(-1, s // config.select_block) & (s <= t[:, None])
 

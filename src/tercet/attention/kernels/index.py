@@ -8,7 +8,8 @@ place known without reading anything back. Within a range the order is (KV head,
 
 whose positions are the flat positions in block_indices, hence token and slot. Blocks are numbered over all
 documents: first token // BS + document for packed ones (a document adds at most one to the plain count), and
-sequence * blocks per sequence + block for plain batches. Block number L - 1 is the padding's.
+sequence * blocks per sequence + block for plain batches. Block number L - 1 is the padding's, and that of given blocks
+after the query's own, of which it reads nothing.
 
 Lists are cut into *pieces* of at most SEGMENT entries, one per program. Piece i of a list stands in the range's slot
 (list's position in the range) // SEGMENT + list + i: unique, for each step along the entries or the lists moves it on.
@@ -58,8 +59,11 @@ def make_keys(
         base = start // BS + document
     else:
         base = document * blocks_per_sequence
-    last_free = (t - start) // BS - LOCAL
-    real = block >= 0
+    own = (t - start) // BS
+    last_free = own - LOCAL
+    # A block after the query's own counts as padding: "forced" and before the block's own queries in token order, it
+    # would stand where hopper_selected.py looks for those, and in a range before the one that first sums the block.
+    real = (block >= 0) & (block <= own[:, None])
     forced = real & ((block < INITIAL) | (block > last_free[:, None]))
     number = tl.where(real, base[:, None] + block, L - 1)
     key = (((query // range_tokens * G + g) * L)[:, None] + number) * 2 + forced.to(tl.int32)

@@ -103,11 +103,12 @@ def build_lists(
     ok = (tile < tiles)[:, None] & (qi < QT)[None, :] & (i < N)
     t = token_of(tl.minimum(i, N - 1), T, queries, first_query, STRETCH)
     _, start = document_start(t, CU, documents, steps, T, PACKED)
-    last_free = (t - start) // BS - LOCAL  # blocks after this one are local to t
+    own = (t - start) // BS  # of given blocks after this one t reads nothing; ascending, they end its list
+    last_free = own - LOCAL  # blocks after this one are local to t
     row = (i.to(tl.int64) * G + g) * n
     position = tl.zeros([TILES, QP], tl.int32)
     block = tl.load(IDX + row, mask=ok, other=-1)
-    first = tl.where(block >= 0, start + block * BS, END)
+    first = tl.where((block >= 0) & (block <= own), start + block * BS, END)
     lowest = tl.min(first, 1)
     count = tl.zeros([TILES], tl.int32)
     forced_count = tl.zeros([TILES], tl.int32)
@@ -128,7 +129,7 @@ def build_lists(
             forced_count += live.to(tl.int32)
         position += hit.to(tl.int32)
         block = tl.load(IDX + row + position, mask=ok & (position < n), other=-1)
-        first = tl.where(block >= 0, start + block * BS, END)
+        first = tl.where((block >= 0) & (block <= own), start + block * BS, END)
         lowest = tl.min(first, 1)
     tl.store(COUNTS + slot, count, mask=tile < tiles)
     if F > 0:
