@@ -164,6 +164,39 @@ def test_what_hoppers_selected_keys_do_not_take_is_tritons(heads: int) -> None:
     assert [c.name for c in found] == ["key_gradients"]
 
 
+@pytest.mark.parametrize("what", ["q", "dout", "records"])
+def test_rows_beyond_32_bits_are_tritons(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernel for the selected keys counts from the first token of all by 32 bits."""
+    names: list[str] = []
+    monkeypatch.setattr(selected.launch_settings, "generation", lambda x: 9)
+    monkeypatch.setattr(selected.Call, "launch", lambda call, kernel, *args, **options: names.append(kernel.__name__))
+
+    def chosen(tokens: int, wide: int) -> set[str]:
+        """`wide`: numbers from token to token of what is looked at; the others' tokens lie as near as they can."""
+        H, G = (256, 4) if what == "records" else (12, 2)
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        def rows(name: str) -> torch.Tensor:
+            step = wide if name == what else 64
+            return empty((1,), torch.bfloat16).as_strided((1, tokens, H, 64), (tokens * step, step, 64, 1))
+
+        k, per_row = empty((1, tokens, G, 64), torch.bfloat16), empty((1, tokens, H), torch.float32)
+        blocks = empty((1, tokens, G, 16), torch.int32)
+        names.clear()
+        selected.selected_backward(
+            rows("q"), k, k, blocks, per_row, rows("dout"), per_row, per_row, NSAConfig(),
+            Documents(1, tokens, 0, None, None),
+        )  # fmt: skip
+        return {name for name in names if name.endswith("key_gradients")}
+
+    # tokens · numbers: just below 2^31, and 2^31
+    below, at = ((1 << 21) - 1, 1 << 21) if what == "records" else (2048, 2048)
+    assert chosen(below, (1 << 20) - 8) == {"hopper_selected_key_gradients"}
+    assert chosen(at, 1 << 20) == {"key_gradients"}
+
+
 def test_warps_meet_before_one_writes_over_what_others_read() -> None:
     """Merging KV-major outputs, every warp reads the forced blocks' log-sum-exps, and one writes all blocks' there."""
     with compiling(90, only="merge", resources=False) as found:
