@@ -15,7 +15,7 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.data.errors import BadRecordError, DataError, DataUsageError
-from tercet.data.prepare import prepare
+from tercet.data.prepare import _difference, prepare
 from tercet.data.shards import verify
 
 
@@ -209,6 +209,20 @@ def test_a_folder_begun_with_another_source_says_what_of_it_is_other(tmp_path, c
         with pytest.raises(DataUsageError) as refused:
             prepare(jsonl.model_copy(update=changes), tmp_path / "out", workers=1)
         assert str(refused.value).endswith(f"was begun with {told}: name another folder, or remove this one")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ({"a": 1}, {"a": 1, "b": None}, "no source.b, now source.b=None"),
+        ({"a": 1, "b": None}, {"a": 1}, "source.b=None, now no source.b"),
+        ({"a": {"b": 1}}, {"a": {"b": 2}}, "source.a.b=1, now source.a.b=2"),
+        ({"a": 1}, None, "source={'a': 1}, now source=None"),
+    ],
+    ids=str,
+)
+def test_a_key_that_is_not_there_differs_from_one_that_is_none(was, now, told):
+    assert _difference("source", was, now) == told
 
 
 def test_a_preparation_that_met_a_bad_record_goes_on_with_the_mend_that_it_names(tmp_path, small_chunks):

@@ -339,14 +339,19 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
         write_json(out / PLAN, plan)
 
 
+_ABSENT = object()
+
+
 def _difference(name: str, was: Any, now: Any) -> str:
     """What differs; of a table, the first thing in it that does."""
     if isinstance(was, dict) and isinstance(now, dict):
-        key = next(key for key in {**now, **was} if was.get(key) != now.get(key))
+        # a key that is not there is no key that is None: another version of Tercet may have written the table
+        key = next(key for key in {**now, **was} if was.get(key, _ABSENT) != now.get(key, _ABSENT))
         if key == "files":  # a digest, which says nothing to a person
             return "other files (by their names and sizes)"
-        return _difference(f"{name}.{key}", was.get(key), now.get(key))
-    return f"{name}={was}, now {name}={now}"
+        return _difference(f"{name}.{key}", was.get(key, _ABSENT), now.get(key, _ABSENT))
+    before, after = (f"no {name}" if x is _ABSENT else f"{name}={x}" for x in (was, now))
+    return f"{before}, now {after}"
 
 
 def _finished(out: Path) -> list[dict[str, Any]]:
