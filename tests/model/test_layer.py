@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -15,6 +17,7 @@ from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, Span
 from tercet.model import dense
 from tercet.model.attention import DenseAttention, turns_of
+from tercet.model.config import NSA_ONLY
 from tercet.model.dense import dense_route
 from tercet.model.stats import AttentionStats
 
@@ -398,6 +401,15 @@ def test_turns_made_for_all_layers_are_those_that_a_layer_makes():
         for layer in (make(), DenseAttention(12, 4, 2, 4).double()):
             turns = turns_of(layer.rotary, x, packing, CFG)
             torch.testing.assert_close(layer(x, packing, turns=turns), layer(x, packing), rtol=0, atol=0)
+
+
+def test_dense_attention_takes_what_only_sparse_attention_reads_and_refuses_what_nobody_knows():
+    taken = signature(tercet.NativeSparseAttention).parameters.values()
+    assert {p.name for p in taken} >= {*NSA_ONLY, "backend", "config"} - {"nsa"}
+    DenseAttention(12, 4, 2, 4, **{p.name: p.default for p in taken if p.default is not p.empty})
+    for unknown in ("nsa", "windows"):
+        with pytest.raises(TypeError, match=f"unknown arguments: {unknown}"):
+            DenseAttention(12, 4, 2, 4, **{unknown: None})
 
 
 def test_dense_attention_says_what_it_ran_on_and_why():

@@ -232,6 +232,10 @@ def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
     config.write_text("".join(line for line in told.splitlines(keepends=True) if not line.startswith("rope_scaling")))
     assert "rope_scaling" in told
     assert not_a_twin(healthy, read_run(twin.folder)) == ""  # of a version that did not have the key yet
+    config.write_text(told.replace('backend = "auto"', 'backend = "reference"', 1))  # another feed-forward
+    assert not_a_twin(healthy, read_run(twin.folder)) == "model.backend is reference there and auto here"
+    config.write_text(told.replace('gate = "sigmoid"', 'gate = "softmax"'))  # which a dense model does not have
+    assert (not_a_twin(healthy, read_run(twin.folder)), 'gate = "sigmoid"' in told) == ("", True)
     config.write_text(told)
     assert gate(judge(healthy, dense, FEW), "throughput").verdict == "GO"  # as fast as itself
     (twin.folder / "config.toml").write_text(

@@ -383,6 +383,12 @@ def test_a_preset_whose_sparse_attention_has_changed_is_another_model_but_not_to
     assert check("m7c", **{"model.attention": ("dense",) * 12}) == told
 
 
+@pytest.mark.parametrize("preset", ["tiny", "tiny-dense"])
+def test_going_on_with_another_backend_is_said_and_not_refused(preset: str) -> None:
+    saved, now = (load(preset, flags={"model.backend": b}).config.model_dump(mode="json") for b in ("auto", "triton"))
+    assert restore.check_config(saved, now, allow_change=False) == ["model.backend was 'auto', now 'triton'"]
+
+
 def test_auto_looks_for_earlier_runs_of_this_very_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(preset="tiny").config

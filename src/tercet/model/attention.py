@@ -16,6 +16,7 @@ from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_gro
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_dense_route, cached_nsa_attention
 from tercet.model.compression import Compression
+from tercet.model.config import NSA_ONLY
 from tercet.model.decode import dense_token, nsa_chunk, nsa_token, why_not, why_not_chunk
 from tercet.model.dense import dense_attention, dense_route
 from tercet.model.gate import Gate
@@ -309,7 +310,8 @@ class DenseAttention(nn.Module):
         **nsa_only: Any,
     ) -> None:
         super().__init__()
-        unknown = set(nsa_only) - {"compression", "gate", "shared_kv", "compress_selected_keys", "branches", "backend"}
+        known = {*NSA_ONLY, "backend"} - {"nsa"}  # which is `config` here
+        unknown = set(nsa_only) - known
         if unknown:
             raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
         check_group_size(heads, kv_heads)

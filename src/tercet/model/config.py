@@ -10,8 +10,8 @@ from tercet.attention.spec import NSAConfig, check_branches, check_group_size, c
 
 AttentionKind = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]
-# Keys that mean nothing to dense attention.
-NSA_ONLY = ("nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches", "backend")
+# Keys that mean nothing to a model whose attention is all dense. Not `backend`: the feed-forward reads it too.
+NSA_ONLY = ("nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches")
 
 
 class ModelConfig(BaseModel):
@@ -55,7 +55,7 @@ class ModelConfig(BaseModel):
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches that take part; leave some out for an ablation."""
     backend: Literal["auto", "reference", "triton"] = "auto"
-    """What computes NSA; one that cannot run here is an error."""
+    """What computes NSA; one that cannot run here is an error. The feed-forward takes its kernel unless reference."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position encoding."""
     rope_scaling: float = Field(default=1.0, gt=0)

@@ -143,7 +143,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     told = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
     # A preset whose sparse attention has changed since is no other model to its dense twin.
-    unread = {f"model.{key}" for key in (NSA_ONLY if _all_dense(before) and _all_dense(after) else ("backend",))}
+    nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
+    unread = {f"model.{key}" for key in ("backend", *nsa_only)}
     idle = [k for k in changed if ".".join(k.split(".")[:2]) in unread]
     shape = [k for k in changed if k.startswith("model.") and k not in (*idle, "model.rope_scaling")]
     if shape:
