@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tercet.attention.spec import BRANCHES, NSAConfig
 from tercet.config.load import load
@@ -142,6 +143,31 @@ def test_a_mean_keeps_less_for_the_backward_pass_than_a_learnt_summary(changes):
     # keys and values of the compressed branch, which others read too where all share one set; φ's own are not planned
     assert planned - less == (0 if changes.get("shared_kv") else 2 * 4 * 2 * (16 + 16))
     assert planned - less <= learnt - mean
+
+
+@pytest.mark.parametrize("attention", ["nsa", ("nsa", "dense", "nsa")], ids=str)
+def test_keys_that_two_branches_read_are_one_product_to_selective_checkpointing(attention):
+    """What it keeps of a pass is its products: those that run, column by column, are fewer by as much as is planned."""
+    tied, apart = (ModelConfig(**SIZES, attention=attention, compress_selected_keys=t) for t in (True, False))
+    planned = [activation_bytes_per_token(config, 4, "selective") for config in (tied, apart)]
+    assert planned[1] - planned[0] == 4 * (columns_multiplied(apart) - columns_multiplied(tied)) > 0
+
+
+def columns_multiplied(config: ModelConfig) -> int:
+    """Numbers per token that the products of a pass give."""
+    count, length = 0, 48
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal count
+            out = op(*args, **(kwargs or {}))
+            if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and out.shape[0] == length:
+                count += out.shape[1]
+            return out
+
+    with torch.no_grad(), Count():
+        Transformer(config)(torch.zeros(1, length, dtype=torch.int64))
+    return count
 
 
 def kept_and_estimated(**changes):

@@ -225,7 +225,8 @@ def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
 def _kept_block_bytes(model: ModelConfig, kind: str, compute_bytes: int, matmuls: bool) -> int:
     kept = FP32 * model.dim + _selection_bytes(model, kind)
     if matmuls:
-        products = _projected(model, kind) + 2 * model.dim + 2 * model.ffn_dim
+        # Products, not what is made of them: keys that two branches read are one.
+        products = model.heads * model.head_dim + _kv_rows(model, kind) + 2 * model.dim + 2 * model.ffn_dim
         attention = (len(model.branches) if kind == "nsa" else 1) * model.heads * model.head_value_dim
         kept += compute_bytes * (products + attention)
     return kept
