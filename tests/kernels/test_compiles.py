@@ -32,8 +32,9 @@ CHOSEN: dict[tuple[str, str], int] = {
     ("backward", "P"): 80,
     # 128 registers, for a fourth block on a multiprocessor: .524 ms against .549 at C 32×2k
     ("tile_dq", "C"): 40,
-    # packed: the bounds of the document, and the record it leaves for dk and dv, beside the same 128 registers
-    ("tile_dq", "one head per group"): 16,
+    # packed: the bounds of the document, and the record it leaves for dk and dv, beside the same 128 registers; of a
+    # stretch, its first query as well
+    ("tile_dq", "one head per group"): 24,
     # head 96 is right, not tuned; the fused backward (272) appears where queries are a stretch
     ("backward", "head 96"): 272,
     ("tile_dq", "head 96"): 48,
