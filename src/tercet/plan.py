@@ -12,6 +12,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.train import resolved_precision
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
+from tercet.telemetry.host import GIB, host_total_gib
 from tercet.telemetry.peak import CPU_UTILISATION, GPU_UTILISATION, KNOWN, measured_cpu_flops, peak_flops
 from tercet.telemetry.units import duration, quantity, size
 
@@ -61,7 +62,10 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
     found = None if wanted == "cpu" else _nvidia_smi()
     if wanted == "cuda" and found is None:
         raise TercetError("run.device=cuda, but there is no GPU here: name the one you mean with --gpu H200")
-    return found or Device("CPU", measured_cpu_flops(), None, CPU_UTILISATION)
+    if found is not None:
+        return found
+    held = host_total_gib()
+    return Device("CPU", measured_cpu_flops(), None if held is None else round(held * GIB), CPU_UTILISATION)
 
 
 def make_plan(config: RunConfig, device: Device) -> Plan:
@@ -123,16 +127,19 @@ def render(config: RunConfig, plan: Plan) -> list[str]:
         "device": _device_line(plan),
         "time": _time_line(plan),
     }
-    told = (("warning", text) for text in plan.warnings)
+    told = [("warning", text) for text in plan.warnings]
+    if config.run.device == "auto" and not plan.device.is_gpu:
+        told.append(("hint", "no GPU here: --gpu H200 plans for one"))
     return [f"{name:<11} {text}" for name, text in (*rows.items(), *told)]
 
 
 def _warnings(config: RunConfig, memory: cost.Memory, device: Device) -> tuple[str, ...]:
     found = []
     if device.memory is not None and memory.total > device.memory:
+        whose = "" if device.is_gpu else " of this machine"
         found.append(
-            f"{size(memory.total)} may not fit in {size(device.memory)}: lower train.micro_batch (accumulation "
-            "follows), or set train.activation_checkpointing to selective or full"
+            f"{size(memory.total)} may not fit in the {size(device.memory)}{whose}: lower train.micro_batch "
+            "(accumulation follows), or set train.activation_checkpointing to selective or full"
         )
     if (told := config.data.shuffle_warning(config.data.most_tokens(config.model.vocab_size))) is not None:
         found.append(told)

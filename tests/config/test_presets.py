@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from tercet import plan
 from tercet.config.load import differences, load, preset_about, preset_names
 from tercet.model.cost import parameters
-from tercet.plan import Device, make_plan, render
+from tercet.plan import Device, find_device, make_plan, render
 
 NAMES = preset_names()
 TWINS = [name for name in NAMES if name.endswith("-dense")]
@@ -55,6 +56,24 @@ def test_a_plan_warns_of_a_block_of_sequences_that_takes_much_memory():
         found = [line for line in render(config, make_plan(config, cpu)) if line.startswith("warning")]
         assert len(found) == warned
         assert all("data.shuffle_sequences=32768 at data.seq_len=65536 holds 8.0 GiB" in line for line in found)
+
+
+@pytest.mark.parametrize(("gib", "warned"), [(8.0, True), (2048.0, False), (None, False)])
+def test_a_plan_for_this_cpu_warns_of_more_memory_than_it_has_and_says_how_to_plan_for_a_gpu(monkeypatch, gib, warned):
+    monkeypatch.setattr(plan, "_nvidia_smi", lambda: None)
+    monkeypatch.setattr(plan, "host_total_gib", lambda: gib)
+
+    def told(device, gpu=None):
+        config = load("m7c", flags={"run.device": device}).config
+        return render(config, make_plan(config, find_device(device, gpu)))
+
+    hint = "hint        no GPU here: --gpu H200 plans for one"
+    lines = told("auto")
+    assert hint in lines
+    assert [line for line in told("cpu") if line.startswith("warning")] == [x for x in lines if x.startswith("warning")]
+    assert ("may not fit in the 8.0 GiB of this machine: lower train.micro_batch" in "\n".join(lines)) == warned
+    assert hint not in told("cpu")  # somebody wanted it
+    assert not [line for line in told("auto", "H200") if line.startswith(("hint", "warning"))]
 
 
 def test_a_plan_reckons_a_block_of_sequences_by_the_vocabulary_not_by_the_name_of_the_tokenizer():

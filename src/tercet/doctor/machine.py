@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
-from tercet.telemetry.memory import host_total_gib
+from tercet.telemetry.host import host_total_gib
 
 # (package, at least, below): what pyproject.toml asks for, and what a run cannot do without.
 NEEDED = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GIB = 2**30
+from tercet.telemetry.host import GIB, host_total_gib
 
 
 def resident_gib() -> float:
@@ -22,18 +22,6 @@ def resident_gib() -> float:
     except (OSError, IndexError, ValueError):  # not Linux
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / GIB
-
-
-def host_total_gib() -> float | None:
-    """RAM of the machine, or of the container if that has less."""
-    found = []
-    try:
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        found += [int(limit) / GIB] if limit.isdigit() else []
-    except (OSError, ValueError):
-        pass
-    return min(found, default=None)
 
 
 def device_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:

@@ -8,7 +8,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.train import resolved_precision
 from tercet.model.cost import flops_per_token, memory, parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.memory import GIB, host_total_gib
+from tercet.telemetry.host import GIB, host_total_gib
 from tercet.telemetry.peak import GPU_UTILISATION, peak_flops
 from tercet.telemetry.units import duration, quantity, size
 from tercet.train.device import device_name
