@@ -118,7 +118,7 @@ def test_a_larger_batch_that_is_slower_is_told():
     assert train.cliffs(train.compared(cells, True), 64) == ["nsa at length 64: batch 2 -> 4 falls to 93%"]
 
 
-def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     """A stand-in for the measuring process ends with a failure at the second cell, and goes on at the third."""
     script = (
         "import json, sys\nfor i, c in enumerate(json.loads(sys.argv[-1])['cells']):\n"
@@ -134,6 +134,35 @@ def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPa
     asked = [{"kind": "nsa", "batch": 1, "length": length} for length in (1, 2, 3)]
     _, done = train.measured(asked, 1, 1, 60, None)
     assert [c["outcome"] for c in done] == ["ok", "out of memory", "ok"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1/3", "2/3", "3/3"]
+    assert lines[1].split() == ["2/3", "nsa", "1", "x", "2", "out", "of", "memory"]
+
+
+def test_a_cell_is_named_when_it_begins_and_measured_when_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A stand-in for the measuring process waits for the name of its cell to be printed, and gives up without it."""
+    named = tmp_path / "named"
+    script = (
+        "import json, os, sys, time\n"
+        "cell, until = json.loads(sys.argv[-1])['cells'][0], time.monotonic() + 5\n"
+        f"while not os.path.exists({str(named)!r}):\n"
+        "    if time.monotonic() > until: sys.exit('nobody said that it began')\n"
+        "    time.sleep(0.01)\n"
+        "figures = {'tokens_per_s': 1.0, 'ms': 1.0, 'peak_gib': 1.0, 'first_loss': 1}\n"
+        "print(json.dumps({**cell, 'outcome': 'ok', **figures}), flush=True)\n"
+    )
+    import subprocess
+    import sys
+
+    def said(text: str, **_: Any) -> None:
+        if text.split() == ["1/1", "nsa", "3", "x", "64"]:
+            named.touch()
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
+    monkeypatch.setattr(train, "print", said, raising=False)
+    _, done = train.measured([{"kind": "nsa", "batch": 3, "length": 64}], 1, 1, 60, None)
+    assert [c["outcome"] for c in done] == ["ok"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -162,7 +191,6 @@ def test_kernels_are_compared_for_the_documents_that_the_cells_have(
     assert parities == [["tiny", cpu, asked]]
     found = train_cell.parity(*parities[0])
     assert found["packed"] == asked
-    assert ("packed documents" in train._parity_words(found)) == asked
 
     def check(*_: Any, packed: bool) -> dict[str, float]:
         return {"out": 1.0 if packed else 0.0}
@@ -170,7 +198,9 @@ def test_kernels_are_compared_for_the_documents_that_the_cells_have(
     monkeypatch.setattr(train_cell, "pick_device", lambda *_, **__: torch.device("cuda"))
     monkeypatch.setattr(train_cell, "device_name", lambda _: "a GPU")
     monkeypatch.setattr(train_cell, "check_gradients", check)
-    assert train_cell.parity(*parities[0])["correct"] != asked
+    found = train_cell.parity(*parities[0])
+    assert found["correct"] != asked
+    assert ("packed documents" in train._parity_words(found)) == asked
 
 
 def test_a_loss_that_was_not_checked_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -180,19 +210,53 @@ def test_a_loss_that_was_not_checked_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train_cell, "_CHECKED_TOKENS", 127)
     unchecked = train_cell.measure(asked, steps=1, repeats=0)
     assert unchecked["outcome"] == "ok"
-    assert "loss not checked" not in train._row({**asked, **checked})
-    assert "loss not checked" in train._row({**asked, **unchecked})
+    assert "loss not checked" not in train._figures({**asked, **checked})
+    assert "loss not checked" in train._figures({**asked, **unchecked})
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **more: Any) -> int:
     """The command with cells that somebody measured before."""
-    parities = more.get("parities", [])
-    monkeypatch.setattr(train, "measured", lambda *asked: parities.append(asked[-1]) or ({"correct": True}, done))
+    parities, checked = more.get("parities", []), {"correct": more.get("correct", True)}
+    monkeypatch.setattr(train, "measured", lambda *asked: parities.append(asked[-1]) or (checked, done))
     return train.main(
         preset="tiny", kinds=("nsa", "dense"), lengths=(64,), tokens=64, batches=(), batch_length=64, steps=1,
         repeats=1, checkpointing="none", packed=more.get("packed", ()), plain=(), statistics=True,
         flags=more.get("flags", {}), seconds=1, out=more.get("out"), picture=more.get("picture"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "correct"), [(5.5, None), (4.0, False)])
+def test_without_kernels_nothing_is_called_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, loss: float, correct: bool | None
+):
+    checked = train_cell.parity("tiny", {"run.device": "cpu"}, False)
+    assert (checked["parity"], checked["correct"]) == (None, None)
+    assert train._parity_words(checked).endswith(": kernels against the reference not compared: no kernels here")
+    done = [cell("nsa", 1, 64, 80.0, loss, routes=["reference"]), cell("dense", 1, 64, 100.0, routes=["sdpa"])]
+    done = [c | {"batch": 1024} for c in done]
+    code = bench(monkeypatch, done, correct=checked["correct"])
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert (found["correct"], code) == (correct, correct is False)  # losses that differ are wrong with or without
+    assert found["results"][0]["times_dense"] == (0.8 if correct is None else None)
+    assert "no kernels here: times and ratios are of reference, sdpa, and say nothing of a GPU" in lines
+    bench(monkeypatch, done, correct=True)
+    assert "no kernels here" not in capsys.readouterr().out
+
+
+def test_how_much_there_is_to_measure_and_how_long_it_may_take_is_said_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    def measured(*_: Any) -> Any:
+        assert capsys.readouterr().out == (
+            "2 kinds x 2 shapes, at most 600 s each (--seconds): nsa packed, dense at 2 x 64, 1 x 128 tokens; "
+            "3 times 10 steps after a warm-up\n"
+        )
+        raise InterruptedError
+
+    monkeypatch.setattr(train, "measured", measured)
+    with pytest.raises(InterruptedError):
+        commands.train(preset="tiny", lengths="64,128", tokens=128, packed="nsa", device="cpu")
 
 
 @pytest.mark.parametrize("outcome", ["ok", "wrong loss: 9.0 at the first step, 5.5 uncompiled", "failed: no kernel"])
@@ -230,7 +294,7 @@ def test_a_place_that_is_not_there_is_refused_before_anything_is_measured(
 
 
 def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     from tercet.bench.commands import train as command
 
     rows = train.compared([cell("nsa", 1, 64, 80.0), cell("dense", 1, 64, 100.0), cell("nsa", 2, 128, 90.0)], True)
@@ -239,6 +303,10 @@ def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
     assert command(plot=str(tmp_path / "results.json"), picture=str(picture)) == 0
     assert "0.80" in picture.read_text() or picture.stat().st_size > 5000
     assert train_plot.draw({"results": rows}, tmp_path / "map.png")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words as words
+        for correct, told in ((True, False), (None, True)):
+            train_plot.draw({"results": rows, "checked": {"correct": correct}}, picture)
+            assert ("NSA, times dense (no kernels)" in picture.read_text()) == told
     with pytest.raises(TercetError, match="--picture"):
         command(plot=str(tmp_path / "results.json"))
 

@@ -5,8 +5,9 @@ intervals by the trainer's own step: forward, loss, backward, norm, clip, fused 
 not finite, compiled blocks, and everything that watches a run. Data are random tokens on the device: loaders are
 measured by `tercet data bench`. The kernels are compared with the reference first, each compiled model's first loss
 with its own uncompiled (up to 2^18 tokens; a longer cell says that its loss was not checked), and NSA's with dense's;
-where they differ no ratio is printed and the exit code is 1. No torch here: cells are measured in another process, and
-a cell that ends it is a cell that says so.
+where they differ no ratio is printed and the exit code is 1. Where there are no kernels, `correct` is null at best: not
+compared is not right. No torch here: cells are measured in another process, and a cell that ends it is a cell that says
+so.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def measured(
         asked = {"cells": left, "steps": steps, "repeats": repeats, "parity": parity if checked is None else None}
         command = [sys.executable, "-m", "tercet.bench.train_cell", json.dumps(asked)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        said, errors = _lines(process, len(left) + (asked["parity"] is not None), seconds)
+        heads = [f"{i:{len(str(len(cells)))}d}/{len(cells)}{_head(c)}" for i, c in enumerate(cells, 1)][len(done) :]
+        said, errors = _lines(process, heads, asked["parity"] is not None, seconds)
         for line in said:
             if "parity" in line:
                 checked = line
@@ -87,12 +89,15 @@ def measured(
                 raise TercetError(f"the kernels could not be compared with the reference: {_last(errors)}")
             if len(done) < len(cells):
                 done.append({**cells[len(done)], "outcome": _died(process.returncode, errors)})
-                print(_row(done[-1]), flush=True)
+                print(_figures(done[-1]), flush=True)
     return checked, done
 
 
-def _lines(process: subprocess.Popen[str], expected: int, seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """JSON lines as they come; the process is ended when a line takes longer than `seconds`."""
+def _lines(
+    process: subprocess.Popen[str], heads: list[str], parity: bool, seconds: float
+) -> tuple[list[dict[str, Any]], str]:
+    """JSON lines as they come, the kernels' parity first if asked for; the process is ended when a line takes longer
+    than `seconds`. A cell's head is printed when it begins, the rest of its line when it is measured."""
     import queue
     import threading
 
@@ -111,7 +116,10 @@ def _lines(process: subprocess.Popen[str], expected: int, seconds: float) -> tup
     for reader in readers:
         reader.start()
     found: list[dict[str, Any]] = []
-    while len(found) < expected:
+    begun = iter(heads)
+    if not parity:
+        print(next(begun, ""), end="", flush=True)
+    while len(found) < len(heads) + parity:
         try:
             line = lines.get(timeout=seconds)
         except queue.Empty:
@@ -122,8 +130,8 @@ def _lines(process: subprocess.Popen[str], expected: int, seconds: float) -> tup
             break
         if line.startswith("{"):
             found.append(json.loads(line))
-            told = _parity_words(found[-1]) if "parity" in found[-1] else _row(found[-1])
-            print(told, flush=True)
+            print(_parity_words(found[-1]) if "parity" in found[-1] else _figures(found[-1]))
+            print(next(begun, ""), end="", flush=True)
     process.wait()
     for reader in readers:
         reader.join()
@@ -141,25 +149,41 @@ def _last(errors: str) -> str:
 
 
 def _parity_words(checked: dict[str, Any]) -> str:
+    on = f"{checked['device']}, torch {checked['torch']}: kernels against the reference"
+    if checked["correct"] is None:
+        return f"{on} not compared: {checked['of']}"
     verdict = "right" if checked["correct"] else "WRONG: no ratio is given"
     of = f"{checked['of']}{', packed documents' * checked['packed']}"
-    device, found = checked["device"], f"{checked['parity']:.1e} at worst ({of})"
-    return f"{device}, torch {checked['torch']}: kernels against the reference {found}: {verdict}"
+    return f"{on} {checked['parity']:.1e} at worst ({of}): {verdict}"
 
 
-def _row(cell: dict[str, Any]) -> str:
-    head = f"  {cell['kind']:5} {cell['batch']:5d} x {cell['length']:<8d}{' packed' * cell.get('packed', False)}"
+def _ahead(cells: Sequence[dict[str, Any]], steps: int, repeats: int, seconds: float) -> str:
+    """What is about to be measured, said before the first cell, which may take minutes."""
+    kinds = list(dict.fromkeys(f"{c['kind']}{' packed' * c['packed']}" for c in cells))
+    shapes = list(dict.fromkeys(f"{c['batch']} x {c['length']}" for c in cells))
+    many = f"{len(kinds)} kind{'s' * (len(kinds) > 1)} x {len(shapes)} shape{'s' * (len(shapes) > 1)}"
+    intervals = f"{repeats} times {steps} steps after a warm-up" if repeats else f"{steps} steps"
+    limit = f"at most {seconds:g} s each (--seconds)"
+    return f"{many}, {limit}: {', '.join(kinds)} at {', '.join(shapes)} tokens; {intervals}"
+
+
+def _head(cell: dict[str, Any]) -> str:
+    return f"  {cell['kind']:5} {cell['batch']:5d} x {cell['length']:<8d}{' packed' * cell.get('packed', False)}"
+
+
+def _figures(cell: dict[str, Any]) -> str:
+    """The rest of a cell's line."""
     if cell["outcome"] != "ok":
-        return f"{head} {cell['outcome']}"
+        return f" {cell['outcome']}"
     memory = f"{cell['peak_gib']:7.2f} GiB" if cell["peak_gib"] is not None else ""
     speed = f"{cell['tokens_per_s']:10,.0f} tokens/s {cell['ms']:9.2f} ms {memory}"
     checked = "" if cell.get("uncompiled_loss") is not None else " (loss not checked)"
-    return f"{head} {speed}  loss {cell['first_loss']:.4f}{checked}"
+    return f" {speed}  loss {cell['first_loss']:.4f}{checked}"
 
 
-def compared(cells: Sequence[dict[str, Any]], correct: bool) -> list[dict[str, Any]]:
+def compared(cells: Sequence[dict[str, Any]], correct: bool | None) -> list[dict[str, Any]]:
     """One row for each setting, with the ratios that may be told: two where NSA's documents were packed and plain. Both
-    are compared with the faster dense cell."""
+    are compared with the faster dense cell. `correct`: of the kernels; None where there are none to be wrong."""
     by_setting: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for cell in cells:
         setting = tuple(cell[name] for name in ("batch", "length", "checkpointing"))
@@ -174,7 +198,7 @@ def compared(cells: Sequence[dict[str, Any]], correct: bool) -> list[dict[str, A
                 "times_dense": None, "times_dense_memory": None,
             }  # fmt: skip
             row |= {kind: cell for kind, cell in (("nsa", nsa), ("dense", dense)) if cell is not None}
-            if correct and nsa and dense and nsa["outcome"] == dense["outcome"] == "ok":
+            if correct is not False and nsa and dense and nsa["outcome"] == dense["outcome"] == "ok":
                 apart = abs(nsa["first_loss"] - dense["first_loss"]) / dense["first_loss"]
                 row["near"] = apart <= NEAR + (batch * length) ** -0.5
                 if row["near"]:
@@ -282,12 +306,16 @@ def main(
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags, "nsa" in packed] if "nsa" in kinds else None
+    print(_ahead(cells, steps, repeats, seconds), flush=True)
     checked, done = measured(cells, steps, repeats, seconds, check)
-    correct = checked is None or bool(checked["correct"])
+    correct: bool | None = True if checked is None else checked["correct"]
     rows = compared(done, correct)
     strange = [r for r in rows if r.get("near") is False]
     wrong = [c for c in done if c["outcome"].startswith(("wrong", "failed"))]
     print("\n" + "\n".join(table(rows)) + "\n")
+    if correct is None:
+        ran = ", ".join(sorted({route for c in done for route in c.get("routes", ())}))
+        print(f"no kernels here: times and ratios are of {ran or 'the reference'}, and say nothing of a GPU\n")
     for row in strange:
         losses = " and ".join(f"{row[kind]['first_loss']:.4f} ({kind})" for kind in KINDS)
         print(f"WRONG at length {row['length']}: first losses {losses} are not near each other")
@@ -296,7 +324,7 @@ def main(
         print(f"warning: {sentence}")
     result = {
         "bench": "train", "preset": preset, "steps": steps, "repeats": repeats,
-        "correct": correct and not strange and not wrong,
+        "correct": False if strange or wrong else correct,
         "checked": checked, "cliffs": falls, "seconds": time.time() - begun, "results": rows,
     }  # fmt: skip
     # Before any file: what took long to measure is not lost with a disk that is full.
@@ -307,4 +335,4 @@ def main(
         from tercet.bench.train_plot import draw
 
         print("\n".join(draw(result, picture)), file=sys.stderr)  # the last line of the output is the JSON
-    return 0 if result["correct"] else 1
+    return 1 if result["correct"] is False else 0
