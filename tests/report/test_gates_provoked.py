@@ -191,6 +191,12 @@ def test_a_layer_that_leaves_a_branch_to_others_is_told_and_many_such_layers_are
     one_in_all = Thresholds(40, lone_branch_layers=1 / layers)
     told = selection(ran, [dead(0)], one_in_all)
     assert told.verdict == "GO"
+    assert layers == 2
+    do = "use their branches and choose their blocks"
+    assert told.sentence == f"1 of 2 layers {do}; layer 0 does not (up to 50% may)"
+    assert selection(ran, [], one_in_all).sentence == f"2 layers {do}"
+    everywhere = selection(ran, [dead(1), dead(0)], Thresholds(40, lone_branch_layers=1.0))
+    assert everywhere.sentence == f"0 of 2 layers {do}; layers 0, 1 do not (up to 100% may)"
     assert ("dead branch", f"{dead(0).sentence} from step 30 on: 1 of {layers} layers") in told.evidence
     assert selection(ran, [dead(0), dead(1)], one_in_all).verdict == "NO-GO"
     assert selection(ran, [dead(0)], Thresholds(40, lone_branch_layers=0)).verdict == "NO-GO"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ from tercet.report.facts import gather
 from tercet.report.figure import _VARIABLES
 from tercet.report.plots import below_the_descent, loss
 from tercet.report.read import read_run
-from watched import copy, dense_twin, verdict
+from watched import copy, dense_twin, gate, verdict
 
 NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
 
@@ -92,6 +93,32 @@ def test_all_text_of_a_run_is_escaped(healthy, tmp_path, undrawn):
     assert not [a for t, a in parsed.tags if t == "img"]
     assert parsed.text.count('<script>alert("x")</script>') >= 4  # shown, not obeyed
     assert "<script>" not in render.markdown(found, judged)
+
+
+def test_a_loss_on_the_page_says_of_which_steps_it_is(healthy):
+    losses = [x for e in healthy.steps for x in e.losses]
+    assert len(losses) == 60
+    first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+    (figure,) = [f for f in gather(healthy, ()).figures if f.name == "training loss"]
+    assert (figure.value, figure.note) == (f"{losses[-1]:.4f}", f"of the last step; {losses[0]:.4f} at first")
+    judged = gate(verdict(healthy), "stability")
+    fell = f"from {first:.3f} (mean of the first 5 steps) to {last:.3f} (mean of the last 5 steps)"
+    assert f"the training loss fell {fell}" in judged.sentence
+    shown = f"{first:.4f} → {last:.4f} (mean of the first 5 steps, mean of the last 5 steps)"
+    assert ("training loss", shown) in judged.evidence
+
+
+def test_a_run_that_ends_in_no_number_shows_the_loss_of_its_last_finite_step(healthy):
+    whole = healthy.steps[-1]
+    cut = dataclasses.replace(whole, losses=[*whole.losses[:-1], float("nan")])
+    healthy = dataclasses.replace(healthy, events={**healthy.events, 0: swapped(healthy.events[0], whole, cut)})
+    (figure,) = [f for f in gather(healthy, ()).figures if f.name == "training loss"]
+    assert figure.value == f"{whole.losses[-2]:.4f}"
+    assert figure.note.startswith("of the last finite step; ")
+
+
+def swapped(events, old, new):
+    return [new if event is old else event for event in events]
 
 
 def test_what_was_not_tested_stands_at_the_top(page, healthy):

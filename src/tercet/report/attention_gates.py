@@ -127,7 +127,15 @@ def selection(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     if len(whole) < limits.readings:
         case.lacks(f"all layers were read {len(whole)} times, {limits.readings} are needed", "train for longer")
     _enough(run, limits, case)
-    return case.close(f"{len(sparse)} layers use their branches and choose their blocks")
+    return case.close(_healthy(sorted(i for i in ill if i is not None), len(sparse), limits))
+
+
+def _healthy(ill: list[int], layers: int, limits: Thresholds) -> str:
+    do = "use their branches and choose their blocks"
+    if not ill:
+        return f"{layers} layers {do}"
+    names = f"layer {ill[0]} does" if len(ill) == 1 else f"layers {', '.join(map(str, ill))} do"
+    return f"{layers - len(ill)} of {layers} layers {do}; {names} not (up to {limits.lone_branch_layers:.0%} may)"
 
 
 def numerics(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:

@@ -91,10 +91,11 @@ def figures(run: Run) -> list[Figure]:
     made = [Figure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
     if last is None:
         return made
-    losses = [x for e in run.steps for x in e.losses if math.isfinite(x)]
+    told = [x for e in run.steps for x in e.losses]
+    losses = [x for x in told if math.isfinite(x)]
     made.append(Figure("tokens", quantity(last.tokens), f"{run.started[-1].tokens_per_step:,} a step", last.tokens))
     if losses:
-        made.append(Figure("training loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} at first", losses[-1]))
+        made.append(Figure("training loss", f"{losses[-1]:.4f}", _of_steps(told[-1], losses[0]), losses[-1]))
     if run.validations:
         best = min(run.validations, key=lambda e: e.loss)
         made.append(
@@ -122,6 +123,11 @@ def figures(run: Run) -> list[Figure]:
         Figure("time", duration(seconds), f"in {len(run.started)} process{'es' * (len(run.started) > 1)}", seconds)
     )
     return made
+
+
+def _of_steps(newest: float, first: float) -> str:
+    """Of which step it is: the gate of stability tells means."""
+    return f"of the last {'' if math.isfinite(newest) else 'finite '}step; {first:.4f} at first"
 
 
 def _against(run: Run, twin: Run | None) -> list[Figure]:

@@ -133,7 +133,9 @@ def stability(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     _learnt(run, findings, limits, case)
     if run.step < limits.min_steps:
         case.lacks(f"only {run.step} steps were made, {limits.min_steps} are needed", "train for longer")
-    return case.close(f"{run.step:,} steps, {last}; the loss fell from {_first(run):.3f} to {_last(run):.3f}")
+    begun, ended = _first(run), _last(run)
+    fell = f"the training loss fell from {begun.value:.3f} ({begun.of}) to {ended.value:.3f} ({ended.of})"
+    return case.close(f"{run.step:,} steps, {last}; {fell}")
 
 
 def _learnt(run: Run, findings: list[HealthFired], limits: Thresholds, case: Case) -> None:
@@ -142,14 +144,15 @@ def _learnt(run: Run, findings: list[HealthFired], limits: Thresholds, case: Cas
         case.lacks("no step was logged", "train for longer")
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
-    case.show("loss", f"{_first(run):.4f} → {_last(run):.4f}")
+    begun, ended = _first(run), _last(run)
+    case.show("training loss", f"{begun.value:.4f} → {ended.value:.4f} ({begun.of}, {ended.of})")
     case.show("loss spikes", len(spikes))
-    if len(losses) >= 20 and not _last(run) < _first(run):
+    if len(losses) >= 20 and not ended.value < begun.value:
         case.against(
-            f"the loss did not fall: {_first(run):.4f} at first, {_last(run):.4f} at last",
+            f"the loss did not fall: {begun.value:.4f} ({begun.of}), {ended.value:.4f} ({ended.of})",
             "look at learning rate, data and gradients",
         )
-    if spikes and not _last(run) < spikes[-1].threshold:
+    if spikes and not ended.value < spikes[-1].threshold:
         case.against(
             f"a loss spike in step {spikes[-1].step} was not recovered from", "lower train.lr, or go back and skip it"
         )
@@ -170,14 +173,27 @@ def _ends(run: Run) -> list[str]:
     return ends
 
 
-def _first(run: Run) -> float:
-    losses = [x for e in run.steps for x in e.losses if math.isfinite(x)][:5]
-    return statistics.fmean(losses) if losses else math.nan
+@dataclass(frozen=True)
+class Mean:
+    """A loss, and of which steps: beside it the page tells that of one step alone."""
+
+    value: float
+    of: str
 
 
-def _last(run: Run) -> float:
-    losses = [x for e in run.steps for x in e.losses if math.isfinite(x)]
-    return statistics.fmean(losses[-max(5, len(losses) // 20) :]) if losses else math.nan
+def _first(run: Run) -> Mean:
+    losses = _finite(run)[:5]
+    return Mean(statistics.fmean(losses) if losses else math.nan, f"mean of the first {len(losses)} steps")
+
+
+def _last(run: Run) -> Mean:
+    losses = _finite(run)
+    losses = losses[-max(5, len(losses) // 20) :]
+    return Mean(statistics.fmean(losses) if losses else math.nan, f"mean of the last {len(losses)} steps")
+
+
+def _finite(run: Run) -> list[float]:
+    return [x for e in run.steps for x in e.losses if math.isfinite(x)]
 
 
 def memory(run: Run, limits: Thresholds) -> Gate:
