@@ -145,7 +145,7 @@ def test_config_diff_names_what_differs(capsys, tmp_path):
     [
         ("trian", "unknown command trian: did you mean train?"),
         ("config shwo", "unknown command config shwo: did you mean show?"),
-        ("train", "no configuration given: try `tercet train --preset tiny`"),
+        ("train", "tercet train --preset tiny`, or `"),
         ("train --preset tinny", "unknown preset tinny: did you mean tiny?"),
         ("train --preset tiny --train.lrr 1", "unknown option --train.lrr: did you mean --train.lr"),
         ("train --preset tiny --lr 1", "unknown option --lr: did you mean --train.lr?"),
@@ -265,13 +265,13 @@ def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeyp
     ("arguments", "said"),
     [
         ("--resume auto --run.dir gone", "--resume auto: there is no run to resume at gone, which does not exist: "),
-        ("--resume auto --run.dir gone", "begin one with `tercet train --preset tiny --run.dir gone`"),
+        ("--resume auto --run.dir gone", "train --preset tiny --run.dir gone`"),
         ("--resume auto --run.dir=gone", "there is no run to resume at gone, which does not exist: "),
         ("--resume gone", "--resume gone: there is no run to resume at gone, which does not exist: "),
-        ("--resume gone --run.dir new", "begin one with `tercet train --preset tiny --run.dir new`"),
+        ("--resume gone --run.dir new", "train --preset tiny --run.dir new`"),
         ("--resume auto --run.dir bare", "there is no run to resume at bare, which has kept no config.toml: "),
         ("--resume auto", "--resume auto without --run.dir, a preset or a file names no run: "),
-        ("--run.dir gone", "no configuration given: try `tercet train --preset tiny`"),
+        ("--run.dir gone", "no configuration given: try `"),
     ],
 )
 def test_a_run_that_is_not_there_to_resume_is_named_and_how_to_begin_one(

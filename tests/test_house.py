@@ -22,7 +22,7 @@ FLOORS = [
     {"config"},
     {"model"},
     {"attention"},
-    {"errors", "durable"},
+    {"errors", "durable", "typed"},
 ]
 HEIGHT = {room: len(FLOORS) - i for i, floor in enumerate(FLOORS) for room in floor}
 # A dense baseline for a bench, a verdict, … may come to need a neighbour: say so here, with the reason.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import tercet
 from tercet.errors import TercetError
+from tercet.typed import typed
 
 if TYPE_CHECKING:
     from tercet.config.load import Layer, Loaded
@@ -185,7 +186,7 @@ def _presets(arguments: list[str]) -> int:
     names = preset_names()
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
-    print("\nUse one:  tercet train --preset NAME     See one:  tercet config show --preset NAME")
+    print(f"\nUse one:  {typed()} train --preset NAME     See one:  {typed()} config show --preset NAME")
     return 0
 
 
@@ -314,18 +315,18 @@ def _check_resume(resume: str | None) -> None:
 def _unconfigured(resume: str | None, folder: str | None) -> str:
     """Why there is nothing to train: no preset, no file, and no run to go on with that has kept its own."""
     if resume is None:
-        return "no configuration given: try `tercet train --preset tiny`, or `tercet presets` for the list"
+        return f"no configuration given: try `{typed()} train --preset tiny`, or `{typed()} presets` for the list"
     if resume == "auto" and folder is None:
         return (
             "--resume auto without --run.dir, a preset or a file names no run: give the folder of one with --run.dir, "
-            "or begin one with `tercet train --preset tiny` (`tercet presets` lists them)"
+            f"or begin one with `{typed()} train --preset tiny` (`{typed()} presets` lists them)"
         )
     given, where = ("auto", str(folder)) if resume == "auto" else (resume, resume)
     said = "does not exist" if not Path(where).exists() else "has kept no config.toml"
     new = shlex.quote(folder or "runs/NAME")
     return (
         f"--resume {given}: there is no run to resume at {where}, which {said}: name the folder of a run, or begin one "
-        f"with `tercet train --preset tiny --run.dir {new}` (`tercet presets` lists them)"
+        f"with `{typed()} train --preset tiny --run.dir {new}` (`{typed()} presets` lists them)"
     )
 
 

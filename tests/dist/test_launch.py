@@ -14,6 +14,7 @@ from tercet.config.parallel import ParallelConfig
 from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
 from tercet.train import ranks
+from tercet.typed import typed
 
 ALONE = Launch()
 
@@ -60,7 +61,8 @@ def test_a_strategy_of_ranks_in_one_process_is_refused_with_the_line_to_use(stra
     with pytest.raises(LaunchError, match=f"strategy={strategy} needs torchrun") as told:
         check_launch(ParallelConfig(strategy=strategy), ALONE, "cuda" if gpus else "cpu", gpus)
     # the preset or the file says the strategy already
-    assert str(told.value).endswith(f"\n  torchrun --standalone --nproc-per-node={ranks} -m tercet train --preset m7c")
+    line = f"{typed('torchrun')} --standalone --nproc-per-node={ranks} -m tercet train --preset m7c"
+    assert str(told.value).endswith(f"\n  {line}")
 
 
 def test_ranks_share_a_gpu_only_when_told_to_and_say_so():

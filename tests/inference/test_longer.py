@@ -17,6 +17,7 @@ from tercet.inference.longer import train_on
 @pytest.fixture(autouse=True)
 def a_folder_to_stand_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tercet.inference.longer.typed", lambda program="tercet": program)
 
 
 def kept(folder: str, **changes: object) -> Path:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_
 from tercet.train import loop
 from tercet.train.loop import train
 from tercet.train.manifest import complete_checkpoints, step_of
+from tercet.typed import typed
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
 
@@ -168,10 +168,9 @@ def test_the_command_that_an_interrupted_run_names_goes_on_with_it(nursery: Nurs
     child.until("step  5/")
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
-    named = re.search(r"go on with: (tercet train .*)", child.output)
+    named = re.search(r"go on with: (.*)", child.output)
     assert named, child.output
-    command = [sys.executable, "-m", *shlex.split(named.group(1))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(shlex.split(named.group(1)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming from" in done.stdout
     assert done.stderr == ""
@@ -260,7 +259,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_over(nursery: Nursery, tmp_pat
     before = losses(tmp_path / "run")
     child = nursery.run(config)
     assert child.code == 2
-    assert "already holds a run: pick another --run.dir, or go on with: tercet train --resume auto" in child.output
+    assert f"already holds a run: pick another --run.dir, or go on with: {typed()} train --resume auto" in child.output
     assert losses(tmp_path / "run") == before
     child = nursery.run(config, resume="auto")
     assert child.code == 0

@@ -21,6 +21,7 @@ from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, 
 from tercet.train.dump import replay
 from tercet.train.loop import train
 from tercet.train.manifest import complete_checkpoints, read_json
+from tercet.typed import typed
 
 
 def newest(folder: Path) -> Path:
@@ -82,6 +83,21 @@ def test_validation_samples_and_the_end_are_events(done: Path) -> None:
     assert repr(metrics["val_loss"]) == rows(done / "val.csv")[-1]["loss"]
 
 
+def test_a_sample_is_announced_before_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    def writing(*_: Any, **__: Any) -> str:
+        said.append(capsys.readouterr().out)
+        return "a text"
+
+    monkeypatch.setattr("tercet.train.loop.sample_text", writing)
+    assert train(small(run__dir=str(tmp_path / "run"), train__steps=1, train__sample_tokens=4)) == 0
+    assert said[0].endswith("\nwriting a sample of up to 4 tokens …\n")
+    assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")
+
+
 def test_validation_and_samples_do_not_change_what_is_learnt(done: Path, tmp_path: Path) -> None:
     assert train(small(run__dir=str(tmp_path / "run")), origins={}) == 0
     assert losses(tmp_path / "run") == losses(done)
@@ -137,9 +153,7 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reprod
         train__max_skipped_in_row=2,
         log__every=10,
     )
-    with pytest.raises(
-        TercetError, match=r"were not finite, past the limits .*`python -m tercet\.train\.dump"
-    ) as error:
+    with pytest.raises(TercetError, match=r"were not finite, past the limits .*`\S+ -m tercet\.train\.dump") as error:
         train(config, origins={})
     told = list(read_events(events_file(folder)))
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
@@ -281,7 +295,7 @@ def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_fur
     assert ("and the data ended" in last) == ("data" in ended)
     assert losses(run) == before
 
-    further = last.partition("to train further: tercet ")[2]
+    further = last.partition(f"to train further: {typed()} ")[2]
     assert cli.main(shlex.split(further)) == 0
     assert "nothing was left" not in capsys.readouterr().out
     assert len(losses(run)) > made

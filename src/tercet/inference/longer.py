@@ -10,6 +10,7 @@ from tercet.config.load import ConfigError, load
 from tercet.config.schema import RunConfig
 from tercet.inference.load import CONFIG, WEIGHTS
 from tercet.train import manifest
+from tercet.typed import typed
 
 
 def train_on(run: Path, length: int) -> str:
@@ -32,11 +33,11 @@ def _command(file: Path, weights: Path, length: int) -> str:
     config = load(file=file).config
     keys = {"run.dir": "NEW", "train.init_from": str(weights), "data.seq_len": length, **_sizes(config, length)}
     parallel = load(file=file, flags=keys).config.parallel  # refused here rather than after it was typed
-    ranks = ["torchrun", "--standalone", f"--nproc-per-node={parallel.world_size}", "-m"]
-    words = [*(ranks if parallel.strategy != "single" else []), "tercet", "train", "--config", str(file)]
+    ranks = f"{typed('torchrun')} --standalone --nproc-per-node={parallel.world_size} -m tercet"
+    words = ["train", "--config", str(file)]
     for key, value in keys.items():
         words += [f"--{key.replace('_', '-')}", str(value)]
-    return shlex.join(words)
+    return f"{ranks if parallel.strategy != 'single' else typed()} {shlex.join(words)}"
 
 
 def _sizes(config: RunConfig, length: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from shlex import quote
 from typing import Literal
 
 from tercet.attention.spec import NSAConfig
+from tercet.typed import typed
 
 
 def hf(
@@ -52,6 +53,6 @@ def hf(
     )
     if made.covers is not None:
         print(f"gates start with the {cover} branch open: equal to the dense model up to {made.covers:,} tokens")
-    print(f"{out} is written. Go on with:  tercet train --config {quote(str(out / 'config.toml'))}")
-    print(f"or use it as it is:            tercet generate {quote(str(out))} --prompt TEXT")
+    print(f"{out} is written. Go on with:  {typed()} train --config {quote(str(out / 'config.toml'))}")
+    print(f"or use it as it is:            {typed()} generate {quote(str(out))} --prompt TEXT")
     return 0

@@ -27,6 +27,7 @@ import tercet
 from tercet.config.parallel import ParallelConfig
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
+from tercet.typed import typed
 
 _FOLDER_KEY = "tercet/run_folder"
 
@@ -109,7 +110,8 @@ def torchrun_line(ranks: int, local: int, strategy: str) -> str:
     said = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
     added = [] if said else ["--parallel.strategy", "ddp"]
     nodes = ["--standalone"] if ranks == local else [f"--nnodes={-(-ranks // local)}"]
-    return shlex.join(["torchrun", *nodes, f"--nproc-per-node={local or 'N'}", "-m", "tercet", *arguments, *added])
+    words = [*nodes, f"--nproc-per-node={local or 'N'}", "-m", "tercet", *arguments, *added]
+    return f"{typed('torchrun')} {shlex.join(words)}"
 
 
 def backend_of(parallel: ParallelConfig, device: str) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tercet.config.parallel import ParallelConfig
 from tercet.parallel.launch import Launch, World, WrongLaunch, check_launch, join
+from tercet.typed import typed
 
 # Logs of ranks whose clocks differ by more cannot be read side by side.
 CLOCK_SECONDS = 1.0
@@ -31,7 +32,7 @@ def probe(folder: str | None = None, backend: str = "auto", *, share_gpus: bool 
     if not launch.by_torchrun:
         raise WrongLaunch(
             "doctor --distributed examines ranks: start it with "
-            "torchrun --nproc-per-node=N -m tercet doctor --distributed"
+            f"{typed('torchrun')} --nproc-per-node=N -m tercet doctor --distributed"
         )
     parallel = ParallelConfig.model_validate(
         {"strategy": "ddp", "world_size": launch.world_size, "backend": backend, "share_gpus": share_gpus}

@@ -7,7 +7,7 @@ from collections import Counter
 
 from tercet.report.gates import Case, Gate, Thresholds, skipped_steps
 from tercet.report.read import Run
-from tercet.report.routes import fastest, route_counts
+from tercet.report.routes import fastest, route_counts, uncounted
 from tercet.telemetry.events import DoctorReported, HealthFired, RecordingFailed
 
 PARITY = "kernel parity"
@@ -30,6 +30,8 @@ def routing(run: Run, limits: Thresholds) -> Gate:
         return case.close("")
     for (branch, route), calls in sorted(_by(counts, 1, 2).items()):
         case.show(str(branch), f"{route}: {calls:,} passes")
+    if unknown := uncounted(run):
+        case.show("not counted", unknown)
     told = kinds(run)
     seen = {layer for layer, *_ in counts}
     missing = [i for i in range(len(told)) if i not in seen]
@@ -48,7 +50,7 @@ def routing(run: Run, limits: Thresholds) -> Gate:
     if len(slow) > 3:
         case.against(f"and {len(slow) - 3} more", "")
     _enough(run, limits, case)
-    return case.close(f"{len(seen)} layers, all branches on their kernels")
+    return case.close(f"{len(seen)} layers, all branches on their kernels{unknown and f'; {unknown}'}")
 
 
 def fallbacks(run: Run, limits: Thresholds) -> Gate:
@@ -58,6 +60,8 @@ def fallbacks(run: Run, limits: Thresholds) -> Gate:
     total = sum(counts.values())
     taken = sum(calls for (*_, fallback), calls in counts.items() if fallback)
     case.show("passes", f"{total:,}")
+    if unknown := uncounted(run):
+        case.show("not counted", unknown)
     case.show("fallbacks", f"{taken:,}")
     if lost := len(run.of(RecordingFailed)):  # train.cuda_graph=auto allows it
         case.show("recordings that failed", f"{lost:,}")
@@ -73,7 +77,7 @@ def fallbacks(run: Run, limits: Thresholds) -> Gate:
     if not run.on_gpu:
         case.lacks("on a CPU there is nothing to fall back from", "run it on the GPU that you mean to use")
     _enough(run, limits, case)
-    return case.close(f"none in {total:,} passes")
+    return case.close(f"none in {unknown or f'{total:,} passes'}")
 
 
 def selection(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:

@@ -24,6 +24,7 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
 )
+from tercet.typed import typed
 
 GO, NO_GO, NOT_TESTED = "GO", "NO-GO", "NOT TESTED"
 
@@ -379,7 +380,7 @@ def checkpoints(run: Run, findings: list[HealthFired], limits: Thresholds) -> Ga
     if not went_on:
         case.lacks(
             "it was never resumed",
-            f"interrupt a run and go on with: tercet train --config {quote(f'{run.folder}/config.toml')} "
+            f"interrupt a run and go on with: {typed()} train --config {quote(f'{run.folder}/config.toml')} "
             f"--run.dir {quote(str(run.folder))} --resume auto",
         )
     return case.close(f"{len(saved)} saved, resumed {times(len(went_on))}, and the loss went on where it was")

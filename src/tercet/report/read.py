@@ -29,6 +29,7 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
+from tercet.telemetry.tables import last_counts
 
 E = TypeVar("E", bound=Event)
 
@@ -83,16 +84,8 @@ class Run:
 
     @cached_property
     def routes(self) -> list[RoutesCounted]:
-        """The last count of each process: counts begin anew with every process."""
-        last: list[RoutesCounted] = []
-        open_count: RoutesCounted | None = None
-        for event in self.events.get(0, []):
-            if isinstance(event, RunStarted) and open_count is not None:
-                last.append(open_count)
-                open_count = None
-            elif isinstance(event, RoutesCounted):
-                open_count = event
-        return [*last, open_count] if open_count is not None else last
+        """The last count of each process."""
+        return last_counts(self.events.get(0, []))
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from tercet.config.schema import RunConfig
 from tercet.model.config import NSA_ONLY
 from tercet.report.read import Run
 from tercet.report.routes import fastest, route_counts
+from tercet.typed import typed
 
 
 def twin_command(run: Run) -> str:
@@ -16,8 +17,8 @@ def twin_command(run: Run) -> str:
     what = f"--preset {preset}" if preset else f"--config {quote(f'{run.folder}/config.toml')}"
     dense = quote(f"{run.folder}-dense")
     return (
-        f"tercet train {what} --model.attention dense --run.dir {dense}, then "
-        f"tercet report {quote(str(run.folder))} --baseline {dense}"
+        f"{typed()} train {what} --model.attention dense --run.dir {dense}, then "
+        f"{typed()} report {quote(str(run.folder))} --baseline {dense}"
     )
 
 

@@ -16,6 +16,7 @@ from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
 from tercet.telemetry.health import examine
+from tercet.typed import typed
 
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
 
@@ -108,7 +109,8 @@ def _beyond(run: Run) -> tuple[Gate, ...]:
     case = Case("several devices", "two ranks or more; no part of the verdict over a run on one device")
     case.lacks(
         "it ran on one device: sums over ranks, sharded saves and a rank that fails had no part in it",
-        f"torchrun --standalone --nproc-per-node=2 -m tercet train --config {quote(f'{run.folder}/config.toml')} "
+        f"{typed('torchrun')} --standalone --nproc-per-node=2 -m tercet train "
+        f"--config {quote(f'{run.folder}/config.toml')} "
         f"--run.dir {quote(f'{run.folder}-2')} --parallel.strategy fsdp{_dealt_to_two(run)}",
     )
     return (case.close(""),)

@@ -20,7 +20,8 @@ class LayerProbe:
     def __init__(self, model: nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
         self._sparse = [m for m in self.layers if isinstance(m, NativeSparseAttention)]
-        self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()
+        self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()  # of the steps that were made
+        self._open: Counter[tuple[int, str, str, str, bool]] = Counter()  # of the step that is being made
         self._sampled = False
 
     def sample(self, on: bool) -> None:
@@ -30,13 +31,18 @@ class LayerProbe:
             layer.stats.enabled = on
 
     def count_routes(self) -> None:
-        """Call after each forward pass. Reads what is on the host already."""
+        """Call after each forward pass, and `step_made` after those of a step. Reads what is on the host already."""
         for i, layer in enumerate(self.layers):
             on_gpu = self.on_gpu(layer)
             for branch, route in layer.routes.items():
                 reason = getattr(route, "reason", None) or ""
                 fallback = on_gpu and route == "reference" and reason != "asked for"
-                self._calls[i, branch, str(route), reason, fallback] += 1
+                self._open[i, branch, str(route), reason, fallback] += 1
+
+    def step_made(self) -> None:
+        """Passes count from here on. Those of a step that fails never do: a resumed run makes that step again."""
+        self._calls.update(self._open)
+        self._open.clear()
 
     @staticmethod
     def on_gpu(layer: NativeSparseAttention | DenseAttention) -> bool:
@@ -44,7 +50,7 @@ class LayerProbe:
         return layer.q_proj.weight.is_cuda
 
     def routes(self, step: int) -> RoutesCounted:
-        """Passes so far."""
+        """Passes of all steps so far."""
         rows = sorted(self._calls.items())
         columns: list[list[Any]] = [list(c) for c in zip(*((*key, n) for key, n in rows), strict=True)] or [[]] * 6
         layer, branch, route, reason, fallback, calls = columns

@@ -65,6 +65,7 @@ class Observer:
         self._health = HealthMonitor(config.health)
         self._seen_first_step = False
         self._steps = 0  # since the last log line
+        self._uncounted = 0  # steps whose passes are in no event yet
         self._gradients: dict[str, Any] = {}
         self._outside = {"checkpoint": 0.0, "validation": 0.0}
         self._snapshot("boot", 0)
@@ -89,6 +90,8 @@ class Observer:
 
     def after_step(self, step: int) -> None:
         self._steps += 1
+        self._uncounted += 1
+        self._probe.step_made()
         if self._profiler.ends_with(step):
             with self._excluded():
                 self._told_profile(step)
@@ -114,12 +117,20 @@ class Observer:
             found += self._health.observe(layers)
         routes = self._probe.routes(logged.step)
         self._log.emit(routes)
+        self._uncounted = 0
         found += self._health.observe(routes)
         for finding in found:
             self._log.emit(finding)
         self._probe.sample(False)  # a validation that follows is not training
         self._steps = 0
         return [f for f in found if f.action == "halt"]
+
+    def tell_passes(self, step: int) -> None:
+        """Passes since the last log line, for the record, wherever this process may be the last to know of them: at a
+        save, from which another may go on, and at the end. Health rules speak of them at the next log line."""
+        if self._uncounted:
+            self._uncounted = 0
+            self._log.emit(self._probe.routes(step))
 
     def observe(self, event: Any) -> list[HealthFired]:
         """Any other event that a rule may speak of; emits the findings, returns those that ask to halt."""

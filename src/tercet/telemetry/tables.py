@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tercet.telemetry.events import Event, LayersObserved, RoutesCounted
+from tercet.telemetry.events import Event, LayersObserved, RoutesCounted, RunStarted
 
 STATISTICS = (
     "gate_share_compressed",
@@ -35,6 +36,19 @@ def layer_rows(event: LayersObserved) -> Iterator[tuple[Any, ...]]:
 def route_rows(event: RoutesCounted) -> Iterator[tuple[Any, ...]]:
     """One row per layer, branch and route."""
     yield from zip(*(getattr(event, name) for name in ROUTE_COLUMNS), strict=True)
+
+
+def last_counts(events: Iterable[Event]) -> list[RoutesCounted]:
+    """The last count of each process, of those that counted: counts begin anew with every process."""
+    last: list[RoutesCounted] = []
+    open_count: RoutesCounted | None = None
+    for event in events:
+        if isinstance(event, RunStarted) and open_count is not None:
+            last.append(open_count)
+            open_count = None
+        elif isinstance(event, RoutesCounted):
+            open_count = event
+    return [*last, open_count] if open_count is not None else last
 
 
 def line(values: Iterable[Any]) -> str:
@@ -69,17 +83,26 @@ class LayerTable:
 
 
 class RouteTable:
-    """fallback_counters.csv: counts so far, so the file is replaced whole each time. Header only: nothing counted."""
+    """fallback_counters.csv: counts so far, over all processes of the run, so the file is replaced whole each time.
+    Header only: nothing counted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, past: Iterable[Event] = ()) -> None:
         self._path = path
-        self._write([])
+        self._before: Counter[tuple[Any, ...]] = Counter()  # by earlier processes
+        for event in last_counts(past):
+            self._before.update(_calls(event))
+        self._write(self._before)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RoutesCounted):
-            self._write(route_rows(event))
+            self._write(self._before + _calls(event))
 
-    def _write(self, rows: Iterable[tuple[Any, ...]]) -> None:
+    def _write(self, calls: Counter[tuple[Any, ...]]) -> None:
+        rows = "".join(line((*key, n)) for key, n in sorted(calls.items()))
         fresh = self._path.with_suffix(".csv.tmp")
-        fresh.write_text(line(ROUTE_COLUMNS) + "".join(line(row) for row in rows), encoding="utf-8")
+        fresh.write_text(line(ROUTE_COLUMNS) + rows, encoding="utf-8")
         fresh.replace(self._path)
+
+
+def _calls(event: RoutesCounted) -> Counter[tuple[Any, ...]]:
+    return Counter({row[:-1]: row[-1] for row in route_rows(event)})

@@ -16,6 +16,7 @@ from tercet.telemetry.units import duration, quantity
 from tercet.train import manifest
 from tercet.train.folder import RunFolder, go_on
 from tercet.train.state import TrainState
+from tercet.typed import typed
 
 METRICS = "metrics.json"
 
@@ -62,7 +63,7 @@ def sum_up(
     figures = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
     losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
     screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {folder.path}")
-    screen.say(f"is it any good?  tercet report {quote(str(folder.path))}")
+    screen.say(f"is it any good?  {typed()} report {quote(str(folder.path))}")
 
 
 def _nothing_left(config: RunConfig, folder: RunFolder, made: int, reason: str) -> str:

@@ -23,6 +23,7 @@ from tercet.durable import write_json
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
+from tercet.typed import typed
 
 LOCK = "lock"
 
@@ -93,7 +94,7 @@ class RunFolder:
 
 def go_on(path: Path) -> str:
     """The command that takes the run in this folder up again; its config comes with it."""
-    return f"tercet train --resume auto --run.dir {shlex.quote(str(path))}"
+    return f"{typed()} train --resume auto --run.dir {shlex.quote(str(path))}"
 
 
 def locate(config: RunConfig, resume: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -41,6 +42,7 @@ from tercet.train.state import TrainState, build_state
 from tercet.train.step import train_step
 from tercet.train.validate import Validation, check_documents
 from tercet.train.watchers import attach, run_started
+from tercet.typed import python
 
 
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
@@ -309,7 +311,7 @@ class Trainer:
             f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, past the limits "
             f"(train.max_skipped={self.config.train.max_skipped}, "
             f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); run step {step} again with "
-            f"`python -m tercet.train.dump {path}`; {newest(self.folder)}"
+            f"`{python()} -m tercet.train.dump {shlex.quote(str(path))}`; {newest(self.folder)}"
         )
 
     def _validate(self) -> None:
@@ -329,6 +331,7 @@ class Trainer:
         if not config.sample_tokens or ("sample", self.state.step) in self._told:
             return
         self.beat.at(self.state.step, "sampling")
+        self.screen.say(f"writing a sample of up to {config.sample_tokens} tokens …")
 
         def agree(choose: Callable[[], int]) -> int:
             """Rank 0's choice; a signal there ends the sample, which may take longer than a machine is given."""
@@ -391,6 +394,7 @@ class Trainer:
         """A full disk must not hide the error that led here."""
         self.beat.at(self.state.step, "ended")
         try:
+            self.observer.tell_passes(self.state.step)
             close_record(self.log, self.folder, outcome, reason, self.state, self._began)
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")

@@ -46,6 +46,7 @@ class Saving:
         state = self._state
         with state.interval.excluded():
             self.collect(wait=True)
+            self._observer.tell_passes(state.step)
             self._log.sync()
             self._checkpointer.save(
                 state.step, state.model, state.optimizer, state.run_state(self._config), state.rank_state()

@@ -38,7 +38,7 @@ def attach(
     if strategy.rank == 0:
         log.readers += [screen, *csv_sinks(folder, past)]
         slow: dict[str, Callable[[Event], None]] = {"the layer table": LayerTable(folder / "k_stats.csv", past)}
-        slow["the route table"] = RouteTable(folder / "fallback_counters.csv")
+        slow["the route table"] = RouteTable(folder / "fallback_counters.csv", past)
         if config.log.tensorboard:
             slow["TensorBoard"] = TensorBoardSink(folder / "tb", state.step)
         if config.log.wandb:

@@ -1,0 +1,118 @@
+"""Every pass of every step is counted, whoever made it, and where some were not the report says so."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from pathlib import Path
+
+import pytest
+
+import tercet.train.step as step_module
+from tercet.report.read import Run, read_run
+from tercet.report.routes import passes_made, route_counts, uncounted
+from tercet.telemetry.events import RoutesCounted
+from tercet.telemetry.progress import Screen
+from watched import copy, gate, run, verdict
+
+# Log lines, saves and stops fall on different steps; two passes a step.
+APART = {"log__every": 10, "checkpoint__every": 0, "train__tokens_per_step": 256, "train__val_tokens": 0}
+BRANCHES = 2 * 3  # layers × branches
+
+
+def signalled_after(step: int, patch: pytest.MonkeyPatch) -> None:
+    def advance(self: Screen, made: int) -> None:
+        if made == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    patch.setattr(Screen, "advance", advance)
+
+
+def counted(folder: Path) -> list[str]:
+    with (folder / "fallback_counters.csv").open() as stream:
+        return [row["calls"] for row in csv.DictReader(stream)]
+
+
+def test_passes_between_the_last_log_line_and_a_stop_are_counted(tmp_path, data, monkeypatch):
+    with monkeypatch.context() as patch:
+        signalled_after(13, patch)
+        found, code = run(tmp_path / "run", data, **APART)
+    assert code == 128 + signal.SIGTERM
+    assert list(route_counts(found).values()) == [26] * BRANCHES
+    assert uncounted(found) == ""
+
+    found, code = run(tmp_path / "run", data, resume="auto", **APART)
+    assert code == 0
+    assert list(route_counts(found).values()) == [80] * BRANCHES
+    assert (passes_made(found), uncounted(found)) == (80 * BRANCHES, "")
+    assert counted(tmp_path / "run") == ["80"] * BRANCHES  # of both processes
+
+
+def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data, monkeypatch):
+    true, passes = step_module.loss_sum, 0
+
+    def failing(model, batch):
+        nonlocal passes
+        passes += 1
+        if passes == 36:  # the second of step 18
+            raise RuntimeError("a cable was pulled")
+        return true(model, batch)
+
+    config = APART | {"checkpoint__every": 15}
+    monkeypatch.setattr(step_module, "loss_sum", failing)
+    with pytest.raises(RuntimeError, match="a cable was pulled"):
+        run(tmp_path / "run", data, **config)
+    failed = read_run(tmp_path / "run")
+    assert list(route_counts(failed).values()) == [34] * BRANCHES
+    assert uncounted(failed) == ""
+    # Saved in step 15, so the passes of 16 and 17 are made again.
+    found, code = run(tmp_path / "run", data, resume="auto", **config)
+    assert code == 0
+    assert [e.calls[0] for e in found.of(RoutesCounted)] == [20, 30, 10, 30, 50]
+    assert list(route_counts(found).values()) == [80] * BRANCHES
+    assert counted(tmp_path / "run") == ["80"] * BRANCHES
+
+
+def as_on_a_kernel(lines):
+    for line in lines:
+        if line["kind"] == "run_started":
+            line["device"] = "NVIDIA H200"
+        if line["kind"] == "routes":
+            line["route"] = ["triton"] * len(line["route"])
+
+
+def without_the_last_count(lines):
+    as_on_a_kernel(lines)
+    del lines[max(i for i, line in enumerate(lines) if line["kind"] == "routes")]
+
+
+def test_passes_that_no_event_counted_are_told_beside_the_verdict(healthy: Run, tmp_path):
+    whole = verdict(copy(healthy, tmp_path / "whole", as_on_a_kernel))
+    assert gate(whole, "fallbacks").sentence == "none in 360 passes"
+    assert gate(whole, "routing").sentence == "2 layers, all branches on their kernels"
+    told = verdict(copy(healthy, tmp_path / "cut", without_the_last_count))
+    missing = "348 passes logged of 360, and what the other 12 ran on is not known"
+    for name, sentence in (
+        ("fallbacks", f"none in {missing}"),
+        ("routing", f"2 layers, all branches on their kernels; {missing}"),
+    ):
+        assert gate(told, name).sentence == sentence
+        assert ("not counted", missing) in gate(told, name).evidence
+        assert gate(told, name).verdict == gate(whole, name).verdict
+
+
+def test_steps_that_a_later_process_made_again_are_expected_once(healthy: Run, tmp_path):
+    """Begun at 0, gone on with at 20, then at 40 (of which nothing is left), and at last at 20 again."""
+
+    def changed(lines):
+        began = [i for i, line in enumerate(lines) if line["kind"] == "run_started"]
+        assert [lines[i]["step"] for i in began] == [0, 20]
+        lines.insert(began[1], lines[began[1]] | {"step": 40})
+
+    assert passes_made(copy(healthy, tmp_path / "run", changed)) == 60 * BRANCHES
+
+
+def test_a_run_of_which_nothing_was_made_lacks_nothing(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(Screen, "begin", lambda *_: signal.raise_signal(signal.SIGTERM))
+    found, _ = run(tmp_path / "run", data, **APART)
+    assert (passes_made(found), uncounted(found)) == (0, "")
