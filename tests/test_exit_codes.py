@@ -80,7 +80,7 @@ flight nowhere                                                               now
 doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
 doctor --folder empty --short                                                --folder empty without --distributed
 doctor --share_gpus --short                                                  --share_gpus without --distributed
-doctor --distributed                                                         --nproc-per-node=N -m tercet doctor --distributed
+doctor --distributed                                                         --nproc-per-node=N -m tercet doctor
 generate nowhere --prompt x                                                  nowhere does not exist
 generate empty --prompt x                                                    empty holds no checkpoint
 generate empty --prompt_file nowhere                                         --prompt-file nowhere cannot be read
