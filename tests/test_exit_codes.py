@@ -13,7 +13,7 @@ import torch
 
 from runs import small
 from tercet import cli
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.data.errors import DataUsageError
 from tercet.errors import FAILED, WRONG_USE, TercetError, UsageError
 from tercet.parallel.context_layout import Layout

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 # public name -> the room that holds it
 _HOME = {
-    "NSAConfig": "tercet.attention.spec",
+    "NSAConfig": "tercet.attention.config",
     "nsa_attention": "tercet.attention.functional",
     "compress_mean": "tercet.attention.functional",
     "compressed_attention": "tercet.attention.functional",
@@ -32,6 +32,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 # What type checkers read: the names as _HOME has them.
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from tercet.attention.config import NSAConfig
     from tercet.attention.functional import (
         AttentionAux,
         combine,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         selected_attention,
         window_attention,
     )
-    from tercet.attention.spec import NSAConfig
     from tercet.inference.generate import generate
     from tercet.inference.load import load_model
     from tercet.model.attention import DenseAttention, NativeSparseAttention

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tercet.attention import functional
+from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, Span
-from tercet.attention.spec import NSAConfig
 
 CONFIG = NSAConfig(8, 4, 16, 4, 1, 2, 24)
 LENGTH, FIRST, END = 120, 70, 101

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tercet.attention import machine
+from tercet.attention import hardware as machine
 
 PROGRAM = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed: importing it raises ImportError
 import torch, tercet
-from tercet.attention.machine import TRITON_INSTALLED
+from tercet.attention.hardware import TRITON_INSTALLED
 
 assert not TRITON_INSTALLED
 layer = tercet.NativeSparseAttention(32, 4, 2, 8)
@@ -42,7 +42,7 @@ def test_the_layer_trains_and_the_missing_kernels_are_named() -> None:
 
 BROKEN = """
 import torch
-from tercet.attention.machine import TRITON_INSTALLED
+from tercet.attention.hardware import TRITON_INSTALLED
 from tercet.model.transformer import ModelConfig, Transformer
 
 assert TRITON_INSTALLED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.bench.scaling import cases, context_traffic, outlook, seven_billion, shard_bytes, table
 from tercet.config.load import load
 from tercet.model.cost import parameters

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.bench import attention, commands, train, train_cell, train_plot
 from tercet.config.load import load
 from tercet.errors import TercetError

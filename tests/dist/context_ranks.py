@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from world import tell
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.parallel.context import apply_context_parallelism, shard
 

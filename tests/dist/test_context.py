@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from dist.world import together
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.errors import TercetError
 from tercet.parallel.context_layout import Layout
 

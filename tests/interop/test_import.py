@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 import tercet
 from inference.models import AS_M7C, trained
 from tercet import cli
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.config.load import load
 from tercet.errors import TercetError, UsageError
 from tercet.interop.huggingface.export import export

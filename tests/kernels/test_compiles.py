@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.offline import Compiled, compiling
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import ops
 from tercet.attention.kernels.documents import Documents
-from tercet.attention.spec import NSAConfig
 
 selected = import_module("tercet.attention.kernels.selected")
 

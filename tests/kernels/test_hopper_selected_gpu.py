@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error, starts
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.documents import Documents
-from tercet.attention.spec import NSAConfig
 
 sel = import_module("tercet.attention.kernels.selected")
 DEVICE = "cuda"

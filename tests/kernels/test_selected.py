@@ -12,8 +12,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error, starts
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.documents import Documents
-from tercet.attention.spec import NSAConfig
 
 sel = import_module("tercet.attention.kernels.selected")  # the package's own `selected` is the differentiable function
 UNION, KV_MAJOR = 1e9, -1.0

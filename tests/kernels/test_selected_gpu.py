@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.documents import Documents
-from tercet.attention.spec import NSAConfig
 
 pytestmark = pytest.mark.gpu
 sel = import_module("tercet.attention.kernels.selected")

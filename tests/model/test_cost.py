@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.config.load import load
 from tercet.model.config import ModelConfig
 from tercet.model.cost import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.model.config import ModelConfig
 from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer

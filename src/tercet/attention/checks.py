@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig, check_group_size
 from tercet.attention.layout import Packing, Span
-from tercet.attention.spec import NSAConfig, check_group_size
 
 
 def shape_of(x: Tensor) -> str:

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from tercet.attention.machine import TRITON_INSTALLED, interpreting
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
+from tercet.attention.hardware import TRITON_INSTALLED, interpreting
 
 BACKENDS = ("auto", "reference", "triton")
 

@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tercet.attention import checks, reference, stretch
-from tercet.attention.buckets import Buckets
+from tercet.attention import checks, reference
+from tercet.attention.config import BRANCHES, NSAConfig, check_branches
 from tercet.attention.dispatch import Route, choose
-from tercet.attention.layout import WHOLE, Packing, Span
-from tercet.attention.selection import keep_selection
-from tercet.attention.spec import BRANCHES, NSAConfig, check_branches
+from tercet.attention.layout import (
+    WHOLE,
+    Buckets,
+    Packing,
+    Span,
+    keep_selection,
+    key_bounds,
+    query_offsets,
+    why_no_query_range,
+)
 
 
 @dataclass(frozen=True)
@@ -153,16 +160,16 @@ def run_nsa(
     checks.check_gates(gates, q)
     if block_indices is not None:
         checks.check_block_indices(block_indices, q, k_selected.shape[2], config)
-    route = choose(backend, tensors, config, stretch.obstacle(span, packing, branches))
+    route = choose(backend, tensors, config, why_no_query_range(span, packing, branches))
     with torch.autocast(q.device.type, enabled=False):
         if route[0] == "triton":
             from tercet.attention import kernels
 
-            cu_seqlens, places = None if packing is None else packing.cu_seqlens, []
+            cu_seqlens, offsets = None if packing is None else packing.cu_seqlens, []
             compressed_cu_seqlens = None if packing is None else packing.compressed_cu_seqlens
             if span is not WHOLE:
-                cu_seqlens = stretch.bounds(k_selected, k_window, span, packing)
-                places = stretch.places(q, span, packing)
+                cu_seqlens = key_bounds(k_selected, k_window, span, packing)
+                offsets = query_offsets(q, span, packing)
             out, block_indices = kernels.nsa(
                 q,
                 k_compressed,
@@ -176,7 +183,7 @@ def run_nsa(
                 cu_seqlens=cu_seqlens,
                 branches=branches,
                 block_indices=block_indices,
-                span=places,
+                span=offsets,
                 select=select,
                 output=output,
                 compressed_cu_seqlens=compressed_cu_seqlens,

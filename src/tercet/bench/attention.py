@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.functional import nsa_attention
-from tercet.attention.spec import NSAConfig
 from tercet.errors import FAILED, WRONG_USE
 
 

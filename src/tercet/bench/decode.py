@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.bench.decode_model import model_rows
 from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.compressed import forward as compressed_forward
 from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
 from tercet.attention.kernels.documents import Documents
@@ -27,7 +28,6 @@ from tercet.attention.kernels.score import select
 from tercet.attention.kernels.settings import Launch, settings
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
-from tercet.attention.spec import NSAConfig
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
 from tercet.errors import FAILED, WRONG_USE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.config.model import ModelConfig
 from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
-from tercet.attention.spec import NSAConfig
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention

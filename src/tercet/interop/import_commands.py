@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.typed import typed
 
 

@@ -9,10 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tercet.attention.checks import check_config, check_cu_seqlens, check_max_seqlen
+from tercet.attention.config import (
+    BRANCHES,
+    NSAConfig,
+    check_branches,
+    check_group_size,
+    check_shared_keys,
+    check_sizes,
+)
 from tercet.attention.dispatch import BACKENDS, Route
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing
-from tercet.attention.spec import BRANCHES, NSAConfig, check_branches, check_group_size, check_shared_keys, check_sizes
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_dense_route, cached_nsa_attention
 from tercet.model.compression import Compression

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.spec import MOST_DECODED_BLOCKS, NSAConfig
+from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
 from tercet.model.cache_rows import Cache, Step
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from tercet.attention.reference import block_importance, combine, select
-from tercet.attention.spec import NSAConfig
-from tercet.attention.tiled import compute_dtype
+from tercet.attention.config import NSAConfig
+from tercet.attention.reference import block_importance, combine, compute_dtype, select
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cache_rows import Step
 

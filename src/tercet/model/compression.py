@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from tercet.attention.chunks import Rearrangement
+from tercet.attention.config import NSAConfig
 from tercet.attention.functional import compression_blocks
-from tercet.attention.layout import Packing
-from tercet.attention.spec import NSAConfig
+from tercet.attention.layout import Packing, Rearrangement
 from tercet.model.plain import are_plain
 
 KINDS = ("mlp", "mean")

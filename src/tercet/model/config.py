@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tercet.attention.spec import NSAConfig, check_branches, check_group_size, check_shared_keys
+from tercet.attention.config import NSAConfig, check_branches, check_group_size, check_shared_keys
 
 AttentionKind = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.model.config import ModelConfig
 
 FP32 = 4

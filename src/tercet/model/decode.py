@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.functional import run_nsa
+from tercet.attention.hardware import TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
-from tercet.attention.machine import TRITON_INSTALLED, interpreting
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cache_rows import HostLengths, Step
 from tercet.model.compression import Compression

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.layout import WHOLE, Packing, Span
-from tercet.attention.tiled import Tile, attend, segments
+from tercet.attention.reference import Tile, attend, segments
 
 _HALF = (torch.bfloat16, torch.float16)
 _STRETCH = "a stretch of a sequence has no kernel of PyTorch's"

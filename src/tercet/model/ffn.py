@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tercet.attention.machine import kernels_run_on
+from tercet.attention.hardware import kernels_run_on
 
 
 class SwiGLU(nn.Module):

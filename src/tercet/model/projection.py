@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
-from tercet.attention.machine import kernels_run_on
 from tercet.model.compression import compress_both
 from tercet.model.plain import are_plain
 from tercet.model.rope import Turns, rotate

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import Packing
-from tercet.attention.spec import BRANCHES, NSAConfig
 
 # A (token, head) whose largest share of the gates is above this counts as collapsed.
 COLLAPSE_SHARE = 0.95

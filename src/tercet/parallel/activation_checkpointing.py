@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 from tercet.errors import TercetError
 
-# Identity on block indices, laid by every backend around what it selected (tercet.attention.selection).
+# Identity on block indices, laid by every backend around what it selected (tercet.attention.layout).
 SELECTION_OP = "tercet::keep_selection"
 
 # Worth their memory: products with weights, and attention in any of its implementations. Norms, RoPE and SwiGLU are

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import Route
 from tercet.attention.functional import run_nsa
 from tercet.attention.layout import Packing, Span
-from tercet.attention.spec import NSAConfig
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.dense import dense_attention
 from tercet.model.rope import rotate

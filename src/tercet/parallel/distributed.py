@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.config.parallel import ParallelConfig
 from tercet.config.train import TrainConfig
 from tercet.errors import TercetError

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tercet.attention import selection as _keep_selection  # noqa: F401  (registers tercet::keep_selection)
+from tercet.attention import layout as _layout  # noqa: F401  registers tercet::keep_selection
+from tercet.attention.config import NSAConfig
+from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
 from tercet.attention.kernels import heads as _heads  # noqa: F401  (registers tercet::heads_apart)
 from tercet.attention.kernels.ops import compressed_select, nsa
 from tercet.attention.kernels.ops import selected_attention as selected
 from tercet.attention.kernels.ops import window_attention as window
 from tercet.attention.kernels.settings import unfit_blocks
-from tercet.attention.machine import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
-from tercet.attention.spec import NSAConfig
 
 __all__ = ["compressed_select", "nsa", "selected", "unsupported", "window"]
 

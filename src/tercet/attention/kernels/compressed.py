@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors, row_descriptors
 from tercet.attention.kernels.documents import Documents, locate, locate_queries, queries_at_hand, visible
 from tercet.attention.kernels.hopper import overlapped
@@ -24,7 +25,6 @@ from tercet.attention.kernels.tiles import (
     load_tile,
     store_rows,
 )
-from tercet.attention.spec import NSAConfig
 
 _PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "rows"]
 

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
 from tercet.attention.kernels import settings
 from tercet.attention.kernels.decode_append import Held, Norms, append, arrivals
 from tercet.attention.kernels.decode_attend import (
@@ -33,7 +34,6 @@ from tercet.attention.kernels.decode_attend import (
 from tercet.attention.kernels.decode_compress import CompressionWeights
 from tercet.attention.kernels.decode_merge import merge
 from tercet.attention.kernels.decode_select import score
-from tercet.attention.spec import MOST_DECODED_BLOCKS, NSAConfig
 
 __all__ = ["CompressionWeights", "Heads", "Held", "Norms", "arrivals", "dense_step", "nsa_step", "unsupported"]
 

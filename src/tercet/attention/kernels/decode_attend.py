@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import settings
 from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, padded
-from tercet.attention.spec import NSAConfig
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.score import _best
 from tercet.attention.kernels.settings import power_of_2
-from tercet.attention.spec import NSAConfig
 
 
 @triton.jit

@@ -14,12 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.documents import Documents
 from tercet.attention.kernels.hopper import descriptor, meet
 from tercet.attention.kernels.hopper_forward import visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch
-from tercet.attention.spec import NSAConfig
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.combine import by_branch, combine, row_sums
 from tercet.attention.kernels.compressed import forward as compressed_forward
 from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
@@ -33,7 +34,6 @@ from tercet.attention.kernels.score import select
 from tercet.attention.kernels.selected import SAVED, selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
-from tercet.attention.spec import NSAConfig
 
 
 def flat(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.copy_engine import key_descriptors, query_descriptors
 from tercet.attention.kernels.documents import Documents, locate_queries, visible
 from tercet.attention.kernels.hopper import overlapped
@@ -17,7 +18,6 @@ from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, settings
 from tercet.attention.kernels.tiles import in_window, load_tile, query_gradient, store_rows
 from tercet.attention.kernels.window import window_tiles
-from tercet.attention.spec import NSAConfig
 
 
 @triton.jit

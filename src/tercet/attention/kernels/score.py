@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.copy_engine import row_descriptors
 from tercet.attention.kernels.documents import Documents, locate_queries, visible
 from tercet.attention.kernels.launching import call
 from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
 from tercet.attention.kernels.tiles import load_tile
-from tercet.attention.spec import NSAConfig
 
 SCRATCH_BYTES = 256 << 20
 _SIDE_BY_SIDE = 4  # rows that one program chooses for at once, where they are short

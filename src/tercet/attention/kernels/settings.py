@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 
 LOG2E = 1.4426950408889634
 

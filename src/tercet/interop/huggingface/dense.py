@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention
 from tercet.model.config import ModelConfig

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
-from tercet.attention.spec import NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
