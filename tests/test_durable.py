@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tercet import durable
+from tercet import atomic_io as durable
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):

@@ -7,9 +7,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tercet.config.parallel import ParallelConfig
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import ParallelConfig, resolved_precision
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
 from tercet.telemetry.host import GIB, host_total_gib

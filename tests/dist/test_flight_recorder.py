@@ -182,7 +182,7 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tercet.durable.sync", full)
+    monkeypatch.setattr("tercet.atomic_io.sync", full)
     with pytest.raises(OSError, match="No space"):
         write(tmp_path, 0, 2)
     assert read(path.parent)[0][0]["entries"][-1]["collective_seq_id"] == 7

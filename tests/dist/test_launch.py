@@ -10,7 +10,7 @@ import torch
 
 from dist.world import torchrun
 from tercet.config.load import load
-from tercet.config.parallel import ParallelConfig
+from tercet.config.sections import ParallelConfig
 from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
 from tercet.train import ranks

@@ -28,7 +28,7 @@ def test_a_resumed_run_tells_again_what_it_makes_again_and_loses_no_row_on_a_ful
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tercet.durable.sync", full)
+        patch.setattr("tercet.atomic_io.sync", full)
         with pytest.raises(OSError, match="No space"):
             ExchangeTable(path, traffic, 2)
     assert path.read_text().splitlines() == rows

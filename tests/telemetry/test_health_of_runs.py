@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tercet.train.step as step_module
-from tercet.config.health import HealthConfig
+from tercet.config.sections import HealthConfig
 from tercet.model.compression import Compression
 from tercet.telemetry.events import HealthFired, StepLogged
 from tercet.telemetry.health import RULES, HealthMonitor

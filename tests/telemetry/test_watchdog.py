@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tercet.report.read as read_module
-from tercet.config.health import HealthConfig
+from tercet.config.sections import HealthConfig
 from tercet.report.read import read_run
 from tercet.report.watch import View
 from tercet.telemetry.events import EventLog, Stalled, StepLogged, read_events

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tercet.atomic_io import write_json
 from tercet.config.load import load
-from tercet.config.train import CheckpointConfig
-from tercet.durable import write_json
+from tercet.config.sections import CheckpointConfig
 from tercet.train import hashed_file, manifest, restore
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
 from tercet.train.folder import locate

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tercet.config.train import TrainConfig
+from tercet.config.sections import TrainConfig
 from tercet.train.schedule import learning_rate
 
 

@@ -83,8 +83,7 @@ def sweep(
         device: auto, cpu or cuda.
     """
     from tercet.config.load import ConfigError, load
-    from tercet.config.parallel import StrategyName
-    from tercet.config.train import ActivationCheckpointing
+    from tercet.config.sections import ActivationCheckpointing, StrategyName
 
     for flag, given, known in (
         ("--strategies", strategies, get_args(StrategyName)),

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from tercet.atomic_io import write_text
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
-from tercet.config.train import ActivationCheckpointing
-from tercet.durable import write_text
+from tercet.config.sections import ActivationCheckpointing
 from tercet.errors import TercetError, UsageError
 
 KINDS = ("nsa", "dense")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tercet.durable import replacing
+from tercet.atomic_io import replacing
 
 
 def draw(result: dict[str, Any], picture: Path) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tercet.config.section import Section
+from tercet.config.sections import Section
 
 SourceName = Literal["python-source", "synthetic", "text", "jsonl", "parquet", "shards", "fineweb-edu", "mixture"]
 FILE_SOURCES = ("text", "jsonl", "parquet", "shards")

@@ -5,6 +5,7 @@ Later layers win. A file (and a preset) may name the preset it builds on with `p
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +13,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from tercet.atomic_io import write_json, write_text
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.schema import RunConfig
-from tercet.config.toml import dumps
-from tercet.config.toml import value as as_toml
-from tercet.durable import write_json, write_text
 from tercet.errors import UsageError
 
 DEFAULT = "default"
@@ -119,7 +118,7 @@ def write_config(config: RunConfig, origins: Mapping[str, str], folder: str | Pa
 def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
     """The whole configuration as TOML, each value with its origin as a comment."""
     values = {path: value for path, value in flatten(config).items() if path not in NOT_SAVED}
-    return dumps(values, comments=origins or {})
+    return toml_dumps(values, comments=origins or {})
 
 
 def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True) -> list[str]:
@@ -129,7 +128,7 @@ def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: boo
     """
     defaults = flatten(RunConfig())
     shown = [
-        (f"{path} = {as_toml(value)}", origins.get(path, DEFAULT))
+        (f"{path} = {toml_value(value)}", origins.get(path, DEFAULT))
         for path, value in flatten(config).items()
         if not changed_only or value != defaults[path] or origins.get(path) == FLAG
     ]
@@ -222,3 +221,40 @@ def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mappin
         problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {in_our_words(message)}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing TOML: the standard library only reads it, and a configuration needs no more than this.
+
+
+def toml_dumps(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """Dotted keys as TOML tables, in the order given, each value followed by its comment.
+
+    Keys of one table must stand together, but for tables within it.
+    """
+    tables: dict[str, list[str]] = {}
+    for path, item in values.items():
+        table, _, leaf = path.rpartition(".")
+        comment = f"  # {comments[path]}" if path in comments else ""
+        tables.setdefault(table, []).append(f"{leaf} = {toml_value(item)}{comment}")
+    blocks = ["\n".join([f"[{name}]", *lines] if name else lines) for name, lines in tables.items()]
+    return "\n\n".join(blocks) + "\n"
+
+
+def toml_value(item: Any) -> str:
+    """One value; what is empty is written "none", which TOML has no word for."""
+    if item is None:
+        return '"none"'
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, int | float):
+        return repr(item)
+    if isinstance(item, BaseModel):
+        return toml_value(item.model_dump(exclude_none=True))
+    if isinstance(item, Mapping):
+        inside = ", ".join(f"{json.dumps(str(k))} = {toml_value(v)}" for k, v in item.items() if v is not None)
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(item, list | tuple):
+        return f"[{', '.join(toml_value(v) for v in item)}]"
+    # JSON strings are TOML basic strings, but for DEL, which TOML wants escaped.
+    return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -8,12 +8,16 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tercet.config.data import DataConfig
-from tercet.config.health import HealthConfig
-from tercet.config.model import ModelConfig
-from tercet.config.parallel import ParallelConfig
-from tercet.config.profile import ProfileConfig
-from tercet.config.section import Section
-from tercet.config.train import CheckpointConfig, LogConfig, TrainConfig
+from tercet.model.config import ModelConfig
+from tercet.config.sections import (
+    CheckpointConfig,
+    HealthConfig,
+    LogConfig,
+    ParallelConfig,
+    ProfileConfig,
+    Section,
+    TrainConfig,
+)
 
 
 class RunSection(Section):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tercet import durable
+from tercet import atomic_io as durable
 from tercet.data.errors import DataError, DataUsageError
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, Document, Documents, Reading

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.doctor import kernels, machine, storage
 from tercet.doctor.collectives import collectives
 from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.transformer import Transformer

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
-from tercet.config.parallel import ParallelConfig
-from tercet.config.train import TrainConfig
+from tercet.config.sections import ParallelConfig, TrainConfig
 from tercet.errors import TercetError
 from tercet.parallel.context import apply_context_parallelism, shard
 from tercet.parallel.failure import PeerFailed, Watch

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from tercet.durable import write_text
+from tercet.atomic_io import write_text
 from tercet.errors import TercetError, UsageError
 
 FOLDER = "flight_recorder"

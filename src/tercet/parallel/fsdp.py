@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.errors import UsageError
 from tercet.parallel.distributed import Distributed
 from tercet.parallel.launch import backend_of

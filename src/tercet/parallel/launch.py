@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import tercet
-from tercet.config.parallel import ParallelConfig
+from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
 from tercet.typed import typed

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tercet.config.parallel import ParallelConfig
+from tercet.config.sections import ParallelConfig
 from tercet.parallel.launch import Launch, World, WrongLaunch, check_launch, join
 from tercet.typed import typed
 

@@ -9,7 +9,7 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-from tercet.durable import write_text
+from tercet.atomic_io import write_text
 from tercet.telemetry.events import Event, StepLogged
 
 COLUMNS = ("raw", "compressed", "window", "selected", "requests", "before")

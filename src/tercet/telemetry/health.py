@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-from tercet.config.health import HealthConfig
+from tercet.config.sections import HealthConfig
 from tercet.telemetry.events import (
     Event,
     HealthFired,

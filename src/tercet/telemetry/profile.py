@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tercet.config.profile import ProfileConfig
+from tercet.config.sections import ProfileConfig
 
 
 class Profiler:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tercet.config.health import HealthConfig
+from tercet.config.sections import HealthConfig
 from tercet.telemetry.events import Event, EventLog, Stalled, StepLogged
 from tercet.telemetry.heartbeat import Heartbeat
 

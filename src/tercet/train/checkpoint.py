@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 import tercet
-from tercet.config.train import CheckpointConfig
-from tercet.durable import sync, write_json
+from tercet.atomic_io import sync, write_json
+from tercet.config.sections import CheckpointConfig
 from tercet.train import manifest
 from tercet.train.hashed_file import HashedFileSystem
 from tercet.train.manifest import CheckpointError

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from shlex import quote
 
+from tercet.atomic_io import write_json
 from tercet.config.schema import RunConfig
-from tercet.durable import write_json
 from tercet.telemetry.events import EventLog, RunEnded, read_events
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.summary import summarise

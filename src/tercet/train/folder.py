@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import tercet
+from tercet.atomic_io import write_json
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
-from tercet.durable import write_json
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import events_file
 from tercet.train import manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.model.cost import flops_per_token, memory, parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.host import GIB, host_total_gib

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tercet.durable import sha256, sync
+from tercet.atomic_io import sha256, sync
 from tercet.errors import TercetError
 
 FORMAT = 1

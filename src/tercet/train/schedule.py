@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tercet.config.train import TrainConfig
+from tercet.config.sections import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

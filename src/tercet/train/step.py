@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.parallel.strategy import Strategy
 from tercet.train.guard import NonFiniteGuard
 from tercet.train.optim import global_norm, update
