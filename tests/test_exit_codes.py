@@ -14,11 +14,11 @@ import torch
 from runs import small
 from tercet import cli
 from tercet.attention.config import NSAConfig
-from tercet.data.errors import DataUsageError
+from tercet.data.stream import DataUsageError
 from tercet.errors import FAILED, WRONG_USE, TercetError, UsageError
 from tercet.parallel.context_layout import Layout
+from tercet.parallel.distributed import Sharded
 from tercet.parallel.failure import PeerFailed
-from tercet.parallel.fsdp import Sharded
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import EventLog

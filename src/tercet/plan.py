@@ -11,8 +11,15 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import ParallelConfig, resolved_precision
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
-from tercet.telemetry.host import GIB, host_total_gib
-from tercet.telemetry.peak import CPU_UTILISATION, GPU_UTILISATION, KNOWN, measured_cpu_flops, peak_flops
+from tercet.telemetry.hardware import (
+    CPU_UTILISATION,
+    GIB,
+    GPU_UTILISATION,
+    KNOWN,
+    host_total_gib,
+    measured_cpu_flops,
+    peak_flops,
+)
 from tercet.telemetry.units import duration, quantity, size
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.ahead import Ahead
-from tercet.data.errors import BadRecordError, StoppedWaiting
 from tercet.data.loader import Batch, build_loader
+from tercet.data.prefetch import Prefetcher as Ahead
+from tercet.data.stream import BadRecordError, StoppedWaiting
 
 
 def digest(batch: Batch) -> str:
@@ -96,8 +96,8 @@ def test_closing_or_forgetting_a_loader_ends_its_threads(configs):
 
 
 def test_a_reader_that_is_told_to_stop_does_not_wait_for_data_that_hangs(monkeypatch):
-    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("tercet.data.prefetch.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.data.prefetch.PATIENCE_SECONDS", 0.05)
     comes, stop = threading.Event(), threading.Event()
 
     def hanging():
@@ -119,9 +119,9 @@ def test_a_reader_that_is_told_to_stop_does_not_wait_for_data_that_hangs(monkeyp
 def test_a_batch_that_is_merely_slow_is_waited_for_from_the_signal_on(monkeypatch, others_wait):
     """However long the wait has been by then."""
     short, long = (0.0, 20.0) if others_wait else (20.0, 0.0)
-    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", short)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_WITH_OTHERS_SECONDS", long)
+    monkeypatch.setattr("tercet.data.prefetch.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.data.prefetch.PATIENCE_SECONDS", short)
+    monkeypatch.setattr("tercet.data.prefetch.PATIENCE_WITH_OTHERS_SECONDS", long)
     stop = threading.Event()
 
     def slow():

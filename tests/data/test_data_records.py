@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.stream import BadRecordError, DataError
 
 GOOD = [json.dumps({"text": f"good {i}"}) for i in range(6)]
 

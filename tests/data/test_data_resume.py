@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from tercet.data.errors import DataError
 from tercet.data.loader import build_loader
+from tercet.data.stream import DataError
 
 KINDS = ["text", "jsonl", "gz", "zst", "parquet", "fineweb", "shards", "recall", "mixture"]
 

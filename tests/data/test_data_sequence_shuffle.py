@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig, held_bytes
-from tercet.data.errors import DataError
 from tercet.data.files import Files
 from tercet.data.loader import build_loader
-from tercet.data.packing import IGNORE
-from tercet.data.sequence_shuffle import narrowest
+from tercet.data.packing import IGNORE, narrowest
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 
 

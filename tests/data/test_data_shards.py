@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.prepare import _difference, prepare
 from tercet.data.shards import verify
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
 
 
 @pytest.fixture

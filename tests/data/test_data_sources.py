@@ -15,9 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from tercet.config.data import DataConfig, MixturePart, SourceConfig, SyntheticConfig
-from tercet.data.errors import BadRecordError, DataError
 from tercet.data.files import python_files
 from tercet.data.loader import build_loader
+from tercet.data.stream import BadRecordError, DataError
 
 
 def test_python_source_is_the_standard_library_alone_unless_asked():

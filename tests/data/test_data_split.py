@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tercet.data.errors import DataError
+from tercet.data.stream import DataError
 
 KINDS = ["text", "jsonl", "gz", "zst", "parquet", "fineweb", "shards"]
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.config.data import DataConfig, SyntheticConfig
-from tercet.data.errors import DataError
 from tercet.data.packing import IGNORE
+from tercet.data.stream import DataError
 from tercet.data.synthetic import make_task
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.bpe import train_bpe
-from tercet.data.errors import DataError
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
+from tercet.data.train_tokenizer import train_bpe
 
 TEXT = "def f(x):\n\treturn x ** 2  # naïve – 日本語 🎉 <|endoftext|>\r\n"
 
@@ -42,7 +42,7 @@ def test_training_leaves_validation_documents_out_and_is_repeatable(tmp_path, co
     prints = {train_bpe(data, tmp_path / f"{i}.json", vocab_size=290).fingerprint for i in range(2)}
     assert len(prints) == 1
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"zq{i}zq"}) + "\n" for i in range(300)))
-    from tercet.data.bpe import _texts
+    from tercet.data.train_tokenizer import _texts
 
     fraction = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.3)
     seen = set(_texts(fraction, 1 << 20, 0))
@@ -88,10 +88,10 @@ def test_a_tokenizer_that_cannot_be_had_is_a_clear_error(tmp_path, monkeypatch):
     def offline(model, name):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("tercet.data.hub_access.fetch_model_file", offline)
+    monkeypatch.setattr("tercet.data.hub.fetch_model_file", offline)
     with pytest.raises(DataError, match=r"gpt2 is no file here and could not be fetched .*not known.*train-tokenizer"):
         load_tokenizer("gpt2")
-    monkeypatch.setattr("tercet.data.hub_access.fetch_model_file", lambda model, name: str(tmp_path / name))
+    monkeypatch.setattr("tercet.data.hub.fetch_model_file", lambda model, name: str(tmp_path / name))
     with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")
 

@@ -12,9 +12,8 @@ import huggingface_hub
 import pytest
 
 from tercet import cli
-from tercet.data.errors import DataError
-from tercet.data.hub import hub_records
-from tercet.data.hub_access import ASK_SECONDS, fetch_model_file, retries_kept
+from tercet.data.hub import ASK_SECONDS, fetch_model_file, hub_records, retries_kept
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 
 RETRY = "Retrying in 1s [Retry 1/5]."

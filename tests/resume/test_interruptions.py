@@ -91,9 +91,9 @@ def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pyt
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr("tercet.data.ahead.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tercet.data.prefetch.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("tercet.data.prefetch.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("tercet.data.prefetch.CLOSE_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(loader, "pack", hanging)
         threading.Thread(target=interrupt, daemon=True).start()

@@ -12,8 +12,7 @@ from tercet.errors import TercetError
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, Noted, StepLogged, Validated, decode, encode, read_events
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks
-from tercet.telemetry.summary import summarise
+from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks, summarise
 from tercet.telemetry.units import duration, quantity
 
 

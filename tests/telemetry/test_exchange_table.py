@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.telemetry.events import StepLogged
-from tercet.telemetry.exchange_table import COLUMNS, ExchangeTable
+from tercet.telemetry.sinks import COLUMNS, ExchangeTable
 
 
 def logged(step):

@@ -17,7 +17,7 @@ from tercet.config.sections import HealthConfig
 from tercet.model.compression import Compression
 from tercet.telemetry.events import HealthFired, StepLogged
 from tercet.telemetry.health import RULES, HealthMonitor
-from tercet.telemetry.layers import LayerProbe
+from tercet.telemetry.observer import LayerProbe
 from watched import corpus, even_clock, gate, rules, run, verdict
 
 SHORT = {"train__steps": 12, "train__val_tokens": 0, "checkpoint__every": 0}

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tercet.errors import TercetError
-from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import LayersObserved, Noted, RunEnded, Validated, decode, encode
-from tercet.telemetry.sinks import TensorBoardSink, WandbSink
-from tercet.telemetry.tables import STATISTICS
+from tercet.telemetry.sinks import STATISTICS, InBackground, TensorBoardSink, WandbSink
 from tercet.train.loop import train
 from watched import corpus, even_clock, run, settings
 

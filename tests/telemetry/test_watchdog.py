@@ -17,8 +17,7 @@ from tercet.config.sections import HealthConfig
 from tercet.report.read import read_run
 from tercet.report.watch import View
 from tercet.telemetry.events import EventLog, Stalled, StepLogged, read_events
-from tercet.telemetry.heartbeat import Heartbeat
-from tercet.telemetry.watchdog import STALLED_EXIT, Watchdog
+from tercet.telemetry.watchdog import STALLED_EXIT, Heartbeat, Watchdog
 from watched import corpus, gate, settings, verdict
 
 

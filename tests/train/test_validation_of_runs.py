@@ -14,8 +14,8 @@ from runs import losses, small
 from tercet.config.data import DataConfig
 from tercet.config.load import load
 from tercet.data import text
-from tercet.data.errors import DataError
 from tercet.data.prepare import prepare
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import RunEnded, Validated, events_file, read_events

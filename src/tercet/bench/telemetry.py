@@ -25,13 +25,10 @@ import torch
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.parallel.strategy import Single
-from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import Event, EventLog, StepLogged
-from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
-from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
-from tercet.telemetry.tables import LayerTable, RouteTable
-from tercet.telemetry.watchdog import Watchdog
+from tercet.telemetry.sinks import InBackground, LayerTable, RouteTable, TensorBoardSink, csv_sinks
+from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.header import precision_of
 from tercet.train.schedule import learning_rate

@@ -23,7 +23,7 @@ from tercet.bench.attention import Shape, check_gradients
 from tercet.bench.telemetry import Bench
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
-from tercet.telemetry.layers import LayerProbe
+from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.step import MicroBatch, autocast, loss_sum
 

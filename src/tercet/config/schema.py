@@ -8,7 +8,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tercet.config.data import DataConfig
-from tercet.model.config import ModelConfig
 from tercet.config.sections import (
     CheckpointConfig,
     HealthConfig,
@@ -18,6 +17,7 @@ from tercet.config.sections import (
     Section,
     TrainConfig,
 )
+from tercet.model.config import ModelConfig
 
 
 class RunSection(Section):

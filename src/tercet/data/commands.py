@@ -51,7 +51,7 @@ def train_tokenizer(
         max_bytes: Text read at most.
         seed: Order in which documents are read, which matters when there is more text than max_bytes.
     """
-    from tercet.data.bpe import train_bpe
+    from tercet.data.train_tokenizer import train_bpe
 
     tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed)
     option = f"--data.tokenizer {quote(str(out))}"

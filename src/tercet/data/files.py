@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.order import permutation
 from tercet.data.records import Reader, Record
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
 
 SUFFIXES = {
     "text": ("",),

@@ -7,11 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import DataUsageError
 from tercet.data.packing import IGNORE, Packed, Packing, pack
 from tercet.data.shards import read_manifest, verify
 from tercet.data.sources import open_stream
-from tercet.data.stream import Split
+from tercet.data.stream import DataUsageError, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 
 WIDTH = 96

@@ -14,12 +14,10 @@ from typing import Any, Literal
 import torch
 
 from tercet.config.data import DataConfig
-from tercet.data.ahead import Ahead
-from tercet.data.errors import DataUsageError
-from tercet.data.packing import Batches, LoaderStats, Packing, pack
-from tercet.data.sequence_shuffle import narrowest, pack_shuffled
+from tercet.data.packing import Batches, LoaderStats, Packing, narrowest, pack, pack_shuffled
+from tercet.data.prefetch import Prefetcher as Ahead
 from tercet.data.sources import open_stream
-from tercet.data.stream import DocumentStream
+from tercet.data.stream import DataUsageError, DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import record_source
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.text import BAD_RECORDS_KEPT, OpenRecords, encode_records, hash_of, objection
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.stream import BadRecordError, DataError
 
 
 class Record(NamedTuple):

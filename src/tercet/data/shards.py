@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from tercet import atomic_io as durable
-from tercet.data.errors import DataError, DataUsageError
 from tercet.data.order import in_validation, permutation
-from tercet.data.stream import Cursor, Document, Documents, Reading
+from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer
 
 FORMAT = 1

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tercet.config.data import DataConfig, SourceConfig
-from tercet.data.errors import DataUsageError
 from tercet.data.files import FileRecords, find_files, python_files
-from tercet.data.mixture import MixtureStream
 from tercet.data.order import document_hash, key
 from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_reader
 from tercet.data.shards import ShardStream
-from tercet.data.stream import DocumentStream, Reading, Split
+from tercet.data.stream import Cursor, DataUsageError, Document, Documents, DocumentStream, Reading, Split
 from tercet.data.synthetic import SyntheticStream
 from tercet.data.text import RecordSource, TextStream
 from tercet.data.tokenizers import Tokenizer
@@ -78,3 +78,45 @@ def _reading(data: DataConfig, seed: int, split: Split) -> Reading:
         shuffle_block=data.shuffle_block,
         skip_bad=data.bad_records == "skip",
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# Several streams as one, by weight.
+
+
+class MixtureStream:
+    """The next document comes from the part that is furthest behind its share of the tokens. No dice: the shares hold
+    from the first documents on, and the cursor is the parts' cursors and token counts.
+
+    If a part ends (exhaustion=stop), so does the mixture: going on would quietly change the shares.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[float, DocumentStream]]) -> None:
+        self._parts = dict(parts)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {name: {"weight": weight, **stream.identity} for name, (weight, stream) in self._parts.items()}
+
+    @property
+    def bad_records(self) -> list[str]:
+        return [message for _, stream in self._parts.values() for message in stream.bad_records]
+
+    def documents(self, cursor: Cursor | None = None) -> Documents:
+        names = list(self._parts)
+        tokens: dict[str, int] = dict(cursor["tokens"]) if cursor else dict.fromkeys(names, 0)
+        cursors: dict[str, Cursor | None] = dict(cursor["parts"]) if cursor else dict.fromkeys(names)
+        open_parts = {name: self._parts[name][1].documents(cursors[name]) for name in names}
+        try:
+            while True:
+                name = min(names, key=lambda part: tokens[part] / self._parts[part][0])
+                document = next(open_parts[name], None)
+                if document is None:
+                    return
+                tokens[name] += len(document.tokens)
+                cursors[name] = document.cursor
+                here: Cursor = {"tokens": dict(tokens), "parts": dict(cursors)}
+                yield Document(document.tokens, document.loss, here)
+        finally:
+            for part in open_parts.values():
+                part.close()

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
-from tercet.data.errors import DataUsageError
 from tercet.data.order import in_validation, key, mix, random_below, random_u64
-from tercet.data.stream import Cursor, Document, Documents, Reading
+from tercet.data.stream import Cursor, DataUsageError, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
 KEYS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)

@@ -8,11 +8,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tercet.data.ahead import Ahead
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.order import document_hash, permutation, validation_threshold
+from tercet.data.prefetch import Prefetcher as Ahead
 from tercet.data.records import Record
-from tercet.data.stream import Cursor, Document, Documents, Reading, fresh_counts
+from tercet.data.stream import (
+    BadRecordError,
+    Cursor,
+    DataError,
+    DataUsageError,
+    Document,
+    Documents,
+    Reading,
+    fresh_counts,
+)
 from tercet.data.tokenizers import Tokenizer
 
 BLOCK_BYTES = 64 << 20  # a block is held in memory, twice: one being read while the other is used

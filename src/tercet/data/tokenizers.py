@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tercet.data.errors import DataError, DataUsageError
+from tercet.data.stream import DataError, DataUsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -137,7 +137,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         raise DataUsageError(
             f"tokenizer={spec}: there is no {path}: give a tokenizer.json, a folder that holds one, a hub name, or byte"
         )
-    from tercet.data.hub_access import fetch_model_file, first_line, refused
+    from tercet.data.hub import fetch_model_file, first_line, refused
 
     try:
         fetched = fetch_model_file(spec, "tokenizer.json")

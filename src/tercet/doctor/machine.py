@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
-from tercet.telemetry.host import host_total_gib
+from tercet.telemetry.hardware import host_total_gib
 
 # (package, at least, below): what pyproject.toml asks for, and what a run cannot do without.
 NEEDED = (
@@ -114,7 +114,7 @@ def arithmetic(seconds: float = 0.5) -> Finding:
 
     import torch
 
-    from tercet.telemetry.peak import peak_flops
+    from tercet.telemetry.hardware import peak_flops
 
     cuda = torch.cuda.is_available()
     size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)

@@ -30,8 +30,7 @@ from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.dense import dense_attention
 from tercet.model.rope import rotate
 from tercet.parallel.context_layout import Buffer, Layout, Plan
-from tercet.parallel.exchange import Exchange, Fetch
-from tercet.parallel.exchange_blocks import BlockFetch, BlockPlan
+from tercet.parallel.exchange import BlockFetch, BlockPlan, Exchange, Fetch
 
 DENSE = "context parallelism: PyTorch's dense kernels take no stretch of packed documents"
 

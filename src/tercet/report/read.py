@@ -29,7 +29,7 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
-from tercet.telemetry.tables import last_counts
+from tercet.telemetry.sinks import last_counts
 
 E = TypeVar("E", bound=Event)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.telemetry.host import GIB, host_total_gib
+from tercet.telemetry.hardware import GIB, host_total_gib
 
 
 def resident_gib() -> float:

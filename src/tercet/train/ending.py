@@ -11,7 +11,7 @@ from tercet.atomic_io import write_json
 from tercet.config.schema import RunConfig
 from tercet.telemetry.events import EventLog, RunEnded, read_events
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.summary import summarise
+from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, quantity
 from tercet.train import manifest
 from tercet.train.folder import RunFolder, go_on

@@ -8,8 +8,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.model.cost import flops_per_token, memory, parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.host import GIB, host_total_gib
-from tercet.telemetry.peak import GPU_UTILISATION, peak_flops
+from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
 from tercet.telemetry.units import duration, quantity, size
 from tercet.train.device import device_name
 from tercet.train.state import TrainState, compiles, records

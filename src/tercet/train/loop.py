@@ -11,8 +11,8 @@ from functools import partial
 
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
-from tercet.data.errors import StoppedWaiting
 from tercet.data.loader import Batch, Loader, build_loader
+from tercet.data.stream import StoppedWaiting
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.doctor.before import examine_before_training
 from tercet.errors import TercetError
@@ -22,10 +22,10 @@ from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, read_events
-from tercet.telemetry.heartbeat import Heartbeat
+from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
-from tercet.telemetry.peak import peak_flops
 from tercet.telemetry.progress import Screen
+from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.batches import StepBatches, to_device
 from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump

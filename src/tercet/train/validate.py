@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tercet.config.schema import RunConfig
-from tercet.data.errors import DataError, DataUsageError
 from tercet.data.loader import Batch, build_loader
 from tercet.data.sources import open_stream
+from tercet.data.stream import DataError, DataUsageError
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
 from tercet.parallel.strategy import Strategy

@@ -9,15 +9,19 @@ from pathlib import Path
 from tercet.config.schema import RunConfig
 from tercet.model.cost import parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import Event, EventLog, RunStarted
-from tercet.telemetry.exchange_table import ExchangeTable
-from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.sinks import TensorBoardSink, WandbSink, csv_sinks
-from tercet.telemetry.tables import LayerTable, RouteTable
-from tercet.telemetry.watchdog import Watchdog
+from tercet.telemetry.sinks import (
+    ExchangeTable,
+    InBackground,
+    LayerTable,
+    RouteTable,
+    TensorBoardSink,
+    WandbSink,
+    csv_sinks,
+)
+from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.train.device import device_name
 from tercet.train.header import precision_of
 from tercet.train.state import TrainState

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from pathlib import Path
 
 # Dense bf16 TFLOP/s by a part of the name that CUDA reports, from the makers' data sheets. First match wins.
 _BF16_TFLOPS = (
@@ -49,3 +51,21 @@ def measured_cpu_flops(side: int = 512) -> float:
         a @ a
         done += 1
     return done * 2.0 * side**3 / spent
+
+
+# ------------------------------------------------------------------------------------------------
+# The machine that a process runs on. No torch: a plan asks too.
+
+GIB = 2**30
+
+
+def host_total_gib() -> float | None:
+    """RAM of the machine, or of the container if that has less."""
+    found = []
+    try:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        found += [int(limit) / GIB] if limit.isdigit() else []
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
-from tercet.data.errors import StoppedWaiting
+from tercet.data.stream import StoppedWaiting
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
@@ -25,7 +25,7 @@ class _End:
         self.error = error
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Keeps up to `depth` items of `source` ready. Errors of the source are raised where the item is asked for.
 
     A thread and not a process: the work is numpy copies, file reads and a tokenizer that lets go of the
@@ -42,7 +42,7 @@ class Ahead(Generic[T]):
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._end: _End | None = None
-        # The thread holds no reference to self, so that a forgotten Ahead can be collected and stop its thread.
+        # The thread holds no reference to self, so that a forgotten Prefetcher can be collected and stop its thread.
         self._thread = threading.Thread(
             target=_run, args=(source, self._queue, self._stop), name="tercet-data", daemon=True
         )

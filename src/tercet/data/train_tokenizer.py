@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.order import validation_threshold
 from tercet.data.sources import record_source
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.text import hash_of
 from tercet.data.tokenizers import LibraryTokenizer
 
