@@ -9,11 +9,10 @@ from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
-from tercet.train.graph import Records, StepGraph
-from tercet.train.guard import NonFiniteGuard
+from tercet.train.cuda_graph import Records, StepGraph
 from tercet.train.optim import build_optimizer
 from tercet.train.state import compile_blocks
-from tercet.train.step import MicroBatch, StepResult, train_step
+from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step
 
 
 class SteppedModel:

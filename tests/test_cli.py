@@ -226,7 +226,7 @@ def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatc
         calls.append((config, origins, resume))
         return 3
 
-    monkeypatch.setitem(sys.modules, "tercet.train.loop", types.SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "tercet.train.trainer", types.SimpleNamespace(train=train))
     code, _, _ = run(capsys, "train", "--preset", "tiny", "--train.steps", "12", "--run.dir", "x", "--resume", "auto")
     ((config, origins, resume),) = calls
     assert (code, resume, config.train.steps, config.run.dir) == (3, "auto", 12, "x")
@@ -236,7 +236,7 @@ def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatc
 def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(
-        "tercet.train.loop.train", lambda config, *, origins, resume: seen.append((config, origins, resume)) or 0
+        "tercet.train.trainer.train", lambda config, *, origins, resume: seen.append((config, origins, resume)) or 0
     )
     checkpoint = tmp_path / "a" / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
@@ -291,7 +291,7 @@ def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):
     def train(config, *, origins, resume):
         raise TercetError("disk full: free 3 GiB")
 
-    monkeypatch.setitem(sys.modules, "tercet.train.loop", types.SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "tercet.train.trainer", types.SimpleNamespace(train=train))
     code, out, err = run(capsys, "train", "--preset", "tiny")
     assert (code, err) == (1, "error: disk full: free 3 GiB\n")
     assert out.startswith(f"tercet {tercet.__version__}: run tiny")  # the sign of life before torch is loaded
@@ -322,7 +322,7 @@ def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, 
     from types import SimpleNamespace
 
     from runs import small
-    from tercet.train.loop import train
+    from tercet.train.trainer import train
 
     monkeypatch.chdir(tmp_path)
     Path("a text.txt").write_text("some words of text, and some more of these words\n" * 20)
@@ -332,7 +332,7 @@ def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, 
     made = run(capsys, "data", "prepare", *source, "--workers", "1", "--out", "my shards")[1]
     assert "--data.source shards --data.path 'my shards' --data.tokenizer byte\n" in made
 
-    monkeypatch.setattr("tercet.interop.huggingface.take_over.take_over", lambda *_, **__: SimpleNamespace(covers=None))
+    monkeypatch.setattr("tercet.interop.huggingface.import_hf.take_over", lambda *_, **__: SimpleNamespace(covers=None))
     made = run(capsys, "import", "hf", "theirs", "my model")[1]
     assert "tercet train --config 'my model/config.toml'\n" in made
     assert "tercet generate 'my model' --prompt TEXT\n" in made

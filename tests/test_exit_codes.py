@@ -22,9 +22,9 @@ from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import EventLog
-from tercet.train.folder import RunFolder
 from tercet.train.ranks import parting
-from tercet.train.start import find_start
+from tercet.train.resume import find_start
+from tercet.train.run_folder import RunFolder
 from tercet.train.validate import Validation
 
 DOCS = Path(__file__).parents[1] / "docs"

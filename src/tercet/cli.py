@@ -158,7 +158,7 @@ def _train(arguments: list[str]) -> int:
     --resume auto goes on."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
     print(f"tercet {tercet.__version__}: run {loaded.config.run.name}, loading torch …", flush=True)
-    from tercet.train.loop import train
+    from tercet.train.trainer import train
 
     return train(loaded.config, origins=loaded.origins, resume=options.resume)
 

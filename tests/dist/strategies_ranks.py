@@ -26,8 +26,8 @@ from tercet.parallel.distributed import build_strategy
 from tercet.parallel.exchange import Exchange
 from tercet.parallel.launch import Launch, join
 from tercet.parallel.strategy import Single
-from tercet.train.batches import StepBatches, to_device
-from tercet.train.schedule import learning_rate
+from tercet.train.step import StepBatches, to_device
+from tercet.train.optim import learning_rate
 from tercet.train.state import build_state
 from tercet.train.step import train_step
 

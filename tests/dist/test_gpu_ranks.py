@@ -11,7 +11,7 @@ import pytest
 from dist.world import Run, flags, together
 from runs import GPU_SIZES, SMALL, losses
 from tercet.config.load import load
-from tercet.train.loop import train
+from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
 

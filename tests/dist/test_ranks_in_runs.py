@@ -15,7 +15,7 @@ from dist.world import Run, environment, flags, free_port
 from runs import SMALL, losses, rows
 from tercet.config.load import ConfigError, load
 from tercet.parallel.flight_recorder import read, tell
-from tercet.train.loop import train
+from tercet.train.trainer import train
 
 # The learning rate does not know when the run will end, so that a shorter run is the beginning of a longer one.
 SETTINGS = SMALL | {

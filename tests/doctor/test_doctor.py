@@ -13,12 +13,11 @@ import torch
 import tercet
 from runs import GPU_SIZES, small
 from tercet.doctor import collectives, kernels, machine, storage
-from tercet.doctor.before import examine_before_training
 from tercet.doctor.commands import doctor
-from tercet.doctor.examine import checks, exit_code, lines
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.doctor.examine import checks, examine_before_training, exit_code, lines
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
-from tercet.train.loop import train
+from tercet.train.trainer import train
 
 
 def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):

@@ -17,7 +17,7 @@ from tercet.config.load import write_config
 from tercet.errors import TercetError
 from tercet.inference.needle import needle, usual_lengths
 from tercet.inference.perplexity import by_position, held_out, overall
-from tercet.inference.pictures import curve_plot, needle_map, perplexity_plot
+from tercet.inference.plots import curve_plot, needle_map, perplexity_plot
 from tercet.inference.recall import recall_by_distance, window_reach
 from tercet.inference.selection_map import page, selections
 

@@ -18,7 +18,7 @@ from tercet.attention.config import NSAConfig
 from tercet.config.load import load
 from tercet.errors import TercetError, UsageError
 from tercet.interop.huggingface.export import export
-from tercet.interop.huggingface.take_over import take_over
+from tercet.interop.huggingface.import_hf import import_model
 
 SIZES = {
     "hidden_size": 32,
@@ -80,7 +80,7 @@ def losses(theirs, folder, length):
 
 def test_a_dense_import_is_the_same_model(family, tmp_path):
     theirs, folder = family
-    take_over(folder, tmp_path / "out", attention="dense")
+    import_model(folder, tmp_path / "out", attention="dense")
     tokens = torch.randint(1, 99, (2, 100))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -92,19 +92,19 @@ def test_a_dense_import_is_the_same_model(family, tmp_path):
 @pytest.mark.parametrize("cover", ["selected", "window"])
 def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover, chosen):
     theirs, folder = family
-    imported = take_over(folder, tmp_path / "out", cover=cover, **chosen)
+    imported = import_model(folder, tmp_path / "out", cover=cover, **chosen)
     assert imported.covers == LENGTH
     dense, ours = losses(theirs, tmp_path / "out", LENGTH)
     assert abs(ours - dense) < 2e-3
-    take_over(folder, tmp_path / "shut", cover=cover, gate_logit=20.0, **chosen)
+    import_model(folder, tmp_path / "shut", cover=cover, gate_logit=20.0, **chosen)
     dense, ours = losses(theirs, tmp_path / "shut", LENGTH)
     assert abs(ours - dense) < 2e-5
 
 
 def test_keys_and_values_go_to_every_branch_that_has_its_own(family, tmp_path):
     theirs, folder = family
-    take_over(folder, tmp_path / "own", nsa=NSA)
-    take_over(folder, tmp_path / "tied", **RECOMMENDED)
+    import_model(folder, tmp_path / "own", nsa=NSA)
+    import_model(folder, tmp_path / "tied", **RECOMMENDED)
     own, tied = (tercet.load_model(tmp_path / name).state_dict() for name in ("own", "tied"))
     for i, layer in enumerate(theirs.model.layers):
         for kind in ("weight", "bias"):
@@ -124,7 +124,7 @@ def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
     """All branches have the same keys at first, and a learnt φ starts as the mean: also where gates let all through."""
     folder, made = family[1], []
     for name, chosen in (("own", {"nsa": RECOMMENDED["nsa"]}), ("tied", RECOMMENDED)):
-        take_over(folder, tmp_path / name, gate_logit=0.0, **chosen)
+        import_model(folder, tmp_path / name, gate_logit=0.0, **chosen)
         made.append(tercet.load_model(tmp_path / name))
     tokens = torch.randint(1, 99, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -154,16 +154,16 @@ def test_the_commands_of_the_page_import_what_they_say(tmp_path, monkeypatch):
 
 def test_beyond_the_covering_branch_the_loss_is_another(tmp_path):
     theirs = dense_model(tmp_path / "dense", FAMILIES["llama"])
-    take_over(tmp_path / "dense", tmp_path / "out", nsa=NSA, cover="window", gate_logit=20.0)
+    import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, cover="window", gate_logit=20.0)
     dense, ours = losses(theirs, tmp_path / "out", 4 * LENGTH)
     assert abs(ours - dense) > 1e-3
 
 
 def test_an_import_goes_on_learning(tmp_path):
-    from tercet.train.loop import train
+    from tercet.train.trainer import train
 
     theirs = dense_model(tmp_path / "dense", LlamaConfig(**{**SIZES, "vocab_size": 256}))
-    take_over(tmp_path / "dense", tmp_path / "out", nsa=NSA, seq_len=LENGTH)
+    import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, seq_len=LENGTH)
     flags = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.tokens_per_step": 128, "train.val_tokens": 0,
              "data.source": "synthetic", "log.tensorboard": False, "checkpoint.every": 2, "run.threads": 1,
              "train.sample_tokens": 0, "train.lr": 1e-2, "train.warmup_steps": 0}  # fmt: skip
@@ -179,7 +179,7 @@ def test_an_import_goes_on_learning(tmp_path):
 @pytest.mark.parametrize("changes", [{}, AS_M7C], ids=str)
 def test_an_export_comes_back_with_the_same_bits(tmp_path, changes):
     run = trained(tmp_path / "run", train__steps=2, **changes)
-    take_over(export(run, tmp_path / "exported"), tmp_path / "back")
+    import_model(export(run, tmp_path / "exported"), tmp_path / "back")
     before, after = tercet.load_model(run), tercet.load_model(tmp_path / "back")
     assert before.config == after.config
     assert before.context == after.context
@@ -194,7 +194,7 @@ def test_choices_that_an_export_has_made_are_refused_and_not_passed_over(tmp_pat
     with pytest.raises(
         UsageError, match=r"exported is an export .*: leave out nsa, compress_selected_keys, gate_logit$"
     ):
-        take_over(folder, tmp_path / "back", nsa=NSA, compress_selected_keys=True, gate_logit=2.0)
+        import_model(folder, tmp_path / "back", nsa=NSA, compress_selected_keys=True, gate_logit=2.0)
     assert not (tmp_path / "back").exists()
 
 
@@ -217,7 +217,7 @@ def test_what_has_no_counterpart_is_refused_in_one_line(tmp_path, change, said):
     path = tmp_path / "dense" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(TercetError) as caught:
-        take_over(tmp_path / "dense", tmp_path / "out")
+        import_model(tmp_path / "dense", tmp_path / "out")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["dense"]
@@ -227,7 +227,7 @@ def test_a_half_written_folder_is_refused(tmp_path):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     (tmp_path / "dense" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(TercetError, match=r"model\.safetensors cannot be read"):
-        take_over(tmp_path / "dense", tmp_path / "out")
+        import_model(tmp_path / "dense", tmp_path / "out")
     (tmp_path / "dense" / "config.json").unlink()
     with pytest.raises(TercetError, match=r"has no config\.json"):
-        take_over(tmp_path / "dense", tmp_path / "out")
+        import_model(tmp_path / "dense", tmp_path / "out")

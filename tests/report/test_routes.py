@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import tercet.train.step as step_module
-from tercet.report.read import Run, read_run
-from tercet.report.routes import passes_made, route_counts, uncounted
+from tercet.report.read import Run, passes_made, read_run, route_counts, uncounted
 from tercet.telemetry.events import RoutesCounted
 from tercet.telemetry.progress import Screen
 from watched import copy, gate, run, verdict

@@ -12,9 +12,9 @@ import pytest
 from tercet.config.keys import flatten
 from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError
+from tercet.report.dense_baseline import not_a_twin
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
-from tercet.report.twin import not_a_twin
 from tercet.report.verdict import judge
 from watched import FEW, copy, dense_twin, gate, rules, verdict
 

@@ -21,9 +21,9 @@ from tercet.data import loader
 from tercet.doctor import machine
 from tercet.errors import TercetError
 from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
-from tercet.train import loop
-from tercet.train.loop import train
+from tercet.train import trainer
 from tercet.train.manifest import complete_checkpoints, step_of
+from tercet.train.trainer import train
 from tercet.typed import typed
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
@@ -108,7 +108,7 @@ def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pyt
 def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, true, chosen = tmp_path / "run", loop.sample_text, 0
+    folder, true, chosen = tmp_path / "run", trainer.sample_text, 0
 
     def interrupted(*args: Any, agree: Callable[[Callable[[], int]], int], **options: Any) -> str:
         assert saved_steps(folder)[-1] == 6
@@ -124,7 +124,7 @@ def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
 
     config = small(run__dir=str(folder), train__steps=6, train__sample_tokens=50)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "sample_text", interrupted)
+        patch.setattr(trainer, "sample_text", interrupted)
         assert train(config) == 0
     assert chosen == 3
     assert ended(folder).outcome == "completed"

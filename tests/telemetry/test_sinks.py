@@ -12,7 +12,7 @@ import pytest
 from tercet.errors import TercetError
 from tercet.telemetry.events import LayersObserved, Noted, RunEnded, Validated, decode, encode
 from tercet.telemetry.sinks import STATISTICS, InBackground, TensorBoardSink, WandbSink
-from tercet.train.loop import train
+from tercet.train.trainer import train
 from watched import corpus, even_clock, run, settings
 
 

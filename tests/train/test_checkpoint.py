@@ -19,10 +19,12 @@ from torch import nn
 from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.config.sections import CheckpointConfig
-from tercet.train import hashed_file, manifest, restore
+from tercet.train import checkpoint as hashed_file
+from tercet.train import manifest
+from tercet.train import resume as restore
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
-from tercet.train.folder import locate
 from tercet.train.manifest import CheckpointError
+from tercet.train.run_folder import locate
 
 
 class Net(nn.Module):

@@ -28,11 +28,14 @@ from tercet.telemetry.events import (
     events_file,
     read_events,
 )
-from tercet.train import graph, header, loop, state
-from tercet.train.graph import StepGraph, fill_bounds, room_for
-from tercet.train.loop import train
+from tercet.train import console as header
+from tercet.train import cuda_graph as graph
+from tercet.train import state
+from tercet.train import trainer as loop
+from tercet.train.cuda_graph import StepGraph, fill_bounds, room_for
 from tercet.train.state import records
 from tercet.train.step import IGNORED_TARGET, MicroBatch
+from tercet.train.trainer import train
 
 CPU = torch.device("cpu")
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from runs import losses, small
 from stepping import SteppedModel
+from tercet.train.cuda_graph import CudaRecorder, Replays, fill_bounds, room_for
 from tercet.train.device import set_arithmetic
-from tercet.train.graph import CudaRecorder, Replays, fill_bounds, room_for
-from tercet.train.loop import train
-from tercet.train.rng import capture_rng
+from tercet.train.state import capture_rng
 from tercet.train.step import IGNORED_TARGET, MicroBatch
+from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 
 from runs import small
 from tercet.parallel.strategy import Single
-from tercet.train import header
+from tercet.train import console as header
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, events_file, read_events
 from tercet.train.dump import replay
-from tercet.train.loop import train
 from tercet.train.manifest import complete_checkpoints, read_json
+from tercet.train.trainer import train
 from tercet.typed import typed
 
 
@@ -92,7 +92,7 @@ def test_a_sample_is_announced_before_it_is_written(
         said.append(capsys.readouterr().out)
         return "a text"
 
-    monkeypatch.setattr("tercet.train.loop.sample_text", writing)
+    monkeypatch.setattr("tercet.train.trainer.sample_text", writing)
     assert train(small(run__dir=str(tmp_path / "run"), train__steps=1, train__sample_tokens=4)) == 0
     assert said[0].endswith("\nwriting a sample of up to 4 tokens …\n")
     assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")

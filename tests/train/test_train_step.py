@@ -12,10 +12,8 @@ from runs import small
 from tercet.data.loader import build_loader
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
-from tercet.train.batches import to_device
-from tercet.train.guard import NonFiniteGuard
 from tercet.train.optim import build_optimizer
-from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, loss_sum, train_step
+from tercet.train.step import IGNORED_TARGET, MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
 
 CPU = torch.device("cpu")
 

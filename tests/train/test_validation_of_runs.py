@@ -19,9 +19,9 @@ from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import RunEnded, Validated, events_file, read_events
-from tercet.train import loop
-from tercet.train.loop import train
+from tercet.train import trainer as loop
 from tercet.train.manifest import complete_checkpoints
+from tercet.train.trainer import train
 from tercet.train.validate import Validation, check_documents
 
 VALIDATES = {"train__val_tokens": 128}

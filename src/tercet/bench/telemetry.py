@@ -29,9 +29,9 @@ from tercet.telemetry.events import Event, EventLog, StepLogged
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.sinks import InBackground, LayerTable, RouteTable, TensorBoardSink, csv_sinks
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
+from tercet.train.console import precision_of
 from tercet.train.device import device_name, peak_memory_gib, pick_device
-from tercet.train.header import precision_of
-from tercet.train.schedule import learning_rate
+from tercet.train.optim import learning_rate
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import MicroBatch, train_step
 

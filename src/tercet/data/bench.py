@@ -65,15 +65,3 @@ def measure(
         epoch=batch.stats.epoch,
         machine=platform.machine(),
     )
-
-
-def main() -> int:
-    import tyro
-
-    from tercet.data.commands import bench
-
-    return tyro.cli(bench)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -15,7 +15,7 @@ import torch
 
 from tercet.config.data import DataConfig
 from tercet.data.packing import Batches, LoaderStats, Packing, narrowest, pack, pack_shuffled
-from tercet.data.prefetch import Prefetcher as Ahead
+from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataUsageError, DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -44,15 +44,15 @@ class Loader:
         others_wait: bool = False,
     ) -> None:
         self._stream, self._source = stream, batches
-        self._ahead = Ahead(batches, prefetch, stop, others_wait) if prefetch else None
+        self._prefetcher = Prefetcher(batches, prefetch, stop, others_wait) if prefetch else None
         self._waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._ahead is not None:
-            return next(self._ahead)
+        if self._prefetcher is not None:
+            return next(self._prefetcher)
         begin = time.perf_counter()
         try:
             return next(self._source)
@@ -62,7 +62,7 @@ class Loader:
     @property
     def wait_seconds(self) -> float:
         """Time the reader of this loader has waited for batches so far."""
-        return self._ahead.wait_seconds if self._ahead is not None else self._waited
+        return self._prefetcher.wait_seconds if self._prefetcher is not None else self._waited
 
     @property
     def bad_records(self) -> list[str]:
@@ -70,8 +70,8 @@ class Loader:
         return list(self._stream.bad_records)
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         else:
             self._source.close()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tercet import atomic_io as durable
+from tercet import atomic_io
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, Reading
 from tercet.data.tokenizers import Tokenizer
@@ -118,7 +118,7 @@ def verify(folder: Path) -> dict[str, Any]:
         for kind, facts in entry["files"].items():
             path = folder / f"{entry['name']}.{kind}.npy"
             _check_size(path, facts)
-            if (found := durable.sha256(path)) != facts["sha256"]:
+            if (found := atomic_io.sha256(path)) != facts["sha256"]:
                 raise DataError(
                     f"{path} has sha256 {found[:16]}…, its manifest says {facts['sha256'][:16]}…: "
                     "the file is damaged; prepare the shards again or restore it"
@@ -136,7 +136,7 @@ def write_shard(
         path = folder / f"{name}.{kind}.npy"
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.save(file, array)
-        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": durable.sha256(path)}
+        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": atomic_io.sha256(path)}
     write_json(folder / f"{name}.json", entry)
     return entry
 
@@ -145,7 +145,7 @@ def write_shard(
 def atomic_write(path: Path) -> Iterator[Path]:
     """The name of a temporary file beside `path`, which takes its place if nothing went wrong."""
     try:
-        with durable.replacing(path) as temporary:
+        with atomic_io.replacing(path) as temporary:
             yield temporary
     except OSError as error:
         raise DataError(

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tercet.data.order import document_hash, permutation, validation_threshold
-from tercet.data.prefetch import Prefetcher as Ahead
+from tercet.data.prefetch import Prefetcher
 from tercet.data.records import Record
 from tercet.data.stream import (
     BadRecordError,
@@ -86,7 +86,7 @@ class TextStream:
     def documents(self, cursor: Cursor | None = None) -> Documents:
         counts = fresh_counts() | ({k: cursor[k] for k in fresh_counts()} if cursor else {})
         at = cursor["at"] if cursor else 0
-        blocks = Ahead(self._blocks(cursor), depth=1)
+        blocks = Prefetcher(self._blocks(cursor), depth=1)
         try:
             for block in blocks:
                 counts["epoch"] = block.epoch

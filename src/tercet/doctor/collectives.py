@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, Finding
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, Finding
 
 CPU_RANKS = 2
 

@@ -9,7 +9,9 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor import kernels, machine, storage
 from tercet.doctor.collectives import collectives
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.errors import TercetError
+from tercet.telemetry.events import DoctorReported
 
 Check = tuple[str, Callable[[], Finding]]
 _MARKS = {OK: "✓", WARNING: "!", FAILED: "✕", NOT_TESTED: "?"}
@@ -85,3 +87,24 @@ def doctor(config: RunConfig, *, short: bool = False, as_json: bool = False) -> 
         count = {v: sum(f.verdict == v for f in found) for v in (OK, WARNING, FAILED, NOT_TESTED)}
         print(", ".join(f"{n} {v}" for v, n in count.items() if n))
     return exit_code(found)
+
+
+# ------------------------------------------------------------------------------------------------
+# The short examination that goes before every training.
+
+
+def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported | None:
+    """What was found, for the log; None if nobody asked. A failure stops the run before it has cost anything."""
+    if not config.health.doctor:
+        return None
+    found = examine(config, short=True, folder=folder)
+    for f in found:
+        if f.verdict == FAILED:
+            raise TercetError(f"doctor: {f.check}: {f.finding}: {f.mend} (--health.no_doctor trains all the same)")
+    return DoctorReported(
+        step=0,
+        check=[f.check for f in found],
+        verdict=[f.verdict for f in found],
+        finding=[f.finding for f in found],
+        mend=[f.mend for f in found],
+    )

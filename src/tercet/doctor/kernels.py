@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from tercet.attention.config import NSAConfig
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding
 from tercet.model.config import ModelConfig
 
 # The laws that every backend is held to: ‖Δ‖ / ‖reference‖ with the same blocks, and the share of equal slots.

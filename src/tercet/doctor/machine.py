@@ -1,4 +1,4 @@
-"""Versions, devices, drivers, memory: what the machine is."""
+"""What an examination found."""
 
 from __future__ import annotations
 
@@ -8,11 +8,41 @@ import os
 import platform
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
 from tercet.telemetry.hardware import host_total_gib
+
+OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was seen and, unless all is well, what to do about it."""
+
+    check: str
+    verdict: str
+    finding: str
+    mend: str = ""
+    seconds: float = 0.0
+
+
+def timed(check: str, examine: Callable[[], Finding]) -> Finding:
+    """The finding of one check. A check that breaks is itself a finding: the doctor never dies of a patient."""
+    begun = time.perf_counter()
+    try:
+        found = examine()
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        found = Finding(check, FAILED, f"{type(error).__name__}: {text}", "mend what the error names, then ask again")
+    return replace(found, check=check, seconds=time.perf_counter() - begun)
+
+
+# ------------------------------------------------------------------------------------------------
+# Versions, devices, drivers, memory: what the machine is.
 
 # (package, at least, below): what pyproject.toml asks for, and what a run cannot do without.
 NEEDED = (

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tercet.config.schema import RunConfig
-from tercet.doctor.finding import FAILED, OK, WARNING, Finding
+from tercet.doctor.machine import FAILED, OK, WARNING, Finding
 from tercet.model.cost import parameters
 
 SLOW_MB_S = 50.0

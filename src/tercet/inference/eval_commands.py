@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tercet.inference.arguments import Device, Dtype, Plot, Run
+from tercet.inference.commands import Device, Dtype, Plot, Run
 
 if TYPE_CHECKING:
     from tercet.inference.load import LanguageModel
@@ -43,7 +43,7 @@ def perplexity(
     whole = overall(found)
     print(f"{'all':>15}  {whole.tokens:>10,}  {whole.loss:>8.4f}  {whole.perplexity:>10.3f}")
     if plot is not None:
-        from tercet.inference.pictures import perplexity_plot
+        from tercet.inference.plots import perplexity_plot
 
         perplexity_plot({model.run.run.name: found}, plot)
         print(plot)
@@ -92,7 +92,7 @@ def needle(
             flush=True,
         )
     if plot is not None:
-        from tercet.inference.pictures import needle_map
+        from tercet.inference.plots import needle_map
 
         needle_map(found, plot)
         print(plot)
@@ -142,7 +142,7 @@ def recall(
              "reach": reach, "by_distance": [r.as_dict() for r in found]}
         )  # fmt: skip
     if plot is not None:
-        from tercet.inference.pictures import curve_plot
+        from tercet.inference.plots import curve_plot
 
         curve_plot(curves, plot, mark=reach)
         print(plot)

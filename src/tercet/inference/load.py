@@ -19,7 +19,7 @@ from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.transformer import Transformer
-from tercet.train import manifest, restore
+from tercet.train import manifest, resume
 from tercet.train.device import pick_device
 
 WEIGHTS = "model.safetensors"
@@ -70,16 +70,16 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
     weights = path / WEIGHTS
     if (path / CONFIG).is_file() and weights.is_file():
         model = _empty(load_config(file=path / CONFIG).config, path, 0)
-        restore.load_weights_file(weights, model)
+        resume.load_weights_file(weights, model)
     else:
         found = _checkpoint(path, verify)
         model = _empty(_config_of(found), found.path, int(found.run_state["step"]))
-        restore.load_tensors(found.path, model, None)
+        resume.load_tensors(found.path, model, None)
     where = pick_device(device, flag="--device")
     return model.to(where, _pick_dtype(dtype, model.run, where)).eval()
 
 
-def _checkpoint(path: Path, verify: bool) -> restore.Found:
+def _checkpoint(path: Path, verify: bool) -> resume.Found:
     if manifest.step_of(path) is None and (path / "config.json").is_file():
         raise ModelError(
             f"{path} is a Hugging Face folder: load it with transformers, or make it Tercet's with "
@@ -94,12 +94,12 @@ def _checkpoint(path: Path, verify: bool) -> restore.Found:
             f"{manifest.MANIFEST}, or a folder with {CONFIG} and {WEIGHTS}"
         )
     # `auto` passes over damaged checkpoints of a run; one that was named outright must be intact itself.
-    found = restore.choose("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
+    found = resume.choose("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
     assert found is not None
     return found
 
 
-def _config_of(found: restore.Found) -> RunConfig:
+def _config_of(found: resume.Found) -> RunConfig:
     try:
         return RunConfig.model_validate(found.run_state["config"])
     except ValidationError as error:

@@ -37,9 +37,9 @@ def hf(
         seq_len: Sequence length of the training to come; the model's own, at most 4096, unless given.
         seed: Of what starts fresh.
     """
-    from tercet.interop.huggingface.take_over import take_over
+    from tercet.interop.huggingface.import_hf import import_model
 
-    made = take_over(
+    made = import_model(
         source,
         out,
         nsa=nsa,

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import tercet
 from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
 from tercet.typed import typed
+from tercet.version import __version__
 
 _FOLDER_KEY = "tercet/run_folder"
 
@@ -218,7 +218,7 @@ def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) ->
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": f"{device} ({name})" if device.type == "cuda" else name,
-        "versions": {"tercet": tercet.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"tercet": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "config": dict(config),
     }
 

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 
 from tercet.report.gates import Case, Gate, Thresholds, skipped_steps
-from tercet.report.read import Run
-from tercet.report.routes import fastest, route_counts, uncounted
+from tercet.report.read import Run, fastest, route_counts, uncounted
 from tercet.telemetry.events import DoctorReported, HealthFired, RecordingFailed
 
 PARITY = "kernel parity"

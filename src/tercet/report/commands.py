@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tercet.errors import TercetError, UsageError
 from tercet.report import render, side_by_side
+from tercet.report.dense_baseline import not_a_twin
 from tercet.report.gates import Thresholds
 from tercet.report.read import Run, read_run
-from tercet.report.twin import not_a_twin
 from tercet.report.verdict import Verdict, judge
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tercet.config.keys import flatten_table
+from tercet.report.dense_baseline import learnt_otherwise, not_a_twin
 from tercet.report.gates import speed
-from tercet.report.read import Run
-from tercet.report.routes import route_counts
-from tercet.report.twin import learnt_otherwise, not_a_twin
+from tercet.report.read import Run, route_counts
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.units import duration, quantity

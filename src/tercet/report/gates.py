@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from tercet.report.checkpoints import incomplete
-from tercet.report.read import Run
-from tercet.report.twin import not_a_twin, slow_routes, twin_command
+from tercet.report.dense_baseline import not_a_twin, slow_routes, twin_command
+from tercet.report.read import Run, incomplete
 from tercet.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tercet.report.dense_baseline import learnt_otherwise, not_a_twin
 from tercet.report.figure import INK, MUTED, SERIES, Plot, draw, thinned
 from tercet.report.gates import speed
 from tercet.report.read import Run
-from tercet.report.twin import learnt_otherwise, not_a_twin
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, StepsSkipped
 from tercet.telemetry.units import quantity
 

@@ -7,13 +7,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import tercet
 from tercet.errors import TercetError
 from tercet.report.facts import gather
 from tercet.report.gates import GO, NO_GO, NOT_TESTED
 from tercet.report.plots import all_plots
 from tercet.report.read import Run
 from tercet.report.verdict import Verdict
+from tercet.version import __version__
 
 SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt"}
 
@@ -34,7 +34,7 @@ def environment() -> Any:
     made.filters["drawing"] = Markup
     made.filters["sentence"] = _sentence
     made.globals["style"] = Markup((folder / "style.css").read_text(encoding="utf-8"))
-    made.globals["version"] = tercet.__version__
+    made.globals["version"] = __version__
     return made
 
 

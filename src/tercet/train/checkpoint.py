@@ -1,18 +1,18 @@
-"""Saving: torch's distributed checkpoint, in safetensors, committed by one rename after all ranks have written.
-
-No pickle is written, and none is read. DCP's usual `.metadata` is a pickle, and its non-tensor entries are pickles too;
-so only tensors go through DCP, in its safetensors storage, whose index is the JSON header of each file, and the rest
-is JSON of our own. DCP's protocol (every rank writes, then the coordinator finishes) is also our commit protocol.
-"""
+"""Files whose SHA-256 is known when they have been written, without reading them again."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
+import os
+import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import (
@@ -31,12 +32,73 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-import tercet
 from tercet.atomic_io import sync, write_json
 from tercet.config.sections import CheckpointConfig
 from tercet.train import manifest
-from tercet.train.hashed_file import HashedFileSystem
 from tercet.train.manifest import CheckpointError
+from tercet.version import __version__
+
+
+class HashedFile(io.FileIO):
+    """Written front to back, unbuffered. A thread hashes what another hands to the system: neither waits for the other
+    but at the end of each write."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "w")
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        whole = memoryview(data).cast("B")
+        hashing = threading.Thread(target=self._digest.update, args=(whole,))
+        hashing.start()
+        try:
+            done = 0
+            while done < len(whole):  # the system may take less than all: at most 2 GiB at a time
+                done += self._take(whole[done:])
+        finally:
+            hashing.join()
+        self.bytes += done
+        return done
+
+    def _take(self, part: memoryview) -> int:
+        return super().write(part)
+
+    def seek(self, *_: Any) -> int:
+        raise io.UnsupportedOperation("a file that is hashed while it is written is written front to back")
+
+    def record(self) -> dict[str, Any]:
+        """Size and SHA-256, as in a manifest."""
+        return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
+
+
+class HashedFileSystem(FileSystem):
+    """DCP's file system, where every file that is written is hashed on the way."""
+
+    def __init__(self) -> None:
+        self._records: dict[Path, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with HashedFile(path) as stream:
+            yield stream
+        self._records[Path(path)] = stream.record()
+
+    def record(self, path: Path) -> dict[str, Any]:
+        """Of a file that has been written and closed."""
+        return self._records[path]
+
+
+# ------------------------------------------------------------------------------------------------
+# Saving: torch's distributed checkpoint, in safetensors, committed by one rename after all ranks have written.
+#
+# No pickle is written, and none is read. DCP's usual `.metadata` is a pickle, and its non-tensor entries are pickles too;
+# so only tensors go through DCP, in its safetensors storage, whose index is the JSON header of each file, and the rest
+# is JSON of our own. DCP's protocol (every rank writes, then the coordinator finishes) is also our commit protocol.
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 # Optimizer state by parameter name, so that it reloads under any sharding and any grouping.
@@ -205,7 +267,7 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             "step": self.step,
             "tokens": self._run_state.get("tokens"),
             "world_size": self._world_size,
-            "tercet": tercet.__version__,
+            "tercet": __version__,
             "torch": torch.__version__,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "files": files,

@@ -18,7 +18,7 @@ from tercet.parallel.distributed import build_strategy
 from tercet.parallel.launch import Launch, LaunchError, check_launch, join
 from tercet.parallel.strategy import Single, Strategy
 from tercet.train import manifest
-from tercet.train.folder import locate
+from tercet.train.run_folder import locate
 
 
 def enter(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
@@ -15,12 +18,11 @@ from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
-from tercet.train import manifest, restore
-from tercet.train.graph import StepGraph
-from tercet.train.guard import NonFiniteGuard
+from tercet.train import manifest, resume
+from tercet.train.cuda_graph import StepGraph
 from tercet.train.interval import Interval
 from tercet.train.optim import build_optimizer
-from tercet.train.rng import capture_rng, restore_rng, seed_all
+from tercet.train.step import NonFiniteGuard
 
 
 @dataclass
@@ -62,7 +64,7 @@ class TrainState:
         return {"rng": capture_rng(self.device)}
 
 
-def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: restore.Found | None) -> TrainState:
+def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: resume.Found | None) -> TrainState:
     """A fresh state, or the one of the checkpoint `start`."""
     recorded = records(config, device)  # refused before anything is built
     seed_all(config.run.seed)
@@ -133,8 +135,8 @@ def records(config: RunConfig, device: torch.device) -> bool:
     return reason is None
 
 
-def _take_up(state: TrainState, start: restore.Found, strategy: Strategy) -> None:
-    restore.load_tensors(start.path, state.model, state.optimizer)
+def _take_up(state: TrainState, start: resume.Found, strategy: Strategy) -> None:
+    resume.load_tensors(start.path, state.model, state.optimizer)
     saved = start.run_state
     state.step, state.tokens = int(saved["step"]), int(saved["tokens"])
     state.cursor, state.parent = saved["data"], saved["parent"]
@@ -154,13 +156,57 @@ def _initialise(state: TrainState, config: RunConfig) -> None:
     if path.suffix == ".safetensors":
         if moments is not None:
             raise UsageError(f"train.init_from={path} holds weights only: use --train.init-state weights")
-        restore.load_weights_file(path, state.model)
+        resume.load_weights_file(path, state.model)
         state.parent = {"path": str(path)}
         return
     try:
-        found = restore.choose(str(path), path, verify=config.checkpoint.verify)
+        found = resume.choose(str(path), path, verify=config.checkpoint.verify)
     except manifest.CheckpointError as error:
         raise type(error)(f"train.init_from={path}: {error}") from None
     assert found is not None
-    restore.load_tensors(found.path, state.model, moments)
+    resume.load_tensors(found.path, state.model, moments)
     state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
+
+
+# ------------------------------------------------------------------------------------------------
+# The state of every random generator, as JSON: Python's, numpy's, torch's, and this rank's device's.
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """All generator states, JSON-able."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator back. A state saved on a CPU has none for a GPU, which then keeps its seed."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator, on every rank alike: they draw the same weights."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

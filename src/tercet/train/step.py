@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tercet.config.sections import resolved_precision
-from tercet.parallel.strategy import Strategy
-from tercet.train.guard import NonFiniteGuard
+from tercet.data.loader import Batch
+from tercet.data.packing import LoaderStats
+from tercet.parallel.strategy import Single, Strategy
 from tercet.train.optim import global_norm, update
 
 IGNORED_TARGET = -100
@@ -129,3 +131,88 @@ def passes(
                 (loss * scale).backward()
         total += loss.detach()
     return total
+
+
+# ------------------------------------------------------------------------------------------------
+# Non-finite steps: judged, skipped and counted on the device; the host learns of them at the next log.
+
+
+class NonFiniteGuard:
+    """Counts bad steps and, past a limit, freezes the weights until the host reads and stops the run.
+
+    The freeze is what makes the dump exact: between the bad step and the log line that notices it, no later
+    update may move the weights that produced it.
+    """
+
+    def __init__(self, device: torch.device, max_total: int, max_in_row: int) -> None:
+        self.max_total, self.max_in_row = max_total, max_in_row
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._halted_at = torch.zeros((), dtype=torch.int64, device=device)  # 0: not
+
+    def judge(self, step: int, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(bad, skip), both [] bool: whether this step is not finite, and whether its update is skipped."""
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        live = self._halted_at == 0
+        self._total += bad & live
+        self._in_row = torch.where(live, torch.where(bad, self._in_row + 1, 0), self._in_row)
+        over = (self._total > self.max_total) | (self._in_row > self.max_in_row)
+        self._halted_at = torch.where(live & bad & over, step, self._halted_at)
+        return bad, bad | ~live
+
+    def halted_at(self) -> int:
+        """The step that passed a limit, 0 if none did. Waits for the device."""
+        return int(self._halted_at.item())
+
+    def total(self) -> int:
+        """Bad steps so far. Waits for the device."""
+        return int(self._total.item())
+
+    def state_dict(self) -> dict[str, int]:
+        """For the checkpoint. Waits for the device."""
+        return {"total": int(self._total.item()), "in_row": int(self._in_row.item())}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on counting where a checkpoint left off."""
+        self._total.fill_(state["total"])
+        self._in_row.fill_(state["in_row"])
+
+
+# ------------------------------------------------------------------------------------------------
+# From the loader's batches to what a step eats, with the cursor of the last batch that was really consumed.
+
+
+def to_device(batch: Batch, device: torch.device, strategy: Strategy | None = None) -> MicroBatch:
+    """This rank's part, copied without waiting (the loader pins its memory); packed documents as one long row.
+
+    Without a strategy: the whole batch.
+    """
+    tokens, targets, documents = (strategy or Single()).share(batch.tokens, batch.targets, batch.cu_seqlens)
+    longest = None
+    if isinstance(documents, torch.Tensor):
+        documents = documents.to(device, non_blocking=True)
+        longest = batch.tokens.shape[1]  # sequences end documents
+    tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
+    return MicroBatch(tokens, targets, documents, longest)
+
+
+class StepBatches:
+    """The micro-batches of one step after another."""
+
+    def __init__(self, loader: Iterable[Batch], accumulation: int, cursor: dict[str, Any] | None) -> None:
+        self._batches: Iterator[Batch] = iter(loader)
+        self._accumulation = accumulation
+        self.cursor = cursor  # after the last batch handed out: what a checkpoint must hold
+        self.epoch = 0
+        self.stats: LoaderStats | None = None
+        self.bad_records = 0
+
+    def next_step(self) -> list[Batch]:
+        """The next step's batches. Fewer at the end of the data, where the last step is smaller; then none."""
+        batches = list(itertools.islice(self._batches, self._accumulation))
+        if batches:
+            self.cursor = batches[-1].state
+            self.epoch = batches[-1].stats.epoch
+            self.stats = batches[-1].stats
+            self.bad_records = batches[-1].stats.skipped
+        return batches

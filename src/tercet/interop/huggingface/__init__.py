@@ -12,9 +12,7 @@ except ImportError:
 
     raise TercetError("tercet.interop.huggingface needs transformers: pip install 'tercet[hub]'") from None
 
-from tercet.interop.huggingface.cache import TercetCache
-from tercet.interop.huggingface.config import TercetConfig
-from tercet.interop.huggingface.model import TercetForCausalLM
+from tercet.interop.huggingface.model import TercetCache, TercetConfig, TercetForCausalLM
 
 AutoConfig.register(TercetConfig.model_type, TercetConfig, exist_ok=True)
 AutoModelForCausalLM.register(TercetConfig, TercetForCausalLM, exist_ok=True)

@@ -13,9 +13,8 @@ from transformers import GenerationConfig
 
 from tercet.errors import TercetError, UsageError
 from tercet.inference.load import Dtype, LanguageModel, load_model
-from tercet.interop.huggingface.config import TercetConfig
 from tercet.interop.huggingface.folder import check_folder
-from tercet.interop.huggingface.model import TercetForCausalLM
+from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
 from tercet.interop.huggingface.tokenizer import as_transformers
 
 

@@ -1,7 +1,4 @@
-"""TercetForCausalLM: the Transformer behind the face that transformers' users and tools know.
-
-input_ids, labels: int64 [B, T]; attention_mask: [B, tokens in the cache + T], 0 for padding on either side.
-"""
+"""TercetConfig: what config.json of an exported model says."""
 
 from __future__ import annotations
 
@@ -9,14 +6,135 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tercet.interop.huggingface.cache import TercetCache
-from tercet.interop.huggingface.config import TercetConfig
 from tercet.interop.huggingface.folder import FolderError, check_folder
+from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
+
+# transformers' name -> ours. Tools read these; the model is built from `tercet` alone.
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+class TercetConfig(PretrainedConfig):
+    """`tercet` holds the whole ModelConfig. The names that transformers knows are made from it, and a config.json in
+    which the two disagree is refused: one of them was edited, and nobody can say which was meant."""
+
+    model_type = "tercet"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers' own way)
+
+    def __init__(
+        self, tercet: dict[str, Any] | None = None, max_position_embeddings: int = 2048, **kwargs: Any
+    ) -> None:
+        try:
+            model = ModelConfig.model_validate(tercet or {})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"config.json: tercet.{where}: {first['msg']}") from None
+        for theirs, ours in _NAMES.items():
+            made = getattr(model, ours)
+            given = kwargs.pop(theirs, made)
+            if given != made:
+                raise ValueError(
+                    f"config.json says {theirs}={given} and tercet.{ours}={made}: they must be equal; "
+                    f"change both, or leave {theirs} out"
+                )
+            setattr(self, theirs, made)
+        self.tercet = model.model_dump(mode="json")
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**kwargs)
+        # the base class has defaults of its own for some of these
+        for theirs, ours in _NAMES.items():
+            setattr(self, theirs, getattr(model, ours))
+
+    def model(self) -> ModelConfig:
+        """The sizes of the model."""
+        return ModelConfig.model_validate(self.tercet)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tercet's caches behind the face that transformers' generation knows.
+
+
+class TercetCache(Cache):
+    """One cache per layer, growing. Counts columns of the batch, padding included, as transformers does; how many
+    tokens of each row are real, the layers' caches know."""
+
+    def __init__(self, model: Transformer, batch: int) -> None:
+        # Not the base class's: it would make layers of keys and values for all tokens.
+        self.layers = []
+        self._model = model
+        self.caches = [layer.make_cache(batch) for layer in model.attention_layers()]
+        self.columns = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for cache in self.caches:
+            cache.take_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.caches[0].batch, device=self.caches[0].device)
+        self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        batch = self.caches[0].batch
+        self.caches = [layer.make_cache(batch) for layer in self._model.attention_layers()]
+        self.columns = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("a TercetCache cannot forget tokens: assisted generation needs a cache that can")
+
+    def nbytes(self) -> int:
+        """Bytes of everything that is kept."""
+        return sum(cache.nbytes() for cache in self.caches)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.columns > 0
+
+    def __len__(self) -> int:
+        return len(self.caches)
+
+    def __repr__(self) -> str:
+        return f"TercetCache(layers={len(self.caches)}, columns={self.columns}, bytes={self.nbytes()})"
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("Tercet's layers fill their caches themselves")
+
+
+# ------------------------------------------------------------------------------------------------
+# TercetForCausalLM: the Transformer behind the face that transformers' users and tools know.
+#
+# input_ids, labels: int64 [B, T]; attention_mask: [B, tokens in the cache + T], 0 for padding on either side.
 
 # Arguments that generation and Trainer hand to every model and that say nothing new here.
 _KNOWN = {"cache_position", "return_dict", "output_attentions", "output_hidden_states", "num_items_in_batch"}

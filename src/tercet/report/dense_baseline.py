@@ -7,8 +7,7 @@ from shlex import quote
 from tercet.config.keys import flatten
 from tercet.config.schema import RunConfig
 from tercet.model.config import NSA_ONLY
-from tercet.report.read import Run
-from tercet.report.routes import fastest, route_counts
+from tercet.report.read import Run, fastest, route_counts
 from tercet.typed import typed
 
 

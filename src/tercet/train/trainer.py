@@ -14,7 +14,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.stream import StoppedWaiting
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
-from tercet.doctor.before import examine_before_training
+from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token
 from tercet.model.sampling import NOTHING
@@ -26,22 +26,18 @@ from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.watchdog import Heartbeat
-from tercet.train.batches import StepBatches, to_device
+from tercet.train.async_save import Saving
+from tercet.train.console import close_record, disk_sentence, header_lines, newest, precision_of, sum_up
 from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
-from tercet.train.ending import close_record, disk_sentence, newest, sum_up
-from tercet.train.folder import RunFolder, environment
-from tercet.train.header import header_lines, precision_of
+from tercet.train.hooks import StopSignals, attach, run_started
+from tercet.train.optim import learning_rate
 from tercet.train.ranks import enter, parting
-from tercet.train.sample import sample_text
-from tercet.train.saving import Saving
-from tercet.train.schedule import learning_rate
-from tercet.train.signals import StopSignals
-from tercet.train.start import abandon_later, check_fit, find_start
+from tercet.train.resume import abandon_later, check_fit, find_start
+from tercet.train.run_folder import RunFolder, environment
 from tercet.train.state import TrainState, build_state
-from tercet.train.step import train_step
-from tercet.train.validate import Validation, check_documents
-from tercet.train.watchers import attach, run_started
+from tercet.train.step import StepBatches, to_device, train_step
+from tercet.train.validate import Validation, check_documents, sample_text
 from tercet.typed import python
 
 

@@ -19,7 +19,7 @@ from tercet.config.schema import RunConfig
 from tercet.errors import TercetError, UsageError
 from tercet.inference.load import CONFIG as OUR_CONFIG
 from tercet.inference.load import WEIGHTS as OUR_WEIGHTS
-from tercet.interop.huggingface import dense
+from tercet.interop.huggingface import dense_weights
 from tercet.interop.huggingface.folder import CONFIG, FolderError, check_folder, read_json, tensors
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.model.config import ModelConfig
@@ -48,7 +48,7 @@ class Imported:
     covers: int | None
 
 
-def take_over(
+def import_model(
     source: str | Path,
     out: str | Path,
     *,
@@ -56,12 +56,12 @@ def take_over(
     attention: Literal["nsa", "dense"] = "nsa",
     compression: Literal["mlp", "mean"] = "mlp",
     compress_selected_keys: bool = False,
-    cover: dense.Cover = "selected",
+    cover: dense_weights.Cover = "selected",
     gate_logit: float = 8.0,
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> Imported:
-    """Read a folder of config.json and safetensors (a dense model of dense.FAMILIES, or an export of Tercet's)."""
+    """Read a folder of config.json and safetensors (a dense model of dense_weights.FAMILIES, or an export of Tercet's)."""
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise FolderError(f"{source} is no folder: name one with config.json and model.safetensors")
@@ -85,8 +85,8 @@ def take_over(
         config = _valid(theirs, chosen)
         torch.manual_seed(seed)  # φ starts fresh
         model = Transformer(config)
-        dense.fill(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
-        covers = dense.reach(config.nsa, cover) if attention == "nsa" else None
+        dense_weights.fill(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
+        covers = dense_weights.reach(config.nsa, cover) if attention == "nsa" else None
     context = int(theirs.get("max_position_embeddings") or LONGEST_SEQUENCE)
     run = _write(source, out, model, seq_len or min(context, LONGEST_SEQUENCE), seed)
     return Imported(out, run, covers)
@@ -94,7 +94,7 @@ def take_over(
 
 def _valid(theirs: dict[str, Any], chosen: dict[str, Any]) -> ModelConfig:
     try:
-        return dense.model_config(theirs, chosen)
+        return dense_weights.model_config(theirs, chosen)
     except KeyError as error:
         raise FolderError(f"config.json has no {error.args[0]}: it is no config of this family") from None
     except ValidationError as error:

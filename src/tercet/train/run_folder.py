@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import tercet
 from tercet.atomic_io import write_json
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
@@ -24,6 +23,7 @@ from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
 from tercet.typed import typed
+from tercet.version import __version__
 
 LOCK = "lock"
 
@@ -124,7 +124,7 @@ def environment(device: torch.device, name: str) -> dict[str, Any]:
     packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
     found = {p: _version(p) for p in packages}
     env: dict[str, Any] = {
-        "tercet": tercet.__version__,
+        "tercet": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {p: v for p, v in found.items() if v},

@@ -8,8 +8,8 @@ from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, EventLog
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.train.checkpoint import Checkpointer
-from tercet.train.folder import RunFolder
 from tercet.train.manifest import CheckpointError
+from tercet.train.run_folder import RunFolder
 from tercet.train.state import TrainState
 
 
