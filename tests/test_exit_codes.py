@@ -15,7 +15,7 @@ from runs import small
 from tercet import cli
 from tercet.attention.config import NSAConfig
 from tercet.data.stream import DataUsageError
-from tercet.errors import FAILED, WRONG_USE, TercetError, UsageError
+from tercet.errors import EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
 from tercet.parallel.context_layout import Layout
 from tercet.parallel.distributed import Sharded
 from tercet.parallel.failure import PeerFailed
@@ -148,7 +148,7 @@ def test_what_would_be_refused_again_is_exit_code_2(capsys, line):
     before = sorted(Path().rglob("*"))
     code = cli.main(shlex.split(command))
     err = capsys.readouterr().err
-    assert (code, err.count("\n")) == (WRONG_USE, 1)
+    assert (code, err.count("\n")) == (EXIT_USAGE, 1)
     assert err.startswith("error: ")
     assert said in err
     assert sorted(Path().rglob("*")) == before  # what was refused leaves nothing behind
@@ -174,22 +174,22 @@ def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, monkeypatch, command,
         content[-1] ^= 1
         shard.write_bytes(content)
     code = cli.main(command.split())
-    assert code == FAILED
+    assert code == EXIT_FAILURE
     assert said in capsys.readouterr().err
 
 
 def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(capsys):
     code = cli.main(["train", "--preset", "tiny", "--parallel.strategy", "ddp", "--run.dir", "new"])
-    assert code == WRONG_USE
+    assert code == EXIT_USAGE
     assert "needs torchrun" in capsys.readouterr().err
-    assert (WrongLaunch.exit_code, DataUsageError.exit_code) == (WRONG_USE, WRONG_USE)
+    assert (WrongLaunch.exit_code, DataUsageError.exit_code) == (EXIT_USAGE, EXIT_USAGE)
     assert not Path("new").exists()
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on_it(capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**20, used=2**20, free=5))
     code = cli.main(["train", "--preset", "tiny", "--run.device", "cpu", "--run.dir", "new"])
-    assert code == WRONG_USE
+    assert code == EXIT_USAGE
     assert "new has 0.00 GiB free" in capsys.readouterr().err
     assert not Path("new").exists()
 
@@ -217,7 +217,7 @@ def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_i
     command = "plan --preset tiny --parallel.strategy cp --parallel.world_size 2 --data.seq_len"
     code = cli.main([*command.split(), *sizes.split(), "--train.tokens_per_step", str(int(length) * int(batch))])
     err = capsys.readouterr().err
-    assert (code, err.count("\n")) == (WRONG_USE, 1)
+    assert (code, err.count("\n")) == (EXIT_USAGE, 1)
     assert mend in err
 
 
@@ -234,11 +234,11 @@ def test_an_error_itself_says_its_code(monkeypatch, capsys, error):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (UsageError("refused"), WRONG_USE, "error: refused\n"),
-        (TercetError("failed"), FAILED, "error: failed\n"),
-        (PeerFailed("rank 1 is gone", told=True), FAILED, ""),
+        (UsageError("refused"), EXIT_USAGE, "error: refused\n"),
+        (TercetError("failed"), EXIT_FAILURE, "error: failed\n"),
+        (PeerFailed("rank 1 is gone", told=True), EXIT_FAILURE, ""),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt\n"),
-        (ValueError("a bug"), FAILED, "ValueError: a bug\n"),
+        (ValueError("a bug"), EXIT_FAILURE, "ValueError: a bug\n"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -294,4 +294,4 @@ def test_the_table_lists_the_codes_that_there_are():
     table = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
     listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in cell.split(",")}
 
-    assert listed == {FAILED, WRONG_USE, *EXIT_CODES.values(), STALLED_EXIT, 128 + 2, 128 + 15}
+    assert listed == {EXIT_FAILURE, EXIT_USAGE, *EXIT_CODES.values(), STALLED_EXIT, 128 + 2, 128 + 15}

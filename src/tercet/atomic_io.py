@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and on the disk before anybody relies on them."""
+"""Atomic, durable file writes: readers see the old file or the new one, and the new one has reached the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, would survive a power cut."""
+    """fsync a file's content, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -21,8 +21,8 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; it takes the place of `path` in one rename if nothing went wrong."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on success it is synced and renamed to `path`, on error deleted."""
     temporary = path.with_name(path.name + ".partial")
     try:
         yield temporary
@@ -35,17 +35,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The whole text, or what was there before."""
-    with replacing(path) as temporary:
+    """Replace a file's content atomically."""
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same for a JSON value."""
+    """Replace a file's content atomically with a JSON value."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content."""
+    """Hex digest of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

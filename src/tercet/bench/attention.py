@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import nsa_attention
-from tercet.errors import FAILED, WRONG_USE
+from tercet.errors import EXIT_FAILURE, EXIT_USAGE
 
 
 @dataclass(frozen=True)
@@ -405,13 +405,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag, (given, known) in (asked | {"--dense": (dense_kinds, ("cudnn", "flash"))}).items():
         if unknown := [name for name in given if name not in known]:
             print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
-            return WRONG_USE
+            return EXIT_USAGE
     if not torch.cuda.is_available():
         print(
             "error: tercet bench attention needs a CUDA device, and none is visible: run it on a machine with a GPU",
             file=sys.stderr,
         )
-        return FAILED
+        return EXIT_FAILURE
     config = NSAConfig()
     device = torch.cuda.get_device_name()
     # a model's backward hands over to autograd's thread once, not once per operator

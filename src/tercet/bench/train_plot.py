@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tercet.atomic_io import replacing
+from tercet.atomic_io import atomic_write
 
 
 def draw(result: dict[str, Any], picture: Path) -> list[str]:
@@ -44,7 +44,7 @@ def draw(result: dict[str, Any], picture: Path) -> list[str]:
         axis.set_yticks(range(len(lengths)), [str(l) for l in lengths])
     figure.tight_layout()
     form = picture.suffix.removeprefix(".") or "png"
-    with replacing(picture) as temporary:
+    with atomic_write(picture) as temporary:
         figure.savefig(temporary, format=form, metadata={"Date": None} if form == "svg" else None)
     pyplot.close(figure)
     return [f"drawn: {picture}"]

@@ -29,7 +29,7 @@ from tercet.attention.kernels.settings import Launch, settings
 from tercet.attention.kernels.window import forward as window_forward
 from tercet.attention.kernels.window import key_gradients as window_key_gradients
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
-from tercet.errors import FAILED, WRONG_USE
+from tercet.errors import EXIT_FAILURE, EXIT_USAGE
 
 
 def _tried(*rows: tuple[int, int, int, int, bool, int]) -> list[Launch]:
@@ -140,13 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag, given, known in (("--shapes", names, list(SHAPES)), ("--kernels", kernels, list(CANDIDATES))):
         if unknown := [name for name in given if name not in known]:
             print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
-            return WRONG_USE
+            return EXIT_USAGE
     if not torch.cuda.is_available():
         print(
             "error: tercet bench tune needs a CUDA device, and none is visible: run it on a machine with a GPU",
             file=sys.stderr,
         )
-        return FAILED
+        return EXIT_FAILURE
     config = NSAConfig()
     if args.share:
         mine, of = map(int, args.share.split("/"))

@@ -145,7 +145,7 @@ def write_shard(
 def atomic_write(path: Path) -> Iterator[Path]:
     """The name of a temporary file beside `path`, which takes its place if nothing went wrong."""
     try:
-        with atomic_io.replacing(path) as temporary:
+        with atomic_io.atomic_write(path) as temporary:
             yield temporary
     except OSError as error:
         raise DataError(

@@ -13,7 +13,7 @@ import torch
 
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
-from tercet.errors import FAILED, TercetError
+from tercet.errors import EXIT_FAILURE, TercetError
 from tercet.parallel.distributed import build_strategy
 from tercet.parallel.launch import Launch, LaunchError, check_launch, join
 from tercet.parallel.strategy import Single, Strategy
@@ -76,4 +76,4 @@ def _exit_code(error: BaseException) -> int:
     """As the command line would end with it in one process."""
     if isinstance(error, TercetError):
         return error.exit_code
-    return 130 if isinstance(error, KeyboardInterrupt) else FAILED
+    return 130 if isinstance(error, KeyboardInterrupt) else EXIT_FAILURE
