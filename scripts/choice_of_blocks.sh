@@ -7,7 +7,7 @@
 # blocks of 16), tie (compress_selected_keys), mean (φ), s32 (32 blocks of 32 are selected instead of 16 of 64), shared (one K/V
 # set), free (no forced first block, one local block), dense. `tie+l16+mean` is what the preset m7c has now.
 # The variants of one call run at once: start CUDA's MPS before, and the steps of three take an H200 95 s, of four 180 s;
-# evaluations come on top. FLAGS: more flags of tercet train. Results: docs/results/quality.md#why-the-choice-of-blocks.
+# evaluations come on top. FLAGS: more flags of tercet train. Results: docs/results/quality/block-choice.md.
 set -euo pipefail
 [ $# -ge 4 ] || { sed -n '2,10p' "$0" >&2; exit 2; }
 corpus=$1 runs=$2 seed=$3
