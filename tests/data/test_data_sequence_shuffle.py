@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tercet.config.data import DataConfig, held_bytes
+from tercet.config.data import DataConfig, bytes_per_token
 from tercet.data.files import Files
 from tercet.data.loader import build_loader
 from tercet.data.packing import IGNORE, narrowest
@@ -181,7 +181,7 @@ def test_the_narrowest_type_holds_every_token():
     for vocab_size in (2, 256, 257, 1 << 16, 1 << 31):  # no vocabulary has more
         values = [vocab_size - 1, IGNORE]
         assert np.array(values).astype(narrowest(vocab_size)).tolist() == values
-        assert np.dtype(narrowest(vocab_size)).itemsize == held_bytes(vocab_size)
+        assert np.dtype(narrowest(vocab_size)).itemsize == bytes_per_token(vocab_size)
 
 
 def test_files_are_looked_up_at_the_start_alone(configs, read, monkeypatch):

@@ -127,9 +127,9 @@ def test_a_mixture_ends_with_its_first_part_when_told_to_stop(configs, read):
     ("values", "message"),
     [
         ({"source": "jsonl"}, "source=jsonl has no path"),
-        ({"path": "x"}, "is not read by source=python-source"),
+        ({"path": "x"}, "is not used by source=python-source"),
         ({"source": "text", "path": "x", "prompt_field": "q"}, "only jsonl and parquet have fields"),
-        ({"source": "jsonl", "path": "x", "separator": "-"}, "only text files are cut"),
+        ({"source": "jsonl", "path": "x", "separator": "-"}, "only text files are split"),
         ({"source": "mixture"}, "source=mixture has no parts"),
         ({"mixture": ({"source": "synthetic"},)}, "set source=mixture or drop them"),
         ({"source": "mixture", "mixture": ({"source": "synthetic"},) * 2}, "two parts of the mixture are called"),

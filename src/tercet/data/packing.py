@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tercet.config.data import held_bytes
+from tercet.config.data import bytes_per_token
 from tercet.data.order import permutation
 from tercet.data.stream import Cursor, DataError, Document, DocumentStream, totals
 
@@ -257,7 +257,7 @@ class _Taken:
 
 def narrowest(vocab_size: int) -> type[np.signedinteger[Any]]:
     """What a block is held as: signed, for it has room for IGNORE too."""
-    return np.int16 if held_bytes(vocab_size) == 2 else np.int32
+    return np.int16 if bytes_per_token(vocab_size) == 2 else np.int32
 
 
 def pack_shuffled(
