@@ -147,7 +147,7 @@ def _warnings(config: RunConfig, memory: cost.Memory, device: Device) -> tuple[s
             f"{size(memory.total)} may not fit in the {size(device.memory)}{whose}: lower train.micro_batch "
             "(accumulation follows), or set train.activation_checkpointing to selective or full"
         )
-    if (told := config.data.shuffle_warning(config.data.most_tokens(config.model.vocab_size))) is not None:
+    if (told := config.data.shuffle_warning(config.data.max_vocab(config.model.vocab_size))) is not None:
         found.append(told)
     return tuple(found)
 
