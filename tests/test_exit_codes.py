@@ -17,7 +17,7 @@ from tercet.attention.config import NSAConfig
 from tercet.data.stream import DataUsageError
 from tercet.errors import EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
 from tercet.parallel.context_layout import Layout
-from tercet.parallel.distributed import Sharded
+from tercet.parallel.distributed import FullySharded
 from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
@@ -236,7 +236,7 @@ def test_an_error_itself_says_its_code(monkeypatch, capsys, error):
     [
         (UsageError("refused"), EXIT_USAGE, "error: refused\n"),
         (TercetError("failed"), EXIT_FAILURE, "error: failed\n"),
-        (PeerFailed("rank 1 is gone", told=True), EXIT_FAILURE, ""),
+        (PeerFailed("rank 1 is gone", reported_elsewhere=True), EXIT_FAILURE, ""),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt\n"),
         (ValueError("a bug"), EXIT_FAILURE, "ValueError: a bug\n"),
     ],
@@ -259,7 +259,7 @@ def unsplit_context():
 
 def unsplit_groups():
     few = SimpleNamespace(strategy="hsdp", shard_ranks=4)
-    Sharded._mesh(SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")), parallel=few, world_size=6))
+    FullySharded._mesh(SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")), parallel=few, world_size=6))
 
 
 def unvalidated():

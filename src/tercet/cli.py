@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TercetError as error:
         if debug:
             traceback.print_exc()
-        elif not getattr(error, "told", False):  # one of many ranks says it for all
+        elif not getattr(error, "reported_elsewhere", False):  # one of many ranks says it for all
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from dist.world import Run, flags
+from parallel.world import Run, flags
 from runs import SMALL
 from tercet.report.read import read_run
 from tercet.telemetry.events import Stalled

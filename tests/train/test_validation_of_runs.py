@@ -172,8 +172,8 @@ def test_a_save_that_fails_after_a_validation_does_not_hide_why(
 
 @pytest.mark.slow
 def test_ranks_refuse_data_without_a_validation_document_together(few: Path, tmp_path: Path) -> None:
-    from dist.test_ranks_in_runs import arguments
-    from dist.world import Run
+    from parallel.test_ranks_in_runs import arguments
+    from parallel.world import Run
 
     changes = {**sources(few)["jsonl"], **VALIDATES, "data__path": str(few), "parallel__strategy": "ddp"}
     with Run(tmp_path / "said.txt", 2, *arguments(tmp_path / "run", **changes)) as run:

@@ -91,9 +91,9 @@ def context_traffic(model: ModelConfig, length: int, ranks: int, passes: int = 3
     nsa = model.nsa
     layout = Layout((0, length), ranks, nsa)
     plans = (
-        layout.reach_back(None),
-        layout.reach_back(nsa.window - 1),
-        layout.reach_back(nsa.compress_block - 1),
+        layout.lookback_plan(None),
+        layout.lookback_plan(nsa.window - 1),
+        layout.lookback_plan(nsa.compress_block - 1),
         layout.compressed_plan(),
     )
     rows = max(sum(plan.fetched(rank) for plan in plans) for rank in range(ranks))

@@ -1,4 +1,9 @@
-"""What all strategies of several ranks share: groups, sums, the share of the data, and how they end."""
+"""Strategies for several ranks: replicated weights (DDP) or sharded weights (FSDP2, HSDP), with or without context
+parallelism.
+
+`Distributed` has what they share: process groups, batch sharding, reductions and error handling. `DataParallel` and
+`FullySharded` wrap the model and decide when gradients are reduced. `build_strategy` picks one from the configuration.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +24,27 @@ from torch.overrides import TorchFunctionMode
 from tercet.attention.config import NSAConfig
 from tercet.config.sections import ParallelConfig, TrainConfig, resolved_precision
 from tercet.errors import TercetError, UsageError
-from tercet.parallel.context import apply_context_parallelism, shard
-from tercet.parallel.failure import PeerFailed, Watch
+from tercet.parallel.context import apply_context_parallelism, shard_sequence
+from tercet.parallel.failure import FailureMonitor, PeerFailed
 from tercet.parallel.launch import World, backend_of
 from tercet.parallel.strategy import Single, Strategy, flatten
 
 T = TypeVar("T")
 
+COMPRESSED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | None) -> Strategy:
+    """The configured strategy over the ranks of `world`."""
+    if parallel.strategy == "single":
+        return Single()
+    assert world is not None
+    replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
+    return DataParallel(parallel, train, world) if replicated else FullySharded(parallel, train, world)
+
 
 class Distributed:
-    """Several ranks. Subclasses say what `prepare` makes of the model, and when gradients travel."""
+    """Base class. Subclasses implement `_wrap` and `gradient_sync`."""
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, world: World) -> None:
         self.parallel, self.train, self.world = parallel, train, world
@@ -36,31 +52,29 @@ class Distributed:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = self.rank // parallel.context, parallel.data_ranks
         self.checkpoint_group = world.checkpoint
-        self._counted: Counter[str] = Counter()
-        self.traffic: Mapping[str, int] | None = self._counted if parallel.context > 1 else None
-        self._watch: Watch | None = None
+        self._traffic: Counter[str] = Counter()
+        self.traffic: Mapping[str, int] | None = self._traffic if parallel.context > 1 else None
+        self._monitor: FailureMonitor | None = None
         self._nsa: NSAConfig | None = None
         self._context: dist.ProcessGroup | None = None
         if parallel.context > 1:
-            # a group of its own, even when it has all ranks: gradients and keys must not queue behind each other
+            # A separate group even if it has all ranks: gradients and keys must not queue behind each other.
             for first in range(0, self.world_size, parallel.context):
                 members = list(range(first, first + parallel.context))
                 group = dist.new_group(members)
                 if self.rank in members:
                     self._context = group
 
-    # ------------------------------------------------------------ the model
-
-    def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         return build().to(device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._nsa = model.config.nsa  # type: ignore[assignment, union-attr]
         if self._context is not None:
             apply_context_parallelism(model)
-        return self.wrap(model)
+        return self._wrap(model)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         raise NotImplementedError
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -69,22 +83,18 @@ class Distributed:
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
-    # ------------------------------------------------------------ the data
-
-    def share(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    def shard_batch(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
         if self._context is None:
             return flatten(tokens, targets, cu_seqlens)
         assert self._nsa is not None
         batch, length = tokens.shape
         bounds = list(range(0, batch * length + 1, length)) if cu_seqlens is None else cu_seqlens.tolist()
-        own_tokens, own_targets, share = shard(
+        own_tokens, own_targets, shard = shard_sequence(
             tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context,
             by_blocks=self.parallel.context_fetch == "blocks",
         )  # fmt: skip
-        share.device, share.traffic = self.world.device, self._counted
-        return own_tokens, own_targets, share
-
-    # ------------------------------------------------------------ sums and flags
+        shard.device, shard.traffic = self.world.device, self._traffic
+        return own_tokens, own_targets, shard
 
     def all_sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
@@ -92,68 +102,49 @@ class Distributed:
         return total
 
     def any_rank(self, flag: bool) -> bool:
-        up = torch.tensor([int(flag)])
-        dist.all_reduce(up, group=self.world.control)
-        return bool(up.item())
+        flags_set = torch.tensor([int(flag)])
+        dist.all_reduce(flags_set, group=self.world.control)
+        return bool(flags_set.item())
 
-    def first(self, act: Callable[[], T]) -> T:
-        told: list[Any] = [None, None]
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        message: list[Any] = [None, None]
         if self.rank == 0:
             try:
-                told[0] = act()
+                message[0] = action()
             except TercetError as problem:
-                told[1] = problem
-        dist.broadcast_object_list(told, src=0, group=self.world.control)
-        result, error = told
+                message[1] = problem
+        dist.broadcast_object_list(message, src=0, group=self.world.control)
+        result, error = message
         if error is not None:
-            error.told = self.rank != 0
+            error.reported_elsewhere = self.rank != 0
             raise error
         return result  # type: ignore[no-any-return]
 
-    # ------------------------------------------------------------ the end
+    def shorten_timeouts(self) -> None:
+        self.world.set_timeout(self.parallel.timeout_seconds)
 
-    def settle(self) -> None:
-        self.world.settle(self.parallel.timeout_seconds)
-
-    def watch(self, where: Callable[[], tuple[int, str]]) -> None:
-        if self._watch is None:
-            self._watch = Watch(self.world, where)
-        self._watch.where = where
+    def publish_status(self, status: Callable[[], tuple[int, str]]) -> None:
+        if self._monitor is None:
+            self._monitor = FailureMonitor(self.world, status)
+        self._monitor.status = status
 
     def explain(self, error: BaseException) -> BaseException:
-        if self._watch is None or isinstance(error, PeerFailed):
+        if self._monitor is None or isinstance(error, PeerFailed):
             return error
-        return self._watch.explain(error)
+        return self._monitor.explain(error)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self.world.close()
 
 
-def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | None) -> Strategy:
-    """The strategy that the config names, over the ranks of `world`."""
-    if parallel.strategy == "single":
-        return Single()
-    assert world is not None
-
-    replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
-    strategy: Strategy = DataParallel(parallel, train, world) if replicated else Sharded(parallel, train, world)
-    return strategy
-
-
-# ------------------------------------------------------------------------------------------------
-# Replicas: every rank has all weights, and gradients are averaged while the backward pass still runs.
-
-WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 class DataParallel(Distributed):
-    """PyTorch's DistributedDataParallel."""
+    """DistributedDataParallel: every rank holds all weights; gradients are averaged during the backward pass."""
 
-    _recorded = False  # whether a static graph has been seen once
+    _graph_recorded = False  # whether DDP has recorded its static graph
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         on_gpu = self.world.device.type == "cuda"
         wrapped = DistributedDataParallel(
             model,
@@ -163,84 +154,83 @@ class DataParallel(Distributed):
             gradient_as_bucket_view=True,
         )
         if self.parallel.gradient_compression != "none":
-            wire = WIRE[self.parallel.gradient_compression]
-            wrapped.register_comm_hook(None, lambda _, bucket: compressed_all_reduce(bucket, wire))
+            dtype = COMPRESSED_DTYPES[self.parallel.gradient_compression]
+            wrapped.register_comm_hook(None, lambda _, bucket: compressed_all_reduce(bucket, dtype))
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return cast(nn.Module, model.module)
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        # A static graph is recorded in the first backward pass, which must not be one without a sync (the reducer
-        # asserts). Syncing all passes of the first step is right as well: a mean of equal sums is that sum.
-        recording = self.parallel.static_graph and not self._recorded
-        self._recorded = self._recorded or last
+        # DDP records a static graph in the first backward pass, which must not run under no_sync (the reducer
+        # asserts). Synchronising every pass of the first step is correct too: the mean of equal sums is that sum.
+        recording = self.parallel.static_graph and not self._graph_recorded
+        self._graph_recorded = self._graph_recorded or last
         return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
 
 
-def compressed_all_reduce(bucket: dist.GradBucket, wire: torch.dtype) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, sent in half precision. (PyTorch's own hook for bf16 asks for NCCL; this one is the same on
-    gloo.) bf16 has fp32's range. fp16 has not: a bucket's gradients span more than its five exponent bits, and small
-    ones would be sent as zeros, so that they are scaled by a power of two that all ranks agree on."""
+def compressed_all_reduce(bucket: dist.GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: average a bucket over ranks in half precision.
+
+    Works on gloo as well; PyTorch's bf16 hook requires NCCL. bf16 has the range of fp32. fp16 does not: the gradients
+    of a bucket span more than its five exponent bits and small ones would become zero, so they are scaled by a power
+    of two that all ranks agree on.
+    """
     gradient, ranks = bucket.buffer(), dist.get_world_size()
     mean = gradient / ranks
-    scale = _scale(mean, ranks) if wire == torch.float16 else None
-    small = (mean if scale is None else mean * scale).to(wire)
-    future = dist.all_reduce(small, async_op=True).get_future()
+    scale = _fp16_scale(mean, ranks) if dtype == torch.float16 else None
+    compressed = (mean if scale is None else mean * scale).to(dtype)
+    future = dist.all_reduce(compressed, async_op=True).get_future()
 
-    def back(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def decompress(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         gradient.copy_(done.value()[0])
         return gradient if scale is None else gradient.div_(scale)
 
-    return future.then(back)  # type: ignore[no-any-return]
+    return future.then(decompress)  # type: ignore[no-any-return]
 
 
-def _scale(mean: Tensor, ranks: int) -> Tensor:
-    """The power of two that takes the largest sum near fp16's end, on the device. What is not finite stays so."""
+def _fp16_scale(mean: Tensor, ranks: int) -> Tensor:
+    """The power of two that brings the largest sum close to fp16's maximum. Non-finite gradients stay non-finite."""
     largest = mean.abs().amax().float()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    room = torch.finfo(torch.float16).max / 2 / ranks
-    return torch.exp2(torch.floor(torch.log2(room / largest.clamp(min=1e-30))))
+    limit = torch.finfo(torch.float16).max / 2 / ranks
+    return torch.exp2(torch.floor(torch.log2(limit / largest.clamp(min=1e-30))))
 
 
-# ------------------------------------------------------------------------------------------------
-# Sharded weights, gradients and moments: FSDP2, one unit per block; replicated over groups of ranks under hsdp.
+class FullySharded(Distributed):
+    """FSDP2: weights, gradients and moments are sharded, one unit per block. HSDP replicates groups of shards."""
 
-
-class Sharded(Distributed):
-    """PyTorch's fully_shard."""
-
-    def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-        """Without weights: no rank ever holds more than one of them whole."""
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        """On the meta device: no rank ever holds more than one full weight."""
         with torch.device("meta"):
             return build()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
-        low = resolved_precision(self.train.precision, self.world.device.type) == "bf16"
-        reduce = torch.bfloat16 if self.parallel.reduce_dtype == "bf16" else torch.float32
-        # Autocast decides what is computed in bf16; here only what travels is. Inputs are left alone, so that the
+        low_precision = resolved_precision(self.train.precision, self.world.device.type) == "bf16"
+        reduce_dtype = torch.bfloat16 if self.parallel.reduce_dtype == "bf16" else torch.float32
+        # Autocast decides what is computed in bf16; this only sets what is communicated. Inputs are not cast, so the
         # residual stream stays in fp32 as on one device.
         blocks_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if low else None, reduce_dtype=reduce, cast_forward_inputs=False
+            param_dtype=torch.bfloat16 if low_precision else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
-        rest_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-        free = self.parallel.sharding == "full"
+        rest_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        reshard = self.parallel.sharding == "full"
         blocks = [cast(FSDPModule, block) for block in cast(nn.ModuleList, model.blocks)]
         for block in blocks:
-            fully_shard(cast(nn.Module, block), mesh=mesh, reshard_after_forward=free, mp_policy=blocks_policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=free, mp_policy=rest_policy)
+            fully_shard(cast(nn.Module, block), mesh=mesh, reshard_after_forward=reshard, mp_policy=blocks_policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=rest_policy)
+        depth = self.parallel.prefetch
         for i, block in enumerate(blocks):
-            ahead = self.parallel.prefetch
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
         if backend_of(self.parallel, self.world.device.type) == "gloo":
-            # gloo has no mean in every version of torch that is admitted: sums, and one division
+            # Not every supported torch has a mean reduction for gloo: sum, then divide.
             for module in (cast(FSDPModule, model), *blocks):
                 module.set_force_sum_reduction_for_comms(True)
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=self.world.device)
-            with drawn_whole():
+            with full_weight_init():
                 model.init_weights()  # type: ignore[operator]
         return model
 
@@ -255,18 +245,22 @@ class Sharded(Distributed):
         kind = self.world.device.type
         if self.parallel.strategy != "hsdp":
             return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("shard",))
-        shard = self.parallel.shard_ranks or self.world.launch.local_world_size
-        if self.world_size % shard:
+        shard_ranks = self.parallel.shard_ranks or self.world.launch.local_world_size
+        if self.world_size % shard_ranks:
             raise UsageError(
-                f"{self.world_size} ranks cannot be split into groups of {shard}, the ranks of one machine: "
-                "give --parallel.shard-ranks"
+                f"{self.world_size} ranks cannot be split into groups of {shard_ranks}, the ranks of one machine: "
+                "set --parallel.shard-ranks to a divisor of the number of ranks"
             )
-        return init_device_mesh(kind, (self.world_size // shard, shard), mesh_dim_names=("replicate", "shard"))
+        shape = (self.world_size // shard_ranks, shard_ranks)
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
-class drawn_whole(TorchFunctionMode):
-    """Random initialisation of sharded weights by drawing each one whole, from the generator that a single process
-    would use, and keeping this rank's part: the same weights under every strategy. One weight at a time is whole."""
+class full_weight_init(TorchFunctionMode):
+    """Initialise sharded weights as a single process would.
+
+    Each weight is drawn whole, from the same generator, and every rank keeps its shard: the same initial weights under
+    every strategy. Only one weight is whole at a time.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -275,9 +269,9 @@ class drawn_whole(TorchFunctionMode):
         target = args[0] if args else kwargs.get("tensor")
         if func is nn.init.normal_ and isinstance(target, DTensor):
             rest = {k: v for k, v in kwargs.items() if k != "tensor"}
-            whole = func(torch.empty(target.shape, dtype=target.dtype), *args[1:], **rest)
-            # src_data_rank=None: every rank has drawn the same, nothing needs to be sent
-            part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(part.to_local())
+            full = func(torch.empty(target.shape, dtype=target.dtype), *args[1:], **rest)
+            # src_data_rank=None: every rank has drawn the same values, so nothing is sent
+            own = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(own.to_local())
             return target
         return func(*args, **kwargs)

@@ -32,7 +32,7 @@ def enter(
     try:
         warnings = check_launch(config.parallel, launch, device.type, gpus)
     except LaunchError as error:
-        error.told = launch.rank > 0  # all see the same
+        error.reported_elsewhere = launch.rank > 0  # all see the same
         raise
     for sentence in warnings if launch.local_rank == 0 else []:  # they are about this machine
         print(f"warning: {sentence}", file=sys.stderr)
@@ -49,7 +49,7 @@ def enter(
     if restarts and (resume is None or manifest.complete_checkpoints(path / "checkpoints")):
         resume = "auto"
     strategy = build_strategy(config.parallel, config.train, world)
-    strategy.watch(lambda: (0, "starting"))
+    strategy.publish_status(lambda: (0, "starting"))
     return strategy, path, resume
 
 
@@ -64,7 +64,7 @@ def parting(strategy: Strategy) -> Iterator[None]:
         cause = strategy.explain(error)
         if not isinstance(cause, TercetError):
             traceback.print_exception(cause)
-        elif not getattr(cause, "told", False):
+        elif not getattr(cause, "reported_elsewhere", False):
             print(f"error: {cause}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()

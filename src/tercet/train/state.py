@@ -68,7 +68,7 @@ def build_state(config: RunConfig, device: torch.device, strategy: Strategy, sta
     """A fresh state, or the one of the checkpoint `start`."""
     recorded = records(config, device)  # refused before anything is built
     seed_all(config.run.seed)
-    model = strategy.make(lambda: _draw(config), device)
+    model = strategy.build_model(lambda: _draw(config), device)
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
     if compiles(config, device):

@@ -187,7 +187,7 @@ def to_device(batch: Batch, device: torch.device, strategy: Strategy | None = No
 
     Without a strategy: the whole batch.
     """
-    tokens, targets, documents = (strategy or Single()).share(batch.tokens, batch.targets, batch.cu_seqlens)
+    tokens, targets, documents = (strategy or Single()).shard_batch(batch.tokens, batch.targets, batch.cu_seqlens)
     longest = None
     if isinstance(documents, torch.Tensor):
         documents = documents.to(device, non_blocking=True)

@@ -44,17 +44,17 @@ from tercet.typed import python
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
     """Train until the last step, a signal, or the end of the data. Returns the process's exit code."""
     set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
-    launch = Launch.here()
+    launch = Launch.from_environment()
     device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
     strategy, path, resume = enter(config, resume, launch, device)
     screen = Screen(config.log.progress, quiet=strategy.rank > 0)
     with parting(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
-        start, said = strategy.first(lambda: find_start(config, resume, folder))
+        start, said = strategy.on_rank_0(lambda: find_start(config, resume, folder))
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
-        strategy.first(lambda: check_fit(config, tokenizer, folder))
-        examined = strategy.first(lambda: examine_before_training(config, folder.path))
+        strategy.on_rank_0(lambda: check_fit(config, tokenizer, folder))
+        examined = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
         state = build_state(config, device, strategy, start)
         loader = stack.enter_context(
             build_loader(
@@ -69,9 +69,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 others_wait=strategy.world_size > 1,
             )
         )
-        strategy.first(lambda: check_documents(config, tokenizer))
+        strategy.on_rank_0(lambda: check_documents(config, tokenizer))
         # From here on the folder changes: everything that may be refused has been looked at.
-        said += strategy.first(lambda: abandon_later(start, folder))
+        said += strategy.on_rank_0(lambda: abandon_later(start, folder))
         if strategy.rank == 0:
             folder.describe(config, origins or {}, environment(device, device_name(device)))
         superseded = events.rewind(folder.path, strategy.rank, state.step)
@@ -82,8 +82,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             screen.say(f"  {line}", "dim")
         for sentence in said:
             screen.say(sentence)
-        strategy.watch(lambda: (beat.step, beat.doing))
-        past = strategy.first(lambda: list(read_events(log.path)))
+        strategy.publish_status(lambda: (beat.step, beat.doing))
+        past = strategy.on_rank_0(lambda: list(read_events(log.path)))
         observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
         forked = start is not None and not start.is_in(folder.checkpoints)
         trainer = Trainer(
@@ -252,7 +252,7 @@ class Trainer:
         loss = self.state.interval.read()[-1].loss
         seconds = self.state.interval.seconds_per_step()
         self.screen.say(f"first step after {seconds:.2f} s: loss {loss:.4f}")
-        self.strategy.settle()
+        self.strategy.shorten_timeouts()
 
     def _log(self) -> None:
         """The interval's values, read from the device at once, as an event."""
@@ -331,7 +331,7 @@ class Trainer:
 
         def agree(choose: Callable[[], int]) -> int:
             """Rank 0's choice; a signal there ends the sample, which may take longer than a machine is given."""
-            return self.strategy.first(lambda: choose() if self.stop.signal is None else NOTHING)
+            return self.strategy.on_rank_0(lambda: choose() if self.stop.signal is None else NOTHING)
 
         with self.state.interval.excluded():
             text = sample_text(

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from dist.world import torchrun
+from parallel.world import torchrun
 
 
 def test_a_launch_that_is_cut_off_is_no_ordinary_result(tmp_path):

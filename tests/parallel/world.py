@@ -77,7 +77,7 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def together(
     ranks: int, script: str, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Run tests/dist/SCRIPT on so many ranks; what each `tell` of rank 0 said, in order. A failure is the test's."""
+    """Run tests/parallel/SCRIPT on so many ranks; what each `tell` of rank 0 said, in order. A failure is the test's."""
     done = torchrun(ranks, str(HERE / script), *arguments, timeout=timeout, env=env)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dist.world import together
+from parallel.world import together
 
 # Together these cover every pair of (strategy, activation checkpointing, accumulation) values.
 FAST = [

@@ -21,15 +21,14 @@ from world import tell
 from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
 from tercet.parallel import flight_recorder
-from tercet.parallel.context import apply_context_parallelism, shard
+from tercet.parallel.context import apply_context_parallelism, shard_sequence
 from tercet.parallel.distributed import build_strategy
 from tercet.parallel.exchange import Exchange
 from tercet.parallel.launch import Launch, join
 from tercet.parallel.strategy import Single
-from tercet.train.step import StepBatches, to_device
 from tercet.train.optim import learning_rate
 from tercet.train.state import build_state
-from tercet.train.step import train_step
+from tercet.train.step import StepBatches, to_device, train_step
 
 # name: (strategy's settings, activation checkpointing, accumulation)
 CASES: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -70,7 +69,7 @@ LENGTH = 512 if DEVICE.type == "cuda" else 64
 def main() -> int:
     asked = [argument.split(":") for argument in sys.argv[1:] if not argument.startswith("--")]  # STEPS:CASE
     steps_of = {name: int(steps) for steps, name in asked}
-    launch = Launch.here()
+    launch = Launch.from_environment()
     configs = {name: configure(name, steps, launch.world_size) for name, steps in steps_of.items()}
     first = next(iter(configs.values()))
     folder = tempfile.mkdtemp() if launch.rank == 0 else ""
@@ -110,11 +109,11 @@ class Deaf(Single):
         apply_context_parallelism(model)
         return model
 
-    def share(self, tokens, targets, cu_seqlens):  # type: ignore[no-untyped-def]
+    def shard_batch(self, tokens, targets, cu_seqlens):  # type: ignore[no-untyped-def]
         bounds = cu_seqlens.tolist()
-        *own, share = shard(tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, dist.group.WORLD)
-        share.device = DEVICE
-        return *own, share
+        *own, shard = shard_sequence(tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, dist.group.WORLD)
+        shard.device = DEVICE
+        return *own, shard
 
 
 def warm(config) -> None:  # type: ignore[no-untyped-def]

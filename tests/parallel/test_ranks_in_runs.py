@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dist.world import Run, environment, flags, free_port
+from parallel.world import Run, environment, flags, free_port
 from runs import SMALL, losses, rows
 from tercet.config.load import ConfigError, load
-from tercet.parallel.flight_recorder import read, tell
+from tercet.parallel.flight_recorder import read, summarize
 from tercet.train.trainer import train
 
 # The learning rate does not know when the run will end, so that a shorter run is the beginning of a longer one.
@@ -61,13 +61,13 @@ def test_a_killed_rank_ends_all_is_named_and_torchrun_goes_on_from_the_newest_ch
         text = run.text
     assert f"error: rank 1 (pid {victim} on " in text
     assert "is gone (killed, or out of memory: see dmesg), last seen in step" in text
-    assert text.count("error: rank 1") == 1  # one rank speaks for all
+    assert text.count("error: rank 1") == 1  # one rank reports for all
     assert "restart 1" in text
     assert "resuming from" in text
     (aside,) = (folder / "flight_recorder").glob("earlier-*")
-    record = tell(*read(aside))  # rank 0 wrote down what it was waiting in
-    assert record[:2] == ["records of rank 0", "no record of rank 1: gone before it could write one"]
-    assert any("rank 0 came as far as collective" in line for line in record), record
+    record = summarize(*read(aside))  # rank 0 recorded the collective it was waiting in
+    assert record[:2] == ["records of rank 0", "no record of rank 1: it died before it could write one"]
+    assert any("rank 0 got as far as collective" in line for line in record), record
     assert_same(folder, alone)
 
 
@@ -152,7 +152,7 @@ def test_ranks_with_other_settings_are_refused_with_the_difference(tmp_path):
     port = free_port()
     ranks = [by_hand(tmp_path / "run", 0, port), by_hand(tmp_path / "run", 1, port, "--train.lr", "0.5")]
     said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert "has another configuration: train.lr is 0.5 there, 0.003 on rank 0" in said[0] + said[1]
+    assert "has a different configuration: train.lr is 0.5 there, 0.003 on rank 0" in said[0] + said[1]
     assert [process.returncode for process in ranks] == [2, 2]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dist.test_ranks_in_runs import alone, arguments, assert_same  # noqa: F401  (a fixture)
-from dist.world import Run, environment, free_port
+from parallel.test_ranks_in_runs import alone, arguments, assert_same  # noqa: F401  (a fixture)
+from parallel.world import Run, environment, free_port
 
 # Torchrun's agents share their store with the ranks, and publish its address in their first round only: an agent that
 # joins later waits for it in vain (torch 2.11 to 2.13). Told not to share, they publish one in every round.

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dist.world import together
+from parallel.world import together
 from tercet.attention.config import NSAConfig
 from tercet.errors import TercetError
 from tercet.parallel.context_layout import Layout
@@ -30,7 +30,7 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
         assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer
     # as planned, forth and back, in fp64: rows of two KV heads of 8 and 4
     layout, row = Layout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
-    for kind, plan in {"selected": layout.reach_back(None), "compressed": layout.compressed_plan()}.items():
+    for kind, plan in {"selected": layout.lookback_plan(None), "compressed": layout.compressed_plan()}.items():
         rows = plan.fetched(0) + sum(plan.received(rank, 0) for rank in (1, 2))
         assert fetched["nsa", "one document", False][kind] == rows * row, kind
 
@@ -89,9 +89,9 @@ def test_every_compressed_token_belongs_to_the_chunk_of_its_last_token():
 def test_short_documents_cost_no_more_traffic_than_their_own_tokens():
     """Documents of 1024 tokens in a batch of 64k: a rank fetches no selected keys but those of documents it shares."""
     bounds = tuple(range(0, 65536 + 1, 1024))
-    plan = Layout(bounds, 4, CONFIG).reach_back(None)
+    plan = Layout(bounds, 4, CONFIG).lookback_plan(None)
     assert sum(plan.fetched(r) for r in range(4)) == 0
-    crooked = Layout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).reach_back(None)
+    crooked = Layout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).lookback_plan(None)
     assert max(crooked.fetched(r) for r in range(4)) <= 2 * 1024
 
 

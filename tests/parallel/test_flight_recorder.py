@@ -1,4 +1,4 @@
-"""What `tercet flight` says of records, and what it refuses to load."""
+"""What `tercet flight` reports about flight records, and what it refuses to load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tercet.errors import TercetError
-from tercet.parallel.flight_recorder import flight, read, settings, tell, write
+from tercet.parallel.flight_recorder import flight, read, settings, summarize, write
 
 
 def entry(
@@ -43,7 +43,7 @@ def keep(run: Path, records: dict[int, Any], *, pickled: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("pickled", [True, False])
-def test_the_rank_that_did_not_come_is_named_with_where_it_was_last(tmp_path, pickled):
+def test_the_rank_that_others_wait_for_is_named_with_its_last_collective(tmp_path, pickled):
     folder = keep(
         tmp_path,
         {
@@ -54,56 +54,56 @@ def test_the_rank_that_did_not_come_is_named_with_where_it_was_last(tmp_path, pi
         pickled=pickled,
     )
     gather, reduce = (f"({kind} of 8 at distributed.py:93)" for kind in ("all_gather", "all_reduce"))
-    assert tell(*read(folder)) == [
+    assert summarize(*read(folder)) == [
         "records of rank 0, 1, 2",
         f"group 0 (default_pg): rank 0 waits in collective 7 {gather} for rank 1",
-        f"group 0 (default_pg): rank 1 came no further than collective 6 {reduce}, which is done",
+        f"group 0 (default_pg): rank 1 got no further than collective 6 {reduce}, completed",
         f"group 0 (default_pg): rank 2 waits in collective 7 {gather} for rank 1",
     ]
 
 
-def test_ranks_that_parted_ways_are_told_where(tmp_path):
+def test_ranks_in_different_collectives_are_reported(tmp_path):
     folder = keep(tmp_path, {0: record(entry(3), entry(4)), 1: record(entry(3), entry(4, size=9))})
-    assert tell(*read(folder))[1] == (
-        "group 0 (default_pg): ranks parted ways at collective 4: rank 0 all_reduce of 8, rank 1 all_reduce of 9"
+    assert summarize(*read(folder))[1] == (
+        "group 0 (default_pg): ranks diverged at collective 4: rank 0 all_reduce of 8, rank 1 all_reduce of 9"
     )
 
 
-def test_transports_of_one_group_are_counted_apart(tmp_path):
+def test_backends_of_one_group_are_numbered_separately(tmp_path):
     gloo = entry(1) | {"profiling_name": "gloo:broadcast"}
     waits = entry(2, done=False)
     folder = keep(tmp_path, {0: record(gloo, entry(1), waits), 1: record(gloo, entry(1))})
     what, where = "(all_reduce of 8 at distributed.py:93)", "group 0 (default_pg) on nccl"
-    assert tell(*read(folder))[1:] == [
+    assert summarize(*read(folder))[1:] == [
         f"{where}: rank 0 waits in collective 2 {what} for rank 1",
-        f"{where}: rank 1 came no further than collective 1 {what}, which is done",
+        f"{where}: rank 1 got no further than collective 1 {what}, completed",
     ]
 
 
-def test_a_record_has_the_collectives_of_nccl_and_of_other_transports(tmp_path, monkeypatch):
-    """NCCL keeps a record of its own; where a transport has carried nothing, its record has no entries at all."""
+def test_a_record_has_the_collectives_of_nccl_and_of_other_backends(tmp_path, monkeypatch):
+    """NCCL keeps a separate record; the record of an unused backend has no entries key."""
     import torch._C._distributed_c10d as c10d
 
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda *_: json.dumps({"version": "2.10"}), raising=False)
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda *_: json.dumps(record(entry(1))), raising=False)
     path = write(tmp_path, 0, 1)
     assert [e["profiling_name"] for e in json.loads(path.read_text())["entries"]] == ["nccl:all_reduce"]
-    assert tell(*read(path.parent)) == ["records of rank 0", "no rank waits in a collective"]
+    assert summarize(*read(path.parent)) == ["records of rank 0", "no rank is waiting in a collective"]
 
 
-def test_when_all_is_done_nobody_is_blamed(tmp_path, capsys):
+def test_no_rank_is_blamed_when_all_collectives_completed(tmp_path, capsys):
     keep(tmp_path, {0: record(entry(3)), 1: record(entry(3))})
     assert flight(str(tmp_path)) == 0
-    assert capsys.readouterr().out == "records of rank 0, 1\nno rank waits in a collective\n"
+    assert capsys.readouterr().out == "records of rank 0, 1\nno rank is waiting in a collective\n"
 
 
-def test_a_pickle_that_asks_for_anything_but_plain_values_is_refused_and_not_run(tmp_path):
+def test_a_pickle_with_anything_but_plain_values_is_refused_and_not_run(tmp_path):
     class Harm:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "made"),)
 
     folder = keep(tmp_path, {0: record() | {"entries": [Harm()]}})
-    with pytest.raises(TercetError, match=r"rank_0 is no record of collectives: it asks for posix.mkdir"):
+    with pytest.raises(TercetError, match=r"rank_0 is not a flight record: it refers to posix.mkdir"):
         read(folder)
     assert not (tmp_path / "made").exists()
 
@@ -111,33 +111,33 @@ def test_a_pickle_that_asks_for_anything_but_plain_values_is_refused_and_not_run
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\x80", pickle.dumps([1]), *(pickle.dumps({"entries": e}) for e in (3, [{}], ["x"]))]
 )
-def test_a_damaged_record_is_one_sentence(tmp_path, content):
+def test_a_damaged_record_is_an_error_that_names_it(tmp_path, content):
     (tmp_path / "rank_0").write_bytes(content)
-    with pytest.raises(TercetError, match="rank_0 is no record of collectives"):
+    with pytest.raises(TercetError, match="rank_0 is not a flight record"):
         read(tmp_path)
 
 
-def test_a_folder_without_records_says_when_they_are_written(tmp_path):
+def test_an_empty_folder_is_an_error_that_says_when_records_are_written(tmp_path):
     with pytest.raises(TercetError, match="has no records: they are written when a collective fails"):
         read(tmp_path)
 
 
-def test_a_run_that_is_not_there_is_told_as_such(tmp_path):
-    with pytest.raises(TercetError, match="nope does not exist: name the folder of a run"):
+def test_a_missing_run_folder_is_an_error(tmp_path):
+    with pytest.raises(TercetError, match="nope does not exist: expected a run folder"):
         flight(str(tmp_path / "nope"))
 
 
 def test_a_damaged_record_does_not_hide_the_others(tmp_path):
     folder = keep(tmp_path, {0: record(entry(6), entry(7, done=False)), 1: record(entry(6))})
     (folder / "rank_2.json").write_text('{"entries": [')
-    lines = tell(*read(folder))
-    assert lines[0].startswith(f"{folder}/rank_2.json is no record of collectives: ")
+    lines = summarize(*read(folder))
+    assert lines[0].startswith(f"{folder}/rank_2.json is not a flight record: ")
     assert lines[1] == "records of rank 0, 1"
     assert any("rank 0 waits in collective 7" in line for line in lines)
 
 
 @pytest.mark.parametrize("pickle_is_newer", [True, False])
-def test_of_two_records_of_a_rank_the_newer_is_told(tmp_path, pickle_is_newer):
+def test_the_newer_of_two_records_of_a_rank_is_used(tmp_path, pickle_is_newer):
     folder = keep(tmp_path, {0: record(entry(7))})
     keep(tmp_path, {0: record(entry(9))}, pickled=False)
     os.utime(folder / "rank_0", (2000, 2000 if pickle_is_newer else 1000))
@@ -152,18 +152,18 @@ def test_of_two_records_of_a_rank_the_newer_is_told(tmp_path, pickle_is_newer):
     assert len(damaged) == 1
 
 
-def test_records_of_earlier_processes_are_set_aside_and_told_until_there_are_new_ones(tmp_path, capsys):
+def test_records_of_earlier_processes_are_moved_aside_and_shown_until_there_are_new_ones(tmp_path, capsys):
     folder = keep(tmp_path, {0: record(entry(7)), 5: record(entry(9))})
     settings(tmp_path, 1)
-    assert read(folder)  # rank 0 does it, once for all
+    assert read(folder)  # only rank 0 moves them
     for path in folder.iterdir():
         os.utime(path, (1000, 1000))
     settings(tmp_path, 0)
     assert [p.name for p in folder.iterdir()] == ["earlier-19700101-001640"]
     assert flight(str(tmp_path)) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[:2] == [
-        "nothing has failed since the run was last started; before that (earlier-19700101-001640):",
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "no failure since the run was last started; the one before that (earlier-19700101-001640):",
         "records of rank 0, 5",
     ]
     keep(tmp_path, {1: record(entry(2))})
@@ -188,8 +188,8 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert read(path.parent)[0][0]["entries"][-1]["collective_seq_id"] == 7
 
 
-def test_a_record_that_cannot_be_made_does_not_hide_why_the_run_failed(tmp_path, monkeypatch):
-    from tercet.parallel.failure import Watch
+def test_a_failing_flight_record_does_not_hide_why_the_run_failed(tmp_path, monkeypatch):
+    from tercet.parallel.failure import FailureMonitor
 
     asked = []
 
@@ -198,7 +198,7 @@ def test_a_record_that_cannot_be_made_does_not_hide_why_the_run_failed(tmp_path,
         raise json.JSONDecodeError("no JSON", "", 0)
 
     monkeypatch.setattr("tercet.parallel.flight_recorder.write", broken)
-    watch = object.__new__(Watch)  # without its beat
-    watch._folder, watch._launch = str(tmp_path), SimpleNamespace(rank=1, world_size=2)
-    watch._record()
+    monitor = object.__new__(FailureMonitor)  # without its heartbeat thread
+    monitor._folder, monitor._launch = str(tmp_path), SimpleNamespace(rank=1, world_size=2)
+    monitor._write_flight_record()
     assert asked == [(tmp_path, 1, 2)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist.world import Run, flags, together
+from parallel.world import Run, flags, together
 from runs import GPU_SIZES, SMALL, losses
 from tercet.config.load import load
 from tercet.train.trainer import train

@@ -13,7 +13,7 @@ from world import tell
 
 from tercet.attention.config import NSAConfig
 from tercet.model.attention import DenseAttention, NativeSparseAttention
-from tercet.parallel.context import apply_context_parallelism, shard
+from tercet.parallel.context import apply_context_parallelism, shard_sequence
 
 SMALL = NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
@@ -87,12 +87,12 @@ def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: igno
 
     apply_context_parallelism(layer)
     config = getattr(layer, "config", SMALL)
-    own_x, own_weight, share = shard(x, weight, bounds, config, group, by_blocks=by_blocks)
+    own_x, own_weight, shard = shard_sequence(x, weight, bounds, config, group, by_blocks=by_blocks)
     own_x.requires_grad_()
-    own_y = layer(own_x, share)
+    own_y = layer(own_x, shard)
     (own_y * own_weight).sum().backward()
     scale = 1e-6 * max(g.norm().item() for g in expected.values())
-    errors = {"y": relative(own_y, share.take(y)), "x": relative(own_x.grad, share.take(whole_x.grad))}
+    errors = {"y": relative(own_y, shard.own_tokens(y)), "x": relative(own_x.grad, shard.own_tokens(whole_x.grad))}
     for name, p in layer.named_parameters():
         if name in expected:
             dist.all_reduce(p.grad)
@@ -106,7 +106,7 @@ def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: igno
         got = layer.stats.means(sums.tolist())
         assert got.keys() == expected_stats.keys()
         stats = max(abs(got[k] - expected_stats[k]) for k in got)
-    fetched = dict(share.traffic)
+    fetched = dict(shard.traffic)
     routes = sorted({str(route) for route in layer.routes.values()})
     return {
         "routes": routes,
