@@ -348,7 +348,7 @@ def documented_commands() -> list[str]:
     """Lines of these pages that are commands; training is planned instead, which takes the same."""
     found = []
     for page in ("configuration.md", "from-m7c.md", "data.md"):
-        for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+        for line in (DOCS / page).read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
             command = line.partition("#")[0].strip()
             if re.match(r"(torchrun .* -m )?tercet (train|plan|config|presets)\b", command):
                 command = re.sub(r"^torchrun .* -m ", "", command).replace("tercet train", "tercet plan")
