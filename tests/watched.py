@@ -100,7 +100,7 @@ def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] =
     return read_run(target)
 
 
-def dense_twin(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
+def dense_baseline(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
     """The run's folder as dense attention would have left it."""
 
     def dense(lines: list[dict[str, Any]]) -> None:

@@ -124,10 +124,10 @@ def test_a_frozen_process_is_told_from_a_dead_one(tmp_path, monkeypatch, nursery
     wait_for(lambda: read_run(folder).state == "silent")
     judged = verdict(read_run(folder))
     assert gate(judged, "stability").verdict == "NO-GO"
-    assert "lives but has not spoken" in gate(judged, "stability").sentence
+    assert "alive but its heartbeat stopped" in gate(judged, "stability").sentence
     view = View(folder)
-    view.look()
-    assert "frozen or gone" in drawn(view)
+    view.poll()
+    assert "frozen or dead" in drawn(view)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert read_run(folder).state == "gone"
