@@ -146,8 +146,8 @@ def cases() -> list[Case]:
 
 def table(rows: list[Case]) -> list[str]:
     columns = (
-        "model", "GPUs", "per sequence", "shards GiB", "activations", "weights GB", "keys GB", "compute s",
-        "wire s", "tokens/s", "bound by",
+        "model", "GPUs", "GPUs/seq", "shards GiB", "activations", "weights GB", "keys GB", "compute s",
+        "wire s", "tokens/s", "bound",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case in rows:
