@@ -1,4 +1,4 @@
-"""An iterator run ahead of its reader, in a thread."""
+"""Prefetching: run an iterator in a background thread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tercet.data.stream import StoppedWaiting
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
-LOOK_SECONDS = 0.5
-# From the moment a run is told to stop, not from the begin of the wait: a source that is merely slow still gives the
-# batch of the step in work. Other ranks may be in that step already, and without it nothing can be saved together;
-# schedulers allow 30 s or so before they kill.
-PATIENCE_SECONDS = 2.0
-PATIENCE_WITH_OTHERS_SECONDS = 15.0
+POLL_SECONDS = 0.5
+# Grace period after a stop request: a source that is merely slow can still deliver the batch of the current step. With
+# several ranks it is longer, because others may already be in that step, and without it no checkpoint can be saved;
+# schedulers kill after about 30 s.
+GRACE_SECONDS = 2.0
+GRACE_WITH_OTHERS_SECONDS = 15.0
 
 
 class _End:
@@ -26,23 +26,25 @@ class _End:
 
 
 class Prefetcher(Generic[T]):
-    """Keeps up to `depth` items of `source` ready. Errors of the source are raised where the item is asked for.
+    """Keeps up to `depth` items of `source` ready. Errors in the source are raised when the item is requested.
 
-    A thread and not a process: the work is numpy copies, file reads and a tokenizer that lets go of the
-    interpreter lock, and a process would have to send every batch through a pipe.
+    A thread rather than a process: the work is numpy copies, file reads and a tokenizer that releases the interpreter
+    lock, and a process would have to send every batch through a pipe.
     """
 
     def __init__(
         self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False, others_wait: bool = False
     ) -> None:
-        """`stop` is asked while nothing comes: some seconds after its first yes, StoppedWaiting ends the waiting. More
-        of them where other ranks wait for what is read here."""
+        """`stop` is polled while waiting: once it returns True, StoppedWaiting is raised after a grace period.
+
+        others_wait: other ranks wait for this one's item, so the grace period is longer.
+        """
         self.wait_seconds = 0.0
-        self._asked_to_stop, self._others_wait = stop, others_wait
+        self._stop_requested, self._others_wait = stop, others_wait
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._end: _End | None = None
-        # The thread holds no reference to self, so that a forgotten Prefetcher can be collected and stop its thread.
+        # The thread holds no reference to self, so that an unused Prefetcher is garbage-collected and stops its thread.
         self._thread = threading.Thread(
             target=_run, args=(source, self._queue, self._stop), name="tercet-data", daemon=True
         )
@@ -66,22 +68,21 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def _get(self) -> T | _End:
-        leave_at: float | None = None
+        deadline: float | None = None
         while True:
             try:
-                return self._queue.get(timeout=LOOK_SECONDS)
+                return self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                if not self._asked_to_stop():
+                if not self._stop_requested():
                     continue
             now = time.monotonic()
-            if leave_at is None:
-                leave_at = now + (PATIENCE_WITH_OTHERS_SECONDS if self._others_wait else PATIENCE_SECONDS)
-            if now >= leave_at:
+            if deadline is None:
+                deadline = now + (GRACE_WITH_OTHERS_SECONDS if self._others_wait else GRACE_SECONDS)
+            if now >= deadline:
                 raise StoppedWaiting
 
     def close(self) -> None:
-        """Stop the thread and wait for it, but not for ever: it may hang in a network read, and is a daemon. Asking
-        for more afterwards ends at once."""
+        """Stop the thread and wait briefly for it: it may hang in a network read, and is a daemon. Iteration ends."""
         self._stop.set()
         deadline = time.monotonic() + CLOSE_SECONDS
         if self._end is None:
@@ -102,7 +103,7 @@ def _run(source: Iterator[Any], ready: queue.Queue[Any], stop: threading.Event) 
         for item in source:
             if not _put(ready, item, stop):
                 break
-    except BaseException as error:  # handed to the reader, whatever it is
+    except BaseException as error:  # re-raised in the reader
         end = _End(error)
     finally:
         if isinstance(source, Generator):

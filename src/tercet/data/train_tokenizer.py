@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on the training split of any source of text."""
+"""Train a byte-level BPE tokenizer on the training split of a text source."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from tercet.config.data import DataConfig
 from tercet.data.order import validation_threshold
 from tercet.data.sources import record_source
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
-from tercet.data.text import hash_of
+from tercet.data.text import record_hash
 from tercet.data.tokenizers import LibraryTokenizer
 
 EOS = "<|endoftext|>"
-LEAST = 256 + 1  # all bytes, and EOS
+MIN_VOCAB = 256 + 1  # all bytes and EOS
 
 
 def train_bpe(
     data: DataConfig, out: Path, *, vocab_size: int, max_bytes: int = 1 << 30, seed: int = 0
 ) -> LibraryTokenizer:
-    """Write a tokenizer.json with `vocab_size` tokens, EOS (`<|endoftext|>`, token 0) and all 256 bytes included.
+    """Write a tokenizer.json with `vocab_size` tokens, including EOS (`<|endoftext|>`, token 0) and all 256 bytes.
 
-    At most `max_bytes` of text are read, in an order given by `seed`; validation documents are left out.
+    Reads at most `max_bytes` of text, in an order given by `seed`, without validation documents.
     """
     if data.source in ("synthetic", "shards", "mixture"):
         raise DataUsageError(
             f"source={data.source} has no text to train a tokenizer on: "
             "use python-source, text, jsonl, parquet or fineweb-edu"
         )
-    if vocab_size < LEAST:
-        raise DataUsageError(f"vocab_size={vocab_size} is below {LEAST}: all 256 bytes and EOS must have a place")
+    if vocab_size < MIN_VOCAB:
+        raise DataUsageError(f"vocab_size={vocab_size} is below {MIN_VOCAB}: it must cover all 256 bytes and EOS")
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -46,15 +46,15 @@ def train_bpe(
     library.train_from_iterator(_texts(data, max_bytes, seed), trainer)
     if library.get_vocab_size() < vocab_size:
         raise DataUsageError(
-            f"vocab_size={vocab_size} is more than this text has pairs for: it gives {library.get_vocab_size()} "
-            "tokens; ask for that many, or give more text"
+            f"vocab_size={vocab_size} is too large for this text, which gives {library.get_vocab_size()} tokens: "
+            "ask for that many, or give more text"
         )
     tokenizer = LibraryTokenizer(library, str(out), EOS)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer.save(out)
     except OSError as error:
-        raise DataError(f"out={out} cannot be written ({error}): name another file") from error
+        raise DataError(f"out={out} cannot be written ({error}): choose another file") from error
     return tokenizer
 
 
@@ -66,7 +66,7 @@ def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
             if data.bad_records == "error":
                 raise record
             continue
-        if record.text and hash_of(record) >= threshold:
+        if record.text and record_hash(record) >= threshold:
             size += len(record.text)
             yield record.text.decode()
             if size >= max_bytes:
