@@ -22,7 +22,7 @@ from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import EventLog
-from tercet.train.ranks import parting
+from tercet.train.ranks import rank_context
 from tercet.train.resume import find_start
 from tercet.train.run_folder import RunFolder
 from tercet.train.validate import Validation
@@ -47,14 +47,14 @@ WRONG = """
 plan --preset tiny --gpu RX1                                                 --gpu RX1 is not known here
 config diff tiny empty                                                       empty/config.toml does not exist
 train --preset tiny --data.source text --data.path nowhere --run.dir new     path=nowhere matches no file
-train --preset tiny --data.source text --data.path empty --run.dir new       path=empty holds no text file
+train --preset tiny --data.source text --data.path empty --run.dir new       path=empty has no text files
 train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
-train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: there is no no.json
+train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: no.json does not exist
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
 train --preset tiny --run.dir run                                            run already holds a run
 train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
-train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl, where events
-train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl, where events
+train --preset tiny --run.dir blocked                                        event log blocked/events_rank0.jsonl is not a file
+train --preset tiny --run.dir blocked --resume auto                          event log blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
 train --preset tiny --resume ""                                              --resume '' names nothing: say auto
@@ -89,13 +89,13 @@ data prepare --out o --data.source text --data.path nowhere                  pat
 data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
 data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared
 data prepare --out o --shard_tokens 0                                        shard_tokens=0 is below 1
-data prepare --out text.txt --data.source text --data.path text.txt          out=text.txt cannot be made
-data prepare --out full --data.source text --data.path text.txt              out=full holds file, and no shards
-data prepare --out run --data.source text --data.path text.txt               out=run holds checkpoints, events_rank0
+data prepare --out text.txt --data.source text --data.path text.txt          out=text.txt cannot be created
+data prepare --out full --data.source text --data.path text.txt              out=full contains file, but no shards
+data prepare --out run --data.source text --data.path text.txt               out=run contains checkpoints, events_rank0
 data prepare --out o --workers -1                                            workers=-1 is below 0
 data train-tokenizer --out t.json --vocab_size 3                             vocab_size=3 is below 257
 data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
-data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is more than this text has
+data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is too large
 data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
 data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
 data inspect --data.source shards --data.path empty                          empty has no manifest.json
@@ -197,7 +197,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on
 def test_events_that_another_rank_could_not_write_are_told_before_the_folder_changes():
     Path("split/events_rank1.jsonl").mkdir(parents=True)
     two = small(parallel__strategy="ddp", parallel__world_size=2, train__micro_batch=1)
-    with closing(RunFolder(Path("split"))) as folder, pytest.raises(UsageError, match=r"events_rank1\.jsonl, where"):
+    with (
+        closing(RunFolder(Path("split"))) as folder,
+        pytest.raises(UsageError, match=r"events_rank1\.jsonl is not a file"),
+    ):
         find_start(two, None, folder)
     assert [str(p) for p in Path("split").rglob("*")] == ["split/events_rank1.jsonl"]
 
@@ -206,10 +209,10 @@ def test_events_that_another_rank_could_not_write_are_told_before_the_folder_cha
     ("sizes", "mend"),
     [
         ("255 --train.micro_batch 1", "1 × 255 = 255 is not a multiple of 2 × context ranks = 2 × 2 = 4"),
-        ("255 --train.micro_batch 1", "take data.seq_len 252 or 256, or train.micro_batch 4\n"),
-        ("255 --train.micro_batch 2", "take data.seq_len 254 or 256, or train.micro_batch 4\n"),
-        ("3 --train.micro_batch 1", "take data.seq_len 4, or train.micro_batch 4\n"),
-        ("254 --train.micro_batch 3", "take data.seq_len 252 or 256, or train.micro_batch 4\n"),
+        ("255 --train.micro_batch 1", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
+        ("255 --train.micro_batch 2", "use data.seq_len 254 or 256, or train.micro_batch 4\n"),
+        ("3 --train.micro_batch 1", "use data.seq_len 4, or train.micro_batch 4\n"),
+        ("254 --train.micro_batch 3", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
     ],
 )
 def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, mend):
@@ -246,7 +249,7 @@ def test_every_rank_ends_with_the_code_that_one_process_would(monkeypatch, capsy
     left = []
     monkeypatch.setattr("os._exit", left.append)
     ranks = SimpleNamespace(world_size=2, rank=rank, explain=lambda e: e, close=lambda: None)
-    with parting(ranks):
+    with rank_context(ranks):
         raise error
     assert left == [code]
     err = capsys.readouterr().err
