@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tercet.inference.needle import Found
-from tercet.inference.perplexity import Stretch
-from tercet.inference.pictures import needle_map, perplexity_plot
+from tercet.inference.needle import NeedleResult
+from tercet.inference.perplexity import PositionBucket
+from tercet.inference.plots import needle_map, perplexity_plot
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -38,11 +38,11 @@ def main(arguments: list[str]) -> int:
     records = {name: last_line(Path(file)) for name, _, file in (one.partition("=") for one in given.evaluations)}
     kinds = {record["eval"] for record in records.values()}
     if kinds == {"perplexity"}:
-        curves = {name: [fields(Stretch, s) for s in record["by_position"]] for name, record in records.items()}
+        curves = {name: [fields(PositionBucket, s) for s in record["by_position"]] for name, record in records.items()}
         perplexity_plot({n: [s for s in curve if s.first >= given.first] for n, curve in curves.items()}, given.picture)
     elif kinds == {"needle"} and len(records) == 1:
         ((name, record),) = records.items()
-        needle_map([fields(Found, f) for f in record["found"]], given.picture, loss=name == "loss")
+        needle_map([fields(NeedleResult, f) for f in record["found"]], given.picture, loss=name == "loss")
     else:
         parser.error(f"{', '.join(sorted(kinds))}: give runs of perplexity, or one of needle")
     print(given.picture)

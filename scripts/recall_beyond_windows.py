@@ -190,7 +190,7 @@ def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str,
     """By distance, over documents of every stage's length: long documents hold few facts close to their questions."""
     import torch
 
-    from tercet.inference.recall import Recall, recall_by_distance
+    from tercet.inference.recall import RecallBucket, recall_by_distance
 
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for stage in {stage.length: stage for stage in scale.stages}.values():
@@ -200,7 +200,7 @@ def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str,
         for r in found:
             counts[r.first][0] += r.right
             counts[r.first][1] += r.asked
-    return [Recall(first, 2 * first - 1, right, of).as_dict() for first, (right, of) in sorted(counts.items())]
+    return [RecallBucket(first, 2 * first - 1, right, of).as_dict() for first, (right, of) in sorted(counts.items())]
 
 
 def measure(name: str, scale: Scale, arguments: argparse.Namespace) -> None:
@@ -247,7 +247,7 @@ def _stream(device: str) -> Any:
 
 
 def draw(records: list[Path], target: Path) -> None:
-    from tercet.inference.pictures import curve_plot
+    from tercet.inference.plots import recall_plot
 
     curves: dict[str, list[tuple[int, float]]] = {}
     reach = 0
@@ -256,7 +256,7 @@ def draw(records: list[Path], target: Path) -> None:
         reach = record["reach"]
         for kind, m in record["models"].items():
             curves[kind] = [(r["last"], r["accuracy"]) for r in m["by_distance"] if r["asked"] >= 10]
-    curve_plot(curves, target, mark=reach)
+    recall_plot(curves, target, window_reach=reach)
     print(target)
 
 

@@ -66,15 +66,15 @@ train --preset tiny --model.vocab_size 100 --run.dir empty                   mod
 train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere: nowhere is neither
 train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors: cannot be read
 train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     train.cuda_graph=on on a cpu
-report                                                                       no run folder was given
+report                                                                       no run folder given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events
-report run run                                                               run was given twice
+report run run                                                               run is given twice
 report run ./run/../run --out new                                            are the same folder
 report empty --min_steps 3                                                   min_steps=3 is below 500
 watch                                                                        tercet watch lacks RUN
 watch nowhere --once                                                         nowhere is not a folder
-watch empty --every 0                                                        every=0 is not a number of seconds
+watch empty --every 0                                                        every=0 must be a positive number
 sweep --lengths abc                                                          --lengths
 flight nowhere                                                               nowhere does not exist
 doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
@@ -82,7 +82,7 @@ doctor --folder empty --short                                                --f
 doctor --share_gpus --short                                                  --share_gpus without --distributed
 doctor --distributed                                                         --nproc-per-node=N -m tercet doctor
 generate nowhere --prompt x                                                  nowhere does not exist
-generate empty --prompt x                                                    empty holds no checkpoint
+generate empty --prompt x                                                    empty has no checkpoint
 generate empty --prompt_file nowhere                                         --prompt-file nowhere cannot be read
 generate empty --prompt x --device tpu                                       --device tpu is unknown
 data prepare --out o --data.source text --data.path nowhere                  path=nowhere matches no file
@@ -104,8 +104,8 @@ data inspect --data.source synthetic --data.synthetic.task recall --data.seq_len
 data bench --data.source text --data.path text.txt --world_size 3            is not a multiple of world_size=3
 data bench --data.source text --data.path nowhere                            path=nowhere matches no file
 eval perplexity nowhere                                                      nowhere does not exist
-eval needle empty                                                            empty holds no checkpoint
-eval recall                                                                  no run folder was given
+eval needle empty                                                            empty has no checkpoint
+eval recall                                                                  no run folder given
 eval recall nowhere                                                          nowhere does not exist
 eval perplexity empty --plot p.png                                           --plot p.png does not end in .svg
 eval needle empty --plot p.png                                               --plot p.png does not end in .svg

@@ -1,4 +1,4 @@
-"""Text as tokens come."""
+"""Text streaming: whole characters only, and nothing of a stop string."""
 
 from __future__ import annotations
 

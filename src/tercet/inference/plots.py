@@ -1,4 +1,4 @@
-"""Drawings of evaluations, as SVG files."""
+"""Plots of evaluations, as SVG files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tercet.errors import TercetError
-from tercet.inference.needle import Found
-from tercet.inference.perplexity import Stretch
+from tercet.inference.needle import NeedleResult
+from tercet.inference.perplexity import PositionBucket
 
 
-def perplexity_plot(curves: Mapping[str, Sequence[Stretch]], path: Path) -> None:
+def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
     """Loss against position in the context, one line per model."""
     figure, axis = _figure(5.6, 3.2)
-    for name, stretches in curves.items():
-        axis.plot([s.last + 1 for s in stretches], [s.loss for s in stretches], marker="o", ms=3, label=name)
+    for name, buckets in curves.items():
+        axis.plot([b.last + 1 for b in buckets], [b.loss for b in buckets], marker="o", ms=3, label=name)
     axis.set_xscale("log", base=2)
     axis.set(xlabel="tokens of context", ylabel="loss (nats per token)")
     axis.grid(alpha=0.3)
@@ -23,14 +23,16 @@ def perplexity_plot(curves: Mapping[str, Sequence[Stretch]], path: Path) -> None
     _save(figure, path)
 
 
-def curve_plot(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, *, mark: int | None = None) -> None:
-    """Accuracy against distance; `mark` is where the windows' reach ends."""
+def recall_plot(
+    curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, *, window_reach: int | None = None
+) -> None:
+    """Accuracy against distance to the fact, one line per model; marks how far the windows alone reach."""
     figure, axis = _figure(5.6, 3.2)
     for name, points in curves.items():
         axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
-    if mark is not None:
-        axis.axvline(mark, color="0.5", lw=1, ls="--")
-        axis.text(mark, 1.02, " reach of the windows", fontsize=8, color="0.4")
+    if window_reach is not None:
+        axis.axvline(window_reach, color="0.5", lw=1, ls="--")
+        axis.text(window_reach, 1.02, " reach of the windows", fontsize=8, color="0.4")
     axis.set_xscale("log", base=2)
     axis.set(xlabel="distance to the fact (tokens)", ylabel="answers right", ylim=(-0.02, 1.08))
     axis.grid(alpha=0.3)
@@ -38,14 +40,14 @@ def curve_plot(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, *,
     _save(figure, path)
 
 
-def needle_map(found: Sequence[Found], path: Path, *, loss: bool = False) -> None:
-    """Depth × length, green where the needle was found; or, with `loss`, nats per token of the answer."""
+def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False) -> None:
+    """Heatmap of depth × length: accuracy, or with `loss` the nats per answer token."""
     lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
     cells = {(f.length, f.depth): f.nats if loss else f.accuracy for f in found}
     grid = [[cells[n, d] for n in lengths] for d in depths]
     figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
-    colours = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
-    axis.imshow(grid, aspect="auto", **colours)
+    scale = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
+    axis.imshow(grid, aspect="auto", **scale)
     axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
     axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
     axis.set(xlabel="tokens", ylabel="depth of the needle")
@@ -60,7 +62,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
-        raise TercetError("pictures need matplotlib: pip install 'tercet[report]'") from None
+        raise TercetError("plots need matplotlib: pip install 'tercet[report]'") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure, figure.subplots()
@@ -71,7 +73,7 @@ def _save(figure: Any, path: Path) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # the same numbers give the same file
+        with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output
             figure.savefig(path, format="svg", metadata={"Date": None})
     except OSError as error:
-        raise TercetError(f"{path} cannot be written ({error.strerror}): name another file") from None
+        raise TercetError(f"cannot write {path} ({error.strerror}): choose another file") from None

@@ -1,4 +1,4 @@
-"""What is said of lengths beyond those of training ends with a command that a person can use."""
+"""The warning about lengths beyond training ends with a valid command that trains at that length."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from runs import small
 from tercet.cli import main
 from tercet.config.load import load, write_config
-from tercet.inference.longer import train_on
+from tercet.inference.extend_context import extend_context_command
 
 
 @pytest.fixture(autouse=True)
 def a_folder_to_stand_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tercet.inference.longer.typed", lambda program="tercet": program)
+    monkeypatch.setattr("tercet.inference.extend_context.typed", lambda program="tercet": program)
 
 
 def kept(folder: str, **changes: object) -> Path:
@@ -27,7 +27,7 @@ def kept(folder: str, **changes: object) -> Path:
     return Path(folder)
 
 
-def test_the_command_in_the_warning_trains_on(capsys):
+def test_the_command_in_the_warning_runs(capsys):
     kept("asked", train__steps=1)
     assert main(["train", "--config", "asked/config.toml", "--run.dir", "a run"]) == 0
     assert main(["eval", "perplexity", "a run", "--sequences", "1", "--seq-len", "96"]) == 0
@@ -35,7 +35,7 @@ def test_the_command_in_the_warning_trains_on(capsys):
     warning = next(line for line in err.splitlines() if line.startswith("warning: --seq-len 96"))
     assert warning == f"warning: {json.loads(out.splitlines()[-1])['warning']}"
 
-    tercet, *arguments = shlex.split(warning.partition("train on: ")[2])
+    tercet, *arguments = shlex.split(warning.partition("train it at this length: ")[2])
     assert tercet == "tercet"
     assert main(arguments) == 0
     now = load(file="NEW/config.toml").config
@@ -55,9 +55,9 @@ def test_the_command_in_the_warning_trains_on(capsys):
         (128, {"train__micro_batch": 7, "train__tokens_per_step": 64 * 14}, {"train.micro-batch": "1"}),
     ],
 )
-def test_it_changes_the_batch_as_the_length_asks_and_no_more(length, changes, sizes):
+def test_only_the_batch_sizes_that_must_change_do(length, changes, sizes):
     file = kept("run", **changes) / "config.toml"
-    words = shlex.split(train_on(Path("run"), length))
+    words = shlex.split(extend_context_command(Path("run"), length))
     given = dict(zip([flag[2:] for flag in words[2::2]], words[3::2], strict=True))
     usual = {"config": str(file), "run.dir": "NEW", "train.init-from": "run", "data.seq-len": str(length)}
     assert given == usual | sizes
@@ -66,27 +66,29 @@ def test_it_changes_the_batch_as_the_length_asks_and_no_more(length, changes, si
     assert now.train.micro_batch * length <= max(length, before.tokens_per_pass)
 
 
-def test_a_checkpoint_takes_the_configuration_of_its_run_and_weights_are_named_themselves():
+def test_a_checkpoint_uses_its_run_config_and_a_weights_folder_its_own():
     checkpoint = kept("run") / "checkpoints/step-00000003"
     checkpoint.mkdir(parents=True)
-    said = shlex.split(train_on(checkpoint, 128))
+    said = shlex.split(extend_context_command(checkpoint, 128))
     assert said[:4] == ["tercet", "train", "--config", str(Path("run/config.toml").resolve())]
     assert said[said.index("--train.init-from") + 1] == str(checkpoint)
 
     (kept("imported") / "model.safetensors").touch()
-    said = shlex.split(train_on(Path("imported"), 128))
+    said = shlex.split(extend_context_command(Path("imported"), 128))
     assert said[said.index("--train.init-from") + 1] == "imported/model.safetensors"
 
 
-def test_a_run_of_several_ranks_is_started_by_torchrun():
+def test_several_ranks_are_started_by_torchrun():
     kept("run", parallel__strategy="ddp", parallel__world_size=2, train__tokens_per_step=256)
     line = "torchrun --standalone --nproc-per-node=2 -m tercet train --config run/config.toml --run.dir NEW "
-    assert train_on(Path("run"), 128).startswith(line)
+    assert extend_context_command(Path("run"), 128).startswith(line)
 
 
-def test_where_no_command_would_be_accepted_the_keys_are_named():
+def test_without_a_valid_command_the_keys_are_listed():
     Path("copied/step-00000003").mkdir(parents=True)
     said = "train with its configuration, train.init_from=copied/step-00000003, data.seq_len=128, and a"
-    assert train_on(Path("copied/step-00000003"), 128).startswith(said)
+    assert extend_context_command(Path("copied/step-00000003"), 128).startswith(said)
     kept("run", parallel__strategy="cp", parallel__world_size=2)
-    assert train_on(Path("run"), 127).startswith("train with its configuration, train.init_from=run, data.seq_len=127")
+    assert extend_context_command(Path("run"), 127).startswith(
+        "train with its configuration, train.init_from=run, data.seq_len=127"
+    )
