@@ -161,11 +161,11 @@ def test_config_diff_names_what_differs(capsys, tmp_path):
         ("config diff tiny", "takes two presets, TOML files or run folders"),
         ("config diff tiny nothing", "nothing is neither a preset nor a TOML file nor a run folder"),
         ("presets tiny", "tercet presets takes no arguments"),
-        ("bench train --lengths abc", "--lengths abc: abc is no whole number of at least 1: give such numbers"),
-        ("bench train --batches 1,0", "--batches 1,0: 0 is no whole number of at least 1"),
+        ("bench train --lengths abc", "--lengths abc: expected comma-separated positive integers"),
+        ("bench train --batches 1,0", "--batches 1,0: expected comma-separated positive integers"),
         ("bench train --preset tinny", "unknown preset tinny: did you mean tiny?"),
-        ("sweep --strategies bogus", "--strategies bogus is unknown: pick of single, ddp, fsdp, hsdp, cp"),
-        ("sweep --checkpointing some", "--checkpointing some is unknown: pick of none, full, selective"),
+        ("sweep --strategies bogus", "--strategies bogus is unknown: pick from single, ddp, fsdp, hsdp, cp"),
+        ("sweep --checkpointing some", "--checkpointing some is unknown: pick from none, full, selective"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, said):
