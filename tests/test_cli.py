@@ -332,7 +332,8 @@ def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, 
     made = run(capsys, "data", "prepare", *source, "--workers", "1", "--out", "my shards")[1]
     assert "--data.source shards --data.path 'my shards' --data.tokenizer byte\n" in made
 
-    monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: SimpleNamespace(covers=None))
+    imported = SimpleNamespace(exact_length=None)
+    monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: imported)
     made = run(capsys, "import", "hf", "theirs", "my model")[1]
     assert "tercet train --config 'my model/config.toml'\n" in made
     assert "tercet generate 'my model' --prompt TEXT\n" in made

@@ -113,7 +113,7 @@ eval recall empty --plot p.png                                               --p
 eval selection-map nowhere s.html                                            nowhere does not exist
 export hf nowhere out                                                        nowhere does not exist
 export hf empty full                                                         full exists and is not empty
-import hf nowhere out                                                        nowhere is no folder
+import hf nowhere out                                                        nowhere is not a folder
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
 sweep --steps 1 --out o                                                      --steps 1 is below 2

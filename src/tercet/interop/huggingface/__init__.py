@@ -1,6 +1,6 @@
-"""Hugging Face transformers: importing this module makes Tercet's models known to AutoConfig and AutoModelForCausalLM.
+"""Hugging Face transformers. Importing this package registers Tercet's models with the Auto classes.
 
-No code comes with an exported folder, so nothing remote is ever trusted: the classes are these.
+Exported folders contain no code, so trust_remote_code is never needed.
 """
 
 from __future__ import annotations

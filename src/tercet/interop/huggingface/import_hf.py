@@ -1,5 +1,6 @@
-"""`tercet import hf`: a Hugging Face folder becomes config.toml, model.safetensors and tokenizer.json of Tercet's own,
-from which training goes on: tercet train --config OUT/config.toml
+"""`tercet import hf`: convert a Hugging Face folder to config.toml, model.safetensors and tokenizer.json.
+
+Continue training with: tercet train --config OUT/config.toml
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ from tercet.attention.config import NSAConfig
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 from tercet.inference.load import CONFIG as OUR_CONFIG
 from tercet.inference.load import WEIGHTS as OUR_WEIGHTS
 from tercet.interop.huggingface import dense_weights
-from tercet.interop.huggingface.folder import CONFIG, FolderError, check_folder, read_json, tensors
+from tercet.interop.huggingface.folder import (
+    CONFIG,
+    FolderError,
+    atomic_folder,
+    check_empty,
+    check_folder,
+    read_json,
+    tensors,
+)
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 
 TOKENIZER = "tokenizer.json"
-# Beyond this, sequences are the user's decision: one of 128k tokens does not fit everywhere.
-LONGEST_SEQUENCE = 4096
-# What is chosen for a dense model, and what an export has long decided.
-UNCHOSEN: dict[str, Any] = {
+# The default sequence length is at most this: 128k tokens do not fit on every GPU.
+MAX_DEFAULT_SEQ_LEN = 4096
+# Options of a dense import. A Tercet export already has its own values for them.
+DEFAULT_OPTIONS: dict[str, Any] = {
     "nsa": NSAConfig(),
     "attention": "nsa",
     "compression": "mlp",
@@ -41,11 +50,9 @@ UNCHOSEN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made, and up to which length it equals the dense model (None where it is the same model anyway)."""
-
     folder: Path
     run: RunConfig
-    covers: int | None
+    exact_length: int | None  # equal to the dense model up to this many tokens; None: always equal
 
 
 def import_model(
@@ -61,50 +68,50 @@ def import_model(
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> Imported:
-    """Read a folder of config.json and safetensors (a dense model of dense_weights.FAMILIES, or an export of Tercet's)."""
+    """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`."""
     source, out = Path(source), Path(out)
     if not source.is_dir():
-        raise FolderError(f"{source} is no folder: name one with config.json and model.safetensors")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: name another folder, or remove it")
+        raise FolderError(f"{source} is not a folder: pass one with config.json and model.safetensors")
+    check_empty(out)
     check_folder(source)
-    theirs = read_json(source / CONFIG)
-    covers = None
-    chosen = {
+    hf_config = read_json(source / CONFIG)
+    exact_length = None
+    options = {
         "nsa": nsa or NSAConfig(),
         "attention": attention,
         "compression": compression,
         "compress_selected_keys": compress_selected_keys,
     }
-    if theirs.get("model_type") == "tercet":
-        idle = [k for k, v in {**chosen, "cover": cover, "gate_logit": gate_logit}.items() if v != UNCHOSEN[k]]
-        if idle:
-            raise UsageError(f"{source} is an export of Tercet's and stays as it is: leave out {', '.join(idle)}")
-        model = _ours(source, theirs)
+    if hf_config.get("model_type") == "tercet":
+        given = {**options, "cover": cover, "gate_logit": gate_logit}
+        unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
+        if unused:
+            raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}")
+        model = _load_export(source, hf_config)
     else:
-        config = _valid(theirs, chosen)
-        torch.manual_seed(seed)  # φ starts fresh
+        config = _dense_model_config(hf_config, options)
+        torch.manual_seed(seed)  # for φ, which the checkpoint does not have
         model = Transformer(config)
-        dense_weights.fill(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
-        covers = dense_weights.reach(config.nsa, cover) if attention == "nsa" else None
-    context = int(theirs.get("max_position_embeddings") or LONGEST_SEQUENCE)
-    run = _write(source, out, model, seq_len or min(context, LONGEST_SEQUENCE), seed)
-    return Imported(out, run, covers)
+        dense_weights.load_dense_weights(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
+        exact_length = dense_weights.exact_length(config.nsa, cover) if attention == "nsa" else None
+    context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
+    run = _write(source, out, model, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
+    return Imported(out, run, exact_length)
 
 
-def _valid(theirs: dict[str, Any], chosen: dict[str, Any]) -> ModelConfig:
+def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> ModelConfig:
     try:
-        return dense_weights.model_config(theirs, chosen)
+        return dense_weights.model_config(hf_config, options)
     except KeyError as error:
-        raise FolderError(f"config.json has no {error.args[0]}: it is no config of this family") from None
+        raise FolderError(f"config.json has no {error.args[0]}: it is not a config of this model family") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _ours(source: Path, theirs: dict[str, Any]) -> Transformer:
+def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
     try:
-        config = ModelConfig.model_validate(theirs.get("tercet") or {})
+        config = ModelConfig.model_validate(hf_config.get("tercet") or {})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise FolderError(f"{source / CONFIG}: tercet.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -114,16 +121,14 @@ def _ours(source: Path, theirs: dict[str, Any]) -> Transformer:
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise FolderError(f"{source}: its weights do not fit its config.json ({said[:300]})") from None
+        message = " ".join(str(error).split())
+        raise FolderError(f"{source}: its weights do not fit its config.json ({message[:300]})") from None
     return model
 
 
 def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int) -> RunConfig:
     from safetensors.torch import save_file
 
-    writing = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)  # what an interrupted import left
     values: dict[str, Any] = {
         "run.name": f"{source.resolve().name}-nsa",
         "run.seed": seed,
@@ -133,43 +138,36 @@ def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int)
         "train.init_from": str((out / OUR_WEIGHTS).resolve()),
         "train.init_state": "weights",
     }
-    values |= {f"model.{name}": value for name, value in _sizes(model.config).items()}
+    values |= {f"model.{name}": value for name, value in _model_keys(model.config).items()}
     tokenizer = source / TOKENIZER
-    if tokenizer.is_file() and not _is_byte(tokenizer):
+    if tokenizer.is_file() and not _is_byte_tokenizer(tokenizer):
         values["data.tokenizer"] = str((out / TOKENIZER).resolve())
         values["data.eos_token"] = _eos_token(source)
     run = load_config(flags=values).config
-    try:
-        writing.mkdir(parents=True)
+    with atomic_folder(out) as folder:
         weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, writing / OUR_WEIGHTS, {"format": "pt"})
+        save_file(weights, folder / OUR_WEIGHTS, {"format": "pt"})
         if "data.tokenizer" in values:
-            shutil.copyfile(tokenizer, writing / TOKENIZER)
-        (writing / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        writing.rename(out)
-    except OSError as error:
-        raise TercetError(f"{out} cannot be written ({error}): free space there, or name another folder") from None
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
+            shutil.copyfile(tokenizer, folder / TOKENIZER)
+        (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
     return run
 
 
-def _sizes(config: ModelConfig) -> dict[str, Any]:
-    sizes = config.model_dump(mode="json")
-    return {**{f"nsa.{k}": v for k, v in sizes.pop("nsa").items()}, **sizes}
+def _model_keys(config: ModelConfig) -> dict[str, Any]:
+    """The model section of a configuration, with dotted keys."""
+    values = config.model_dump(mode="json")
+    return {**{f"nsa.{k}": v for k, v in values.pop("nsa").items()}, **values}
 
 
-def _is_byte(tokenizer: Path) -> bool:
-    """Whether it is the byte tokenizer as an export writes it."""
+def _is_byte_tokenizer(tokenizer: Path) -> bool:
+    """Whether this is the byte tokenizer written by an export."""
     model = read_json(tokenizer).get("model", {})
     vocabulary = model.get("vocab", {})
     return not model.get("merges") and len(vocabulary) == 256 and vocabulary.get(BYTE_EOS) == 0
 
 
 def _eos_token(source: Path) -> str:
-    """The end of a document as the tokenizer's own settings name it; empty: one of the usual names."""
+    """The EOS token in tokenizer_config.json; empty to look for one of the usual names."""
     path = source / "tokenizer_config.json"
     token = read_json(path).get("eos_token") if path.is_file() else None
     if isinstance(token, dict):
