@@ -1,4 +1,7 @@
-"""Peak arithmetic of known devices. For an unknown one no utilisation is shown: a wrong figure is worse than none."""
+"""Peak FLOP/s of known devices, and properties of this machine. No torch at import: `tercet plan` uses it.
+
+For an unknown device no MFU is shown: a wrong number is worse than none.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import time
 from pathlib import Path
 
-# Dense bf16 TFLOP/s by a part of the name that CUDA reports, from the makers' data sheets. First match wins.
+# Dense bf16 TFLOP/s from the data sheets, by a word of the device name that CUDA reports. The first match wins.
 _BF16_TFLOPS = (
     ("GH200", 989.0),
     ("H200", 989.0),
@@ -25,23 +28,25 @@ _BF16_TFLOPS = (
 )
 KNOWN = tuple(part for part, _ in _BF16_TFLOPS)
 
-# Shares of the peak that whole training steps were seen to reach; an estimate says that it assumes them.
+GIB = 2**30
+
+# MFU that time estimates assume, from measured training steps.
 GPU_UTILISATION = 0.30
 CPU_UTILISATION = 0.30
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bf16 FLOP/s that the device could do at most; None where we do not know."""
+    """Peak bf16 FLOP/s of a device; None if unknown."""
 
     def named(part: str) -> bool:
-        # a whole word: an H2000 is no H200
+        # match whole words: an H2000 is not an H200
         return re.search(rf"(?<![a-z0-9]){re.escape(part)}(?![a-z0-9])", device_name, re.IGNORECASE) is not None
 
     return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS if named(part)), None)
 
 
 def measured_cpu_flops(side: int = 512) -> float:
-    """fp32 FLOP/s of this machine: a tenth of a second of products says more about a CPU than its name."""
+    """Measured fp32 FLOP/s of this CPU, from 0.1 s of matrix products."""
     import numpy as np
 
     a = np.ones((side, side), np.float32)
@@ -53,14 +58,8 @@ def measured_cpu_flops(side: int = 512) -> float:
     return done * 2.0 * side**3 / spent
 
 
-# ------------------------------------------------------------------------------------------------
-# The machine that a process runs on. No torch: a plan asks too.
-
-GIB = 2**30
-
-
 def host_total_gib() -> float | None:
-    """RAM of the machine, or of the container if that has less."""
+    """RAM of this machine, or the container's limit if lower; None if unknown."""
     found = []
     try:
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)

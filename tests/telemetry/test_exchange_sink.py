@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.telemetry.events import StepLogged
-from tercet.telemetry.sinks import COLUMNS, ExchangeTable
+from tercet.telemetry.sinks import EXCHANGE_COLUMNS, ExchangeSink
 
 
 def logged(step):
@@ -15,13 +15,13 @@ def logged(step):
     )  # fmt: skip
 
 
-def test_a_resumed_run_tells_again_what_it_makes_again_and_loses_no_row_on_a_full_disk(tmp_path, monkeypatch):
-    path, traffic = tmp_path / "exchange_rank0.csv", dict.fromkeys(COLUMNS, 0)
-    table = ExchangeTable(path, traffic, 0)
+def test_a_resumed_run_drops_superseded_rows_and_loses_none_on_a_full_disk(tmp_path, monkeypatch):
+    path, traffic = tmp_path / "exchange_rank0.csv", dict.fromkeys(EXCHANGE_COLUMNS, 0)
+    sink = ExchangeSink(path, traffic, 0)
     for step in (2, 4):
         traffic["window"] += 20
-        table(logged(step))
-    rows = ["step," + ",".join(COLUMNS), "2,0,0,10,0,0,0", "4,0,0,10,0,0,0"]
+        sink(logged(step))
+    rows = ["step," + ",".join(EXCHANGE_COLUMNS), "2,0,0,10,0,0,0", "4,0,0,10,0,0,0"]
     assert path.read_text().splitlines() == rows
 
     def full(*_):
@@ -30,7 +30,7 @@ def test_a_resumed_run_tells_again_what_it_makes_again_and_loses_no_row_on_a_ful
     with monkeypatch.context() as patch:
         patch.setattr("tercet.atomic_io.sync", full)
         with pytest.raises(OSError, match="No space"):
-            ExchangeTable(path, traffic, 2)
+            ExchangeSink(path, traffic, 2)
     assert path.read_text().splitlines() == rows
-    ExchangeTable(path, traffic, 2)
+    ExchangeSink(path, traffic, 2)
     assert path.read_text().splitlines() == rows[:2]
