@@ -7,7 +7,7 @@ from collections import Counter
 
 from tercet.report.gates import Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, is_fastest, unlogged_passes
-from tercet.telemetry.events import HealthFired, LayersObserved, RecordingFailed
+from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved
 
 _CPU_FIX = "run it on the GPU you intend to use"
 _SELECTION_FIXES = {
@@ -68,7 +68,7 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
     if unlogged := unlogged_passes(run):
         gate.add_evidence("not counted", unlogged)
     gate.add_evidence("fallbacks", f"{sum(reasons.values()):,}")
-    if failed := len(run.of(RecordingFailed)):  # allowed by train.cuda_graph=auto
+    if failed := len(run.of(GraphCaptureFailed)):  # allowed by train.cuda_graph=auto
         gate.add_evidence("recordings that failed", f"{failed:,}")
     if not counts:
         gate.not_tested("no pass was counted", "train longer")

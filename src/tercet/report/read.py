@@ -34,7 +34,7 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
-from tercet.telemetry.sinks import last_counts
+from tercet.telemetry.sinks import last_route_counts
 
 E = TypeVar("E", bound=Event)
 
@@ -94,7 +94,7 @@ class Run:
     @cached_property
     def routes(self) -> list[RoutesCounted]:
         """The last route count of each process."""
-        return last_counts(self.events.get(0, []))
+        return last_route_counts(self.events.get(0, []))
 
     @property
     def name(self) -> str:

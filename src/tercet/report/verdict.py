@@ -16,7 +16,7 @@ from tercet.report.gates import GO, INCOMPLETE_RECORD_FIX, NO_GO, NOT_TESTED, Ga
 from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
-from tercet.telemetry.health import examine
+from tercet.telemetry.health import health_findings
 from tercet.typed import typed
 
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
@@ -75,9 +75,9 @@ class Verdict:
 def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = None) -> Verdict:
     """Evaluate all gates of a run."""
     limits = limits or Thresholds()
-    findings = examine(run.events.get(0, []))
+    findings = health_findings(run.events.get(0, []))
     for rank in sorted(set(run.events) - {0}):
-        findings += [f for f in examine(run.events[rank]) if f.rule not in _SHARED_RULES]
+        findings += [f for f in health_findings(run.events[rank]) if f.rule not in _SHARED_RULES]
     gates = [
         training_gates.stability_gate(run, findings, limits),
         training_gates.memory_gate(run, limits),
