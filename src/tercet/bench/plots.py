@@ -1,14 +1,12 @@
-"""Plots of benchmark results. Needs matplotlib (`pip install 'tercet[report]'`)."""
+"""Heat maps of `tercet bench train`. Needs matplotlib (`pip install 'tercet[report]'`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tercet.atomic_io import atomic_write
-
-_STYLE: Any = {"font.size": 8, "svg.hashsalt": "tercet"}  # the salt keeps SVG files identical from run to run
 
 
 def heat_maps(result: dict[str, Any], picture: Path) -> list[str]:
@@ -26,7 +24,7 @@ def heat_maps(result: dict[str, Any], picture: Path) -> list[str]:
     no_kernels = " (no kernels)" * ((result.get("checked") or {}).get("correct", True) is None)
     rows = sorted(result["results"], key=lambda r: bool(r.get("packed")))  # packed rows last: they overwrite plain ones
     lengths, batches = sorted({r["length"] for r in rows}), sorted({r["batch"] for r in rows})
-    pyplot.rcParams |= _STYLE
+    pyplot.rcParams |= {"font.size": 8, "svg.hashsalt": "tercet"}  # the salt makes SVG files reproducible
     figure, axes = pyplot.subplots(1, 3, figsize=(3 + 2.1 * len(batches), 1.5 + 0.5 * len(lengths)), squeeze=False)
     panels: list[tuple[str, Callable[[dict[str, Any]], float | None], str]] = [
         ("NSA, thousand tokens/s", lambda r: _thousand_tokens_per_s(r, "nsa"), ".0f"),
@@ -58,30 +56,3 @@ def heat_maps(result: dict[str, Any], picture: Path) -> list[str]:
 def _thousand_tokens_per_s(row: dict[str, Any], kind: str) -> float | None:
     cell = row.get(kind)
     return cell["tokens_per_s"] / 1e3 if cell is not None and cell["outcome"] == "ok" else None
-
-
-def growth(rows: Sequence[dict[str, Any]], lengths: dict[str, int], picture: Path) -> None:
-    """Plot time and peak memory of forward + backward over the sequence length, log-log, as SVG.
-
-    rows: results of `tercet bench attention`; lengths: tokens by shape name.
-    """
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    measured = sorted((r for r in rows if r["correct"]), key=lambda r: lengths[r["shape"]])
-    pyplot.rcParams |= _STYLE
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3))
-    for axis, title, field in zip(
-        panels, ("forward + backward, ms", "peak memory, GiB"), ("both_ms", "peak_gib"), strict=True
-    ):
-        for name, label in (("nsa", "Native Sparse Attention"), ("cudnn", "dense, cuDNN")):
-            line = [(lengths[r["shape"]], r[f"{name}_{field}"]) for r in measured if f"{name}_{field}" in r]
-            axis.loglog(*zip(*line, strict=True), "o-", base=2, label=label)
-        axis.set(title=title, xlabel="tokens")
-        axis.grid(alpha=0.3)
-    panels[0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None})
-    pyplot.close(figure)
