@@ -23,9 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import heads, ops, settings
 from tercet.attention.layout import Packing
-from tercet.attention.spec import NSAConfig
 from tercet.model import swiglu
 
 H, G, D, FFN = 12, 2, 64, 2048
@@ -125,7 +125,7 @@ def main() -> None:
     cu = None if a.plain else torch.arange(0, a.tokens + 1, a.document, dtype=torch.int32)
     packing = None if cu is None else Packing(cu, T, T // 16, config)
     ccu = None if packing is None else packing.compressed_cu_seqlens
-    maps = none if packing is None else list(packing.into_chunks)
+    maps = none if packing is None else list(packing.tokens_to_chunks)
     kc = vc = tensor(T // 16 if packing else config.num_compressed(T), G)
     ks = vs = kw = vw = tensor(T, G)
     y, cos = torch.zeros(B, T, heads.columns(H, G, D, 3), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import Route
-from tercet.attention.functional import run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.dense import dense_attention
@@ -200,9 +200,10 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -
             for branch, (k, v) in fetched.items():
                 part, key_offset[branch] = _buffer_rows(shard, branch, i)
                 kv[branch] = (k[:, part], v[:, part])
+            selected, window = kv.get("selected", compressed), kv.get("window", compressed)
             result = run_nsa(
-                q[:, rows], *compressed, *kv.get("selected", compressed), *kv.get("window", compressed),
-                gates[:, rows], config=layer.config, packing=shard.packing, backend=layer.backend, branches=branches,
+                NSAInputs(q[:, rows], *compressed, *selected, *window, gates[:, rows]),
+                config=layer.config, packing=shard.packing, backend=layer.backend, branches=branches,
                 block_indices=block_indices[i] if block_indices else None, select="selected" in layer.branches,
                 span=Span(first, key_offset["selected"], key_offset["window"]),
             )  # fmt: skip
