@@ -84,7 +84,7 @@ def test_launch_warnings_are_printed_once_per_machine(tmp_path, capsys, monkeypa
     monkeypatch.setattr(ranks, "check_launch", lambda *_: ["a problem of this machine"])
     config = load("tiny", flags={"run.dir": str(tmp_path / "run")}).config
     for process, count in ((Launch(rank=2, local_rank=0), 1), (Launch(rank=3, local_rank=1), 0)):
-        ranks.enter(config, None, process, torch.device("cpu"))
+        ranks.join_run(config, None, process, torch.device("cpu"))
         assert capsys.readouterr().err.count("warning: a problem of this machine") == count
 
 

@@ -20,20 +20,19 @@ from tercet.report.attention_gates import fallback_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.telemetry.events import (
+    GraphCaptureFailed,
     HealthFired,
     Noted,
-    RecordingFailed,
     ResourcesObserved,
     RoutesCounted,
     events_file,
     read_events,
 )
-from tercet.train import console as header
+from tercet.train import console, state
 from tercet.train import cuda_graph as graph
-from tercet.train import state
 from tercet.train import trainer as loop
-from tercet.train.cuda_graph import StepGraph, fill_bounds, capacity_for
-from tercet.train.state import records
+from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
+from tercet.train.state import uses_cuda_graph
 from tercet.train.step import IGNORED_TARGET, MicroBatch
 from tercet.train.trainer import train
 
@@ -249,8 +248,8 @@ def test_micro_batches_of_one_step_have_one_shape() -> None:
 
 @pytest.fixture
 def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (state, header):
-        monkeypatch.setattr(room, "records", lambda config, device: config.train.cuda_graph != "off")
+    for module in (state, console):
+        monkeypatch.setattr(module, "uses_cuda_graph", lambda config, device: config.train.cuda_graph != "off")
     built = StepGraph.__init__
     monkeypatch.setattr(
         graph.StepGraph,
@@ -360,10 +359,10 @@ def test_a_run_that_cannot_be_recorded_goes_on_and_its_report_counts_it(
         told[how] = losses(tmp_path / how)
     assert told["auto"] == told["off"]
     events = list(read_events(events_file(tmp_path / "auto")))
-    assert [e.step for e in events if isinstance(e, RecordingFailed)] == [1]
+    assert [e.step for e in events if isinstance(e, GraphCaptureFailed)] == [1]
     fired = [e.sentence for e in events if isinstance(e, HealthFired) and e.rule == "fallback"]
     assert len(fired) == 1
-    assert "launched kernel by kernel, though train.cuda_graph=auto" in fired[0]
+    assert "train.cuda_graph=auto fell back to eager execution" in fired[0]
     evidence = {how: dict(fallback_gate(read_run(tmp_path / how), Thresholds()).evidence) for how in ("auto", "off")}
     assert evidence["auto"]["recordings that failed"] == "1"
     assert "recordings that failed" not in evidence["off"]
@@ -406,13 +405,13 @@ def test_a_resumed_run_has_capacity_for_the_documents_of_its_past(tmp_path: Path
 def test_a_graph_is_refused_where_it_cannot_be(device: str, changes: dict[str, str], refusal: str | None) -> None:
     where = torch.device(device)
     if refusal is None:
-        assert records(small(train__cuda_graph="on", **changes), where)
+        assert uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
     else:
         with pytest.raises(TercetError, match=refusal) as refused:
-            records(small(train__cuda_graph="on", **changes), where)
+            uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
         assert "--train.cuda-graph off" in str(refused.value)
-    assert records(small(train__cuda_graph="auto", **changes), where) == (refusal is None)
-    assert not records(small(**changes), where)
+    assert uses_cuda_graph(small(train__cuda_graph="auto", **changes), where) == (refusal is None)
+    assert not uses_cuda_graph(small(**changes), where)
 
 
 def test_what_broke_a_recording_is_told_not_what_broke_after_it() -> None:

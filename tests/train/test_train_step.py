@@ -146,10 +146,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on() -> Non
     before = snapshot(model, optimizer)
     poison.on = True
     result = step(model, optimizer, [batch(2, seed=1)], guard)
-    assert bool(result.bad)
+    assert bool(result.nonfinite)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     poison.on = False
-    assert not bool(step(model, optimizer, [batch(2, seed=2)], guard).bad)
+    assert not bool(step(model, optimizer, [batch(2, seed=2)], guard).nonfinite)
     assert not all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert guard.total() == 1
     assert guard.halted_at() == 0
@@ -167,7 +167,7 @@ def test_past_a_limit_the_weights_freeze_until_the_host_has_noticed(total: int, 
     before = snapshot(model, optimizer)
     poison.on = False
     result = step(model, optimizer, [batch(2, seed=3)], guard, halts_at + 1)
-    assert not bool(result.bad)
+    assert not bool(result.nonfinite)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert guard.halted_at() == halts_at
 

@@ -1,4 +1,4 @@
-"""Saves of a run in work: ordered, collected, counted when they fail."""
+"""Checkpoint saves during training: start them, collect them, count and report failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tercet.train.run_folder import RunFolder
 from tercet.train.state import TrainState
 
 
-class Saving:
-    """At most one save is under way; what came of it is told in the log."""
+class AsyncSaver:
+    """At most one save is in progress. Every result is logged as an event."""
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class Saving:
             process_group=strategy.checkpoint_group,
         )
         self._saved_step = state.step
-        self._failed = 0  # in a row
+        self._failures_in_row = 0
 
     @property
     def up_to_date(self) -> bool:
-        """Whether the step that was made last has been saved, or is where this process began."""
+        """Whether the current step has been saved, or is where this process started."""
         return self._state.step == self._saved_step
 
-    def order(self) -> None:
-        """Save this very step, in the background if the config says so."""
+    def save(self) -> None:
+        """Save the current step; in the background if `checkpoint.async_save` is set."""
         state = self._state
         with state.interval.excluded():
             self.collect(wait=True)
-            self._observer.tell_passes(state.step)
+            self._observer.flush_routes(state.step)
             self._log.sync()
             self._checkpointer.save(
                 state.step, state.model, state.optimizer, state.run_state(self._config), state.rank_state()
@@ -56,19 +56,19 @@ class Saving:
                 self.collect(wait=True)
 
     def collect(self, *, wait: bool) -> None:
-        """Tell of a save that has ended; with `wait`, of the one under way. Raises after too many failures."""
+        """Log a save that has ended; with `wait`, wait for the one in progress. Raises after too many failures."""
         try:
             saved = self._checkpointer.collect(wait=wait)
         except CheckpointError as error:
-            self._failed += 1
+            self._failures_in_row += 1
             self._saved_step = -1
             self._log.emit(CheckpointFailed(step=self._state.step, reason=str(error)))
-            if self._failed > self._config.checkpoint.failures_allowed:
+            if self._failures_in_row > self._config.checkpoint.failures_allowed:
                 raise
             return
         if saved is not None:
-            self._failed = 0
-            self._observer.outside("checkpoint", saved.blocked_seconds)
+            self._failures_in_row = 0
+            self._observer.add_excluded("checkpoint", saved.blocked_seconds)
             self._log.emit(
                 CheckpointSaved(
                     step=saved.step,
@@ -80,25 +80,27 @@ class Saving:
             )
 
     def finish(self) -> None:
-        """The last save of a run, which must succeed."""
+        """Wait for the last save of a run, which must succeed."""
         self.collect(wait=True)
-        if self._failed:
+        if self._failures_in_row:
             raise CheckpointError("the last checkpoint could not be written; see the warning above")
 
-    def rescue(self, screen: Screen) -> None:
-        """Steps since the last save, when what came between two steps has failed: nothing that a step made has changed.
-        A failure here must not hide the first, whatever it is: after some errors a GPU answers nothing any more."""
+    def save_after_error(self, screen: Screen) -> None:
+        """Save the current step after a failure between two steps, which leaves the training state intact.
+
+        A failure here must not hide the first one: after some errors a GPU does not respond at all.
+        """
         if self.up_to_date:
             return
         try:
-            if not self._state.guard.halted_at():  # steps made since the weights froze are no progress
-                self.order()
+            if not self._state.guard.halted_at():  # steps since the weights froze are not progress
+                self.save()
                 self.collect(wait=True)
         except Exception as error:
             screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
 
-    def let_end(self, screen: Screen) -> None:
-        """A save under way when the run fails is still worth having; its own failure must not hide the first."""
+    def wait_after_error(self, screen: Screen) -> None:
+        """Let the save in progress complete when the run fails. A failure here must not hide the first one."""
         try:
             self.collect(wait=True)
         except (CheckpointError, OSError) as error:

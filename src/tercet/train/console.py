@@ -1,10 +1,14 @@
-"""The lines that say, before anything moves, what is about to run."""
+"""What a run prints at its start and its end: a header with the settings that matter, a summary with what to do next.
+
+Progress in between comes from events (telemetry.progress).
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from shlex import quote
 
 import torch
@@ -21,54 +25,58 @@ from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
-from tercet.train.run_folder import RunFolder, go_on
-from tercet.train.state import TrainState, compiles, records
+from tercet.train.run_folder import RunFolder, resume_command
+from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
 from tercet.typed import typed
+
+METRICS = "metrics.json"
 
 
 def header_lines(
     config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy, folder: object, vocab_size: int
 ) -> list[tuple[str, str]]:
-    """(name, value) pairs. `vocab_size`: the tokenizer's."""
+    """(name, value) pairs to print before training. `vocab_size`: the tokenizer's."""
     train, model = config.train, config.model
     kinds = "+".join(sorted(set(model.attention_kinds)))
-    arithmetic = "bf16 over fp32 weights" if precision_of(config, device) == "bf16" else "fp32"
-    extras = [arithmetic, "blocks compiled"] if compiles(config, device) else [arithmetic]
-    if records(config, device):
-        extras.append("steps as CUDA graphs")
+    options = ["bf16 over fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
+    if uses_compile(config, device):
+        options.append("compiled blocks")
+    if uses_cuda_graph(config, device):
+        options.append("CUDA graphs")
     if train.activation_checkpointing != "none":
-        extras.append(f"{train.activation_checkpointing} activation checkpointing")
+        options.append(f"{train.activation_checkpointing} activation checkpointing")
     if config.run.deterministic:
-        extras.append("deterministic")
+        options.append("deterministic")
     sizes = f"{model.layers} layers of {kinds}, dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
     all_tokens = quantity(train.steps * train.tokens_per_step)
-    passes = f"{config.accumulation} × {train.micro_batch} sequences per rank"
+    batches = f"{config.accumulation} × {train.micro_batch} sequences per rank"
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters: {sizes}"),
         ("data", f"{config.data.source}, {config.data.tokenizer} tokens, sequences of {config.data.seq_len}"),
-        ("device", f"{device_name(device)}, {', '.join(extras)}"),
+        ("device", f"{device_name(device)}, {', '.join(options)}"),
         ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
-        ("step", f"{quantity(train.tokens_per_step)} tokens: {passes}"),
-        ("run", f"{train.steps} steps, {all_tokens} tokens, lr {train.lr:g} ({train.schedule}), into {folder}"),
-        ("time", _time(config, state, device, strategy)),
+        ("step", f"{quantity(train.tokens_per_step)} tokens: {batches}"),
+        ("run", f"{train.steps} steps, {all_tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
+        ("time", _estimated_time(config, state, device, strategy)),
     ]
     if train.val_tokens:
-        lines.append(("validation", _validation(config)))
+        lines.append(("validation", _validation_line(config)))
     if state.step:
         lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
     if state.parent:
         lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
-    if strategy.world_size == 1 and (room := _total_memory(device)) is not None:
-        compute = 2 if precision_of(config, device) == "bf16" else 4
+    if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
         needed = memory(
-            model, config.tokens_per_pass, compute_bytes=compute,
+            model,
+            config.tokens_per_pass,
+            compute_bytes=2 if precision_of(config, device) == "bf16" else 4,
             activation_checkpointing=train.activation_checkpointing,
-        ).total  # fmt: skip
-        if needed > room:
-            mend = "fewer sequences (train.micro_batch), train.activation_checkpointing=full, or another preset"
-            lines.append(("warning", f"a step needs about {size(needed)}, and there are {size(room)}: {mend}"))
-    if (told := config.data.shuffle_warning(vocab_size, _host_memory())) is not None:
-        lines.append(("warning", told))
+        ).total
+        if needed > available:
+            fix = "lower train.micro_batch, set train.activation_checkpointing=full, or use a smaller preset"
+            lines.append(("warning", f"a step needs about {size(needed)}, but there are {size(available)}: {fix}"))
+    if (warning := config.data.shuffle_warning(vocab_size, _host_memory())) is not None:
+        lines.append(("warning", warning))
     if train.warmup_steps >= train.steps:
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
@@ -76,9 +84,9 @@ def header_lines(
     return lines
 
 
-def _time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
-    """A first guess; one from measured steps follows with the first log lines."""
-    # The peaks that we know are bf16's: fp32 is many times slower, by a factor of its own on every device.
+def _estimated_time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
+    """Estimated from the device's peak; the first log lines print an estimate from measured steps."""
+    # Known peaks are for bf16. fp32 is slower by a factor that differs between devices.
     known = device.type == "cuda" and precision_of(config, device) == "bf16"
     peak = peak_flops(device_name(device)) if known else None
     if peak is None:
@@ -88,8 +96,8 @@ def _time(config: RunConfig, state: TrainState, device: torch.device, strategy: 
     return f"about {duration(left / rate)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
 
 
-def _total_memory(device: torch.device) -> int | None:
-    """Bytes of the device, or of the machine where the run is on its CPU."""
+def _device_memory(device: torch.device) -> int | None:
+    """Bytes of memory on the GPU, or of the machine for a run on its CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return _host_memory()
@@ -100,11 +108,11 @@ def _host_memory() -> int | None:
     return None if total is None else round(total * GIB)
 
 
-def _validation(config: RunConfig) -> str:
-    asked, made = config.train.val_tokens, config.validation_passes * config.tokens_per_pass
-    rounded = "" if asked == made else f" (val_tokens={asked} rounded up to whole passes)"
+def _validation_line(config: RunConfig) -> str:
+    requested, used = config.train.val_tokens, config.validation_passes * config.tokens_per_pass
+    rounded = "" if requested == used else f" (val_tokens={requested} rounded up to whole batches)"
     every = config.train.val_every
-    return f"{quantity(made)} tokens{rounded}, {f'every {every} steps and ' if every else ''}at the end"
+    return f"{quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}at the end"
 
 
 def precision_of(config: RunConfig, device: torch.device) -> str:
@@ -112,20 +120,14 @@ def precision_of(config: RunConfig, device: torch.device) -> str:
     return resolved_precision(config.train.precision, device.type)
 
 
-# ------------------------------------------------------------------------------------------------
-# The last words of a run: its closing event, metrics.json, and what a person is told.
-
-METRICS = "metrics.json"
-
-
-def close_record(log: EventLog, folder: RunFolder, outcome: str, reason: str, state: TrainState, began: float) -> None:
-    """The closing event, and on rank 0 metrics.json."""
-    log.emit(RunEnded(step=state.step, outcome=outcome, reason=reason, seconds=time.time() - began))
+def log_end(log: EventLog, folder: RunFolder, outcome: str, reason: str, state: TrainState, started: float) -> None:
+    """Write the closing event and, on rank 0, metrics.json."""
+    log.emit(RunEnded(step=state.step, outcome=outcome, reason=reason, seconds=time.time() - started))
     if log.rank == 0:
         write_json(folder.path / METRICS, summarise(read_events(log.path)))
 
 
-def sum_up(
+def print_summary(
     screen: Screen,
     config: RunConfig,
     folder: RunFolder,
@@ -133,55 +135,61 @@ def sum_up(
     *,
     completed: bool,
     reason: str,
-    began: float,
+    started: float,
     first_step: int,
     first_tokens: int,
     bad_records: int,
     bad_examples: Sequence[str],
 ) -> None:
-    """One line of what was done, and what to do next."""
-    took = duration(time.time() - began)
+    """Print what was done and what to do next. `first_step` and `first_tokens`: where this process started."""
+    seconds = duration(time.time() - started)
     steps = f"{state.step}/{config.train.steps} steps, {quantity(state.tokens)} tokens"
-    if first_step:  # the time is this process's alone: a killed one before it may have left none
-        steps += f"; since the resume {state.step - first_step} steps, {quantity(state.tokens - first_tokens)} tokens"
+    if first_step:  # the time is this process's only
+        steps += f" ({state.step - first_step} steps, {quantity(state.tokens - first_tokens)} tokens since the resume)"
     if not completed and state.step == 0:
-        screen.say(f"{reason}: left before the first step, with nothing to save")
+        screen.say(f"{reason}: stopped before the first step, nothing to save")
         return
     if not completed:
-        screen.say(
-            f"{reason}: saved after step {state.step} and left ({steps}, {took}); go on with: {go_on(folder.path)}"
-        )
+        screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
+        screen.say(f"resume with: {resume_command(folder.path)}")
         return
     if state.step == first_step > 0:
         screen.say(_nothing_left(config, folder, state.step, reason))
         return
     if bad_records:
-        screen.say(f"warning: {bad_records} bad records were left out: {'; '.join(bad_examples)}", "bold yellow")
-    figures = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
-    losses = [f"{n} {figures[k]:.4f}" for n, k in (("loss", "loss"), ("validation", "val_loss")) if figures[k]]
-    screen.say(f"done: {steps} in {took} ({reason}); {', '.join(losses)}; run folder {folder.path}")
-    screen.say(f"is it any good?  {typed()} report {quote(str(folder.path))}")
+        screen.say(f"warning: {bad_records} bad records were skipped: {'; '.join(bad_examples)}", "bold yellow")
+    metrics = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
+    losses = [f"{n} {metrics[k]:.4f}" for n, k in (("loss", "loss"), ("validation loss", "val_loss")) if metrics[k]]
+    screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join(losses)}; run folder {folder.path}")
+    screen.say(f"check the run with: {report_command(folder.path)}")
 
 
-def _nothing_left(config: RunConfig, folder: RunFolder, made: int, reason: str) -> str:
-    """Of a run that had ended before it was resumed."""
+def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) -> str:
+    """For a resumed run that was already complete."""
     planned = config.train.steps
-    if made < planned:
-        why = f"{made} steps were made before, of {planned} planned, and {reason}"
+    if done < planned:
+        why = f"{done} of {planned} steps are done and {reason}"
         more = "--data.exhaustion repeat --checkpoint.allow-config-change"
     else:
-        why = f"{made} steps were made before, of {planned} planned"
-        more = f"--train.steps {2 * made}"
-    return f"nothing was left to do: {why}; to train further: {go_on(folder.path)} {more}"
+        why = f"{done} of {planned} steps are done"
+        more = f"--train.steps {2 * done}"
+    return f"nothing left to do: {why}; train longer with: {resume_command(folder.path)} {more}"
 
 
-def newest(folder: RunFolder) -> str:
-    """What is safe whatever happened, in words."""
+def report_command(path: Path) -> str:
+    """The command that reports on the run in this folder."""
+    return f"{typed()} report {quote(str(path))}"
+
+
+def newest_checkpoint(folder: RunFolder) -> str:
+    """Part of an error message: which checkpoint is safe."""
     kept = manifest.complete_checkpoints(folder.checkpoints)
     return f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
 
 
-def disk_sentence(error: OSError, folder: RunFolder) -> str:
-    """A disk that failed, what is safe all the same, and how to go on."""
+def disk_error(error: OSError, folder: RunFolder) -> str:
+    """Error message for a failed write: what failed, what is safe, and how to resume."""
     where = error.filename or folder.path
-    return f"{where}: {error.strerror or error}; {newest(folder)}: go on with: {go_on(folder.path)}"
+    return (
+        f"{where}: {error.strerror or error}; {newest_checkpoint(folder)}: resume with: {resume_command(folder.path)}"
+    )

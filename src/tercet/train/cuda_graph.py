@@ -1,23 +1,22 @@
-"""A step's forward and backward passes as a CUDA graph: the host orders one launch where it ordered some 1,600.
+"""Run the forward and backward passes of a step as a CUDA graph: one launch instead of about 1,600.
 
-What is recorded is one pass over one micro-batch, on buffers that stay where they are: tokens, targets, bounds, the
-scale of the loss, the loss. A step fills them and replays the recording, once for each of its micro-batches; norm,
-guard and update follow as ever. A recording holds for one shape of tokens and for as many documents as its buffer of
-bounds has room for: the rest of the room is empty documents at the end. More documents, another shape, or the first
-step whose layers are looked at: everything is recorded anew, so that there is never more than one set of recordings.
+One graph holds the pass over one micro-batch, on static buffers for tokens, targets, document bounds, loss scale and
+loss. A step fills the buffers and replays the graph once per micro-batch; norm, guard and update run as usual. A graph
+fits one token shape and up to a fixed number of documents: unused capacity is empty documents at the end. More
+documents, another shape, or the first step that collects layer statistics: all graphs are captured again, so there is
+never more than one set.
 
-Memory. Recordings share one pool and one stream, and passes outside of them (to warm up) happen only while there is no
-recording: a step needs what it needs without graphs, and not twice. The allocator calls the pool's memory free between
-replays, though nobody else may have it; `held_bytes` makes up for that. Validation and samples run beside the pool.
+Memory. All graphs share one pool and one stream, and eager warm-up passes only run while there is no graph, so a step
+does not need its memory twice. The allocator reports the pool as free between replays although nothing else can use
+it; `held_bytes` corrects for that. Validation and samples run outside the pool.
 
-Gradients. Where one micro-batch makes a step, each recording writes its own into the pool, and there is nothing to
-clear or to add. Nothing holds their memory: they are read after a replay and before the next, so that other recordings
-may use it, and they are not there at the peak of any. (One set for all recordings was there at the peak of all but the
-first.) With several micro-batches they are added to buffers that a step clears first, and live as long as without
-graphs.
+Gradients. With one micro-batch per step, each graph writes its gradients into the pool: nothing to clear or add.
+Nothing keeps that memory alive; gradients are read between one replay and the next, so other graphs can reuse it. (A
+single set for all graphs would be allocated at the peak of every graph but the first.) With several micro-batches,
+gradients are added to buffers that a step clears first and that live as long as in eager execution.
 
-Bits. Replays compute what the same launches compute; but how some sums are divided (compressed keys' gradients,
-FlashAttention's dQ when it is to be reproducible) depends on the number of documents, and here that is the room.
+Bits. A replay computes what the same launches compute. But how some sums are split (gradients of compressed keys,
+FlashAttention's deterministic dQ) depends on the number of documents, which is the capacity here.
 """
 
 from __future__ import annotations
@@ -34,156 +33,156 @@ from torch import Tensor, nn
 from tercet.errors import TercetError
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.parallel.strategy import Single
-from tercet.train.step import MicroBatch, autocast, loss_sum, passes
+from tercet.train.step import MicroBatch, autocast, loss_sum, run_eager
 
-LEAST_ROOM = 16
-# The first pass compiles; the second adds to gradients that are there, which is other code.
+MIN_CAPACITY = 16
+# The first pass compiles; the second adds to existing gradients, which is different code.
 _WARM_UPS = 2
 
 
-def room_for(documents: int) -> int:
-    """Documents that bounds have room for: a power of two, so that recordings grow old slowly."""
-    return max(LEAST_ROOM, 1 << (documents - 1).bit_length())
+def capacity_for(documents: int) -> int:
+    """Document capacity of the bounds buffer: a power of two, so that graphs are rarely captured again."""
+    return max(MIN_CAPACITY, 1 << (documents - 1).bit_length())
 
 
-def fill_bounds(room: Tensor, bounds: Tensor, tokens: int) -> None:
-    """The bounds of the documents, then those of empty documents at the end, without waiting for the device."""
+def fill_bounds(buffer: Tensor, bounds: Tensor, tokens: int) -> None:
+    """Copy the document bounds and fill the rest with empty documents, without waiting for the device."""
     count = bounds.shape[0]
-    room[:count].copy_(bounds)
-    room[count:].fill_(tokens)
+    buffer[:count].copy_(bounds)
+    buffer[count:].fill_(tokens)
 
 
-class Replays(Protocol):
+class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Records(Protocol):
-    """Who makes recordings of what is launched."""
+class GraphCapturer(Protocol):
+    """Captures GPU work as graphs."""
 
-    held_bytes: int  # at the peak of a replay, beyond what the allocator counts
-    kept_bytes: int  # taken from the device for all recordings, and kept
+    held_bytes: int  # used at the peak of a replay and not counted by the allocator
+    pool_bytes: int  # reserved on the device for all graphs
 
-    def warm_up(self, act: Callable[[], None]) -> None:
-        """Do it as it will be recorded, so that all is compiled and every library has its workspace."""
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run it as it will be captured, so that everything is compiled and every library has its workspace."""
 
-    def record(self, act: Callable[[], None]) -> Replays:
-        """Without doing it. Memory is shared with the recordings made since `forget`."""
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Capture it without executing it. Shares memory with the graphs captured since the last `reset`."""
 
-    def lend(self, made: Tensor) -> Tensor:
-        """What a recording has made, where it is: until the next replay, and without holding its memory."""
+    def borrow(self, output: Tensor) -> Tensor:
+        """An alias of a graph's output that does not keep its memory alive. Valid until the next replay."""
 
-    def forget(self) -> None:
-        """Nobody replays what has been recorded so far: its memory is given back."""
+    def reset(self) -> None:
+        """Free all graphs and their memory."""
 
 
-class CudaRecorder:
-    """CUDA's stream capture, by the pattern for whole networks in PyTorch's notes."""
+class CudaGraphCapturer:
+    """CUDA stream capture, following PyTorch's notes on whole-network capture."""
 
     def __init__(self, device: torch.device) -> None:
-        # One stream for warming up and for recording: a block of memory is used again on its own stream only, and
-        # gradients are accumulated on the stream that they were first accumulated on.
+        # One stream for warm-up and capture: memory is only reused on its own stream, and gradients are accumulated
+        # on the stream that first accumulated them.
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self.held_bytes = self.kept_bytes = 0
+        self.held_bytes = self.pool_bytes = 0
 
-    def warm_up(self, act: Callable[[], None]) -> None:
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
+    def warm_up(self, run: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            act()
-        here.wait_stream(self._stream)
+            run()
+        current.wait_stream(self._stream)
 
-    def record(self, act: Callable[[], None]) -> Replays:
+    def capture(self, run: Callable[[], None]) -> Graph:
         torch.cuda.synchronize(self._device)
-        gc.collect()  # what dies in the middle of a capture may end it
+        gc.collect()  # an object freed during a capture can break it
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        before, kept = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        collects = gc.isenabled()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        gc_was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # thread_local: the loader pins memory and a save copies in threads of their own, which is none of ours
+            # thread_local: the loader pins memory and saves copy tensors in other threads meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                _tell_what_breaks(act)
+                _mark_errors(run)
         except RuntimeError as error:
-            broke = _what_broke(error)
-            if isinstance(broke, torch.OutOfMemoryError):
-                raise broke from None
-            said = f"{type(broke).__name__}: {(str(broke).strip().splitlines() or [''])[0]}"
+            cause = _find_marked(error)
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            summary = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
             raise TercetError(
-                f"a step could not be recorded as a CUDA graph ({said}): "
+                f"a step could not be captured as a CUDA graph ({summary}): "
                 "--train.cuda-graph off launches kernel by kernel"
-            ) from broke
+            ) from cause
         finally:
-            torch.cuda.set_stream(here)  # PyTorch stays on the recording's when a capture ends in an error
-            if collects:
+            torch.cuda.set_stream(current)  # PyTorch stays on the capture stream if the capture fails
+            if gc_was_enabled:
                 gc.enable()
         self._graphs.append(graph)
-        self.kept_bytes += torch.cuda.memory_reserved(self._device) - kept
-        self.held_bytes = max(self.held_bytes, torch.cuda.max_memory_allocated(self._device) - before)
-        # From here on a peak is what lives beside the pool; the whole is that and held_bytes.
+        self.pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
+        self.held_bytes = max(self.held_bytes, torch.cuda.max_memory_allocated(self._device) - allocated)
+        # From here on the allocator's peak is what lives outside the pool; the total adds held_bytes.
         torch.cuda.reset_peak_memory_stats(self._device)
         return graph
 
-    def lend(self, made: Tensor) -> Tensor:
-        if made.dtype != torch.float32:  # the interface knows no bf16; such a tensor keeps its memory
-            return made
-        lent = torch.as_tensor(_Place(made), device=made.device)
-        assert lent.data_ptr() == made.data_ptr()
-        return lent
+    def borrow(self, output: Tensor) -> Tensor:
+        if output.dtype != torch.float32:  # the array interface has no bf16; such a tensor keeps its memory
+            return output
+        alias = torch.as_tensor(_ArrayInterface(output), device=output.device)
+        assert alias.data_ptr() == output.data_ptr()
+        return alias
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         if self._graphs:
             torch.cuda.synchronize(self._device)
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self.held_bytes = self.kept_bytes = 0
+        self.held_bytes = self.pool_bytes = 0
         torch.cuda.empty_cache()
 
 
-class _Place:
-    """Where a tensor is, for another that does not hold the memory."""
+class _ArrayInterface:
+    """The address of a tensor without a reference to it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__
 
 
-class _Broke(RuntimeError):
-    """Marks what went wrong while recording: a capture that fails ends with another error, which says nothing of it."""
+class _CaptureFailed(RuntimeError):
+    """Marks the first error inside a capture: a failed capture ends with another error that hides it."""
 
 
-def _tell_what_breaks(act: Callable[[], None]) -> None:
+def _mark_errors(run: Callable[[], None]) -> None:
     try:
-        act()
+        run()
     except Exception as error:
-        raise _Broke from error
+        raise _CaptureFailed from error
 
 
-def _what_broke(error: BaseException) -> BaseException:
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, _Broke):
-        seen = seen.__context__
-    return error if seen is None or seen.__cause__ is None else seen.__cause__
+def _find_marked(error: BaseException) -> BaseException:
+    current: BaseException | None = error
+    while current is not None and not isinstance(current, _CaptureFailed):
+        current = current.__context__
+    return error if current is None or current.__cause__ is None else current.__cause__
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What recordings can be replayed for."""
+class GraphShape:
+    """What a set of graphs can be replayed for."""
 
     tokens: tuple[int, ...]
-    room: int | None  # documents; None for rows without bounds
+    capacity: int | None  # documents; None without document bounds
     max_seqlen: int | None
-    adds: bool  # gradients, to those of the micro-batches before
+    accumulates: bool  # gradients are added to those of earlier micro-batches
 
-    def holds(self, batch: MicroBatch) -> bool:
+    def fits(self, batch: MicroBatch) -> bool:
         if tuple(batch.tokens.shape) != self.tokens or batch.max_seqlen != self.max_seqlen:
             return False
         documents = _documents(batch)
-        return documents is None if self.room is None else documents is not None and documents <= self.room
+        return documents is None if self.capacity is None else documents is not None and documents <= self.capacity
 
 
 def _documents(batch: MicroBatch) -> int | None:
@@ -191,186 +190,188 @@ def _documents(batch: MicroBatch) -> int | None:
 
 
 class StepGraph:
-    """The passes of one model's steps, recorded when they are first asked for.
+    """A StepExecutor that captures a model's passes on first use and replays them.
 
-    `may_fail`: where they cannot be recorded, steps are launched kernel by kernel from then on, and `failures` says so.
-    Else that is an error.
+    `may_fail`: if they cannot be captured, fall back to eager execution and report it in `take_failures`; otherwise
+    that is an error.
     """
 
     def __init__(
-        self, model: nn.Module, precision: str, recorder: Records | None = None, *, may_fail: bool = False
+        self, model: nn.Module, precision: str, capturer: GraphCapturer | None = None, *, may_fail: bool = False
     ) -> None:
         self._model, self._precision, self._may_fail = model, precision, may_fail
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = device = self._trained[0].device
-        self._recorder = recorder or CudaRecorder(device)
+        self._capturer = capturer or CudaGraphCapturer(device)
         self._layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
         self._stats = [m.stats for m in self._layers if isinstance(m, NativeSparseAttention)]
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self._loss = torch.zeros((), dtype=torch.float32, device=device)
-        self._sums = torch.stack([s.sums(device) for s in self._stats]) if self._stats else None
-        self._fit: Fit | None = None
-        self._batch: MicroBatch | None = None  # the buffers
-        self._recorded: dict[bool, Replays] = {}  # by whether layers are looked at
-        self._grads: dict[bool, list[Tensor | None]] = {}  # likewise, where its replay leaves them
+        self._stat_sums = torch.stack([s.sums(device) for s in self._stats]) if self._stats else None
+        self._shape: GraphShape | None = None
+        self._buffers: MicroBatch | None = None
+        self._graphs: dict[bool, Graph] = {}  # by whether statistics are collected
+        self._grads: dict[bool, list[Tensor | None]] = {}  # likewise: where a replay leaves the gradients
         self._routes: list[dict] = []
-        self._news: list[str] = []
-        self._given_up = False
+        self._messages: list[str] = []
+        self._gave_up = False
         self._failures: list[str] = []
-        # Documents that there has been room for. Saved and taken up with a run: bits may depend on it.
-        self.room = 0
+        # Largest document capacity so far. Saved in checkpoints, because bits may depend on it.
+        self.capacity = 0
 
     @property
     def held_bytes(self) -> int:
-        """Memory that replays use, and that the allocator does not count."""
-        return self._recorder.held_bytes
+        """Memory that replays use and the allocator does not count."""
+        return self._capturer.held_bytes
 
-    def news(self) -> list[str]:
-        """What has been recorded since the last call, in words."""
-        told, self._news = self._news, []
-        return told
+    def take_messages(self) -> list[str]:
+        """Log lines about what was captured since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
-    def failures(self) -> list[str]:
-        """Why steps are not recorded any more, if that has been found out since the last call."""
-        told, self._failures = self._failures, []
-        return told
+    def take_failures(self) -> list[str]:
+        """Why steps run eagerly from now on, if that was found out since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
 
-    def passes(
+    def run(
         self, batches: Sequence[MicroBatch], scale: Tensor, phase: Callable[[str], AbstractContextManager[None]]
     ) -> Tensor:
-        """The summed loss of all micro-batches; the gradients of it times `scale` are left in `.grad`.
-
-        Nothing waits for the device but what records.
-        """
-        looked_at = any(s.enabled for s in self._stats)
+        """See StepExecutor. Only capturing waits for the device."""
+        with_stats = any(s.enabled for s in self._stats)
         self._scale.copy_(scale)
-        if not self._prepared(batches, looked_at):
-            return passes(self._model, batches, scale, self._precision, Single(), phase)
-        assert self._fit is not None
-        grads = self._grads[looked_at]
-        total, seen = torch.zeros_like(self._loss), None
+        if not self._try_prepare(batches, with_stats):
+            return run_eager(self._model, batches, scale, self._precision, Single(), phase)
+        assert self._shape is not None
+        grads = self._grads[with_stats]
+        total, stat_sums = torch.zeros_like(self._loss), None
         for i, batch in enumerate(batches):
             with phase("passes"):
-                if i == 0 and self._fit.adds:
+                if i == 0 and self._shape.accumulates:
                     torch._foreach_zero_([g for g in grads if g is not None])
                 self._fill(batch)
-                self._recorded[looked_at].replay()
+                self._graphs[with_stats].replay()
                 total += self._loss
-                if looked_at and self._sums is not None:
-                    seen = self._sums.clone() if seen is None else seen + self._sums
-                # what ran last from Python may have been a sample
+                if with_stats and self._stat_sums is not None:
+                    stat_sums = self._stat_sums.clone() if stat_sums is None else stat_sums + self._stat_sums
+                # the last Python call of a layer may have been a sample
                 for layer, routes in zip(self._layers, self._routes, strict=True):
                     layer.routes = routes
-        if seen is not None:
-            for stats, row in zip(self._stats, seen, strict=True):
+        if stat_sums is not None:
+            for stats, row in zip(self._stats, stat_sums, strict=True):
                 stats.add(row)
-        self._attach(grads)
+        self._set_grads(grads)
         return total
 
-    def _prepared(self, batches: Sequence[MicroBatch], looked_at: bool) -> bool:
-        """Whether these can be replayed; nothing has been computed of them yet. After a capture that CUDA itself has
-        ended, PyTorch keeps what the capture had allocated until then."""
-        if not self._given_up:
-            try:
-                self._prepare(batches, looked_at)
-            except (TercetError, torch.OutOfMemoryError) as error:
-                if not self._may_fail:
-                    raise
-                failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            else:
-                return True
-            # The error is gone, and with it the frames that hold what was being computed.
-            self._given_up = True
-            self._failures.append(failure)
-            gc.collect()
-            self._clear()
-            self._look(looked_at)
+    def _try_prepare(self, batches: Sequence[MicroBatch], with_stats: bool) -> bool:
+        """Whether the batches can be replayed. Nothing has been computed from them yet.
+
+        After a capture that CUDA itself aborted, PyTorch does not free what the capture had allocated.
+        """
+        if self._gave_up:
+            return False
+        try:
+            self._prepare(batches, with_stats)
+        except (TercetError, torch.OutOfMemoryError) as error:
+            if not self._may_fail:
+                raise
+            failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        else:
+            return True
+        # The exception is gone here, and with it the frames that kept tensors alive.
+        self._gave_up = True
+        self._failures.append(failure)
+        gc.collect()
+        self._clear()
+        self._enable_stats(with_stats)
         return False
 
     def _clear(self) -> None:
-        self._recorded, self._grads, self._batch = {}, {}, None
-        self._attach([None] * len(self._trained))
-        self._recorder.forget()
+        self._graphs, self._grads, self._buffers = {}, {}, None
+        self._set_grads([None] * len(self._trained))
+        self._capturer.reset()
 
-    def _prepare(self, batches: Sequence[MicroBatch], looked_at: bool) -> None:
-        fit = self._fit
-        fits = fit is not None and all(map(fit.holds, batches)) and (fit.adds or len(batches) == 1)
-        if fits and looked_at in self._recorded:
+    def _prepare(self, batches: Sequence[MicroBatch], with_stats: bool) -> None:
+        shape = self._shape
+        fits = shape is not None and all(map(shape.fits, batches)) and (shape.accumulates or len(batches) == 1)
+        if fits and with_stats in self._graphs:
             return
         documents = [d for d in map(_documents, batches) if d is not None]
         first = batches[0]
-        room = max(room_for(max(documents)), self.room) if documents else None
-        adds = len(batches) > 1 or (fit is not None and fit.adds)
-        fit = Fit(tuple(first.tokens.shape), room, first.max_seqlen, adds)
-        if odd := next((b for b in batches if not fit.holds(b)), None):
+        capacity = max(capacity_for(max(documents)), self.capacity) if documents else None
+        accumulates = len(batches) > 1 or (shape is not None and shape.accumulates)
+        shape = GraphShape(tuple(first.tokens.shape), capacity, first.max_seqlen, accumulates)
+        if other := next((b for b in batches if not shape.fits(b)), None):
             raise TercetError(
-                f"a micro-batch of tokens {list(odd.tokens.shape)} beside one of {list(first.tokens.shape)} in one "
-                "step: a CUDA graph has one shape; train with --train.cuda-graph off"
+                f"micro-batches of {list(other.tokens.shape)} and {list(first.tokens.shape)} tokens in one step: "
+                "a CUDA graph needs one shape; train with --train.cuda-graph off"
             )
-        self._record(fit, first, looked_at)
+        self._capture(shape, first, with_stats)
 
-    def _record(self, fit: Fit, batch: MicroBatch, looked_at: bool) -> None:
-        """Recordings for these sizes, of passes with layers looked at as well once there has been one."""
-        kinds = sorted({*self._recorded, looked_at})
-        nothing: list[Tensor | None] = [None] * len(self._trained)
+    def _capture(self, shape: GraphShape, batch: MicroBatch, with_stats: bool) -> None:
+        """Capture graphs of this shape: without statistics, with them, or both once both have been used."""
+        variants = sorted({*self._graphs, with_stats})
+        no_grads: list[Tensor | None] = [None] * len(self._trained)
         self._clear()
         bounds = None
-        if fit.room is not None:
-            self.room = fit.room
-            bounds = torch.zeros(fit.room + 1, dtype=torch.int32, device=self._device)
+        if shape.capacity is not None:
+            self.capacity = shape.capacity
+            bounds = torch.zeros(shape.capacity + 1, dtype=torch.int32, device=self._device)
         tokens, targets = torch.empty_like(batch.tokens), torch.empty_like(batch.targets)
-        self._fit, self._batch = fit, MicroBatch(tokens, targets, bounds, fit.max_seqlen)
+        self._shape, self._buffers = shape, MicroBatch(tokens, targets, bounds, shape.max_seqlen)
         self._fill(batch)
-        reached = [False] * len(self._trained)
-        for kind in kinds:
-            self._look(kind)
+        has_grad = [False] * len(self._trained)
+        for variant in variants:
+            self._enable_stats(variant)
             for _ in range(_WARM_UPS):
-                self._recorder.warm_up(self._pass)
-            reached = [p.grad is not None for p in self._trained]
-            self._attach(nothing)
-        added = nothing
-        if fit.adds:
-            added = [torch.zeros_like(p) if r else None for p, r in zip(self._trained, reached, strict=True)]
-        for kind in kinds:
-            self._look(kind)
-            self._attach(added)
-            self._recorded[kind] = self._recorder.record(self._pass)
-            made = [p.grad for p in self._trained]
-            self._grads[kind] = added if fit.adds else [g if g is None else self._recorder.lend(g) for g in made]
-            del made
-            self._attach(nothing)  # the memory of what was made is free for the next recording
-        self._look(looked_at)
+                self._capturer.warm_up(self._pass)
+            has_grad = [p.grad is not None for p in self._trained]
+            self._set_grads(no_grads)
+        accumulators = no_grads
+        if shape.accumulates:
+            accumulators = [torch.zeros_like(p) if h else None for p, h in zip(self._trained, has_grad, strict=True)]
+        for variant in variants:
+            self._enable_stats(variant)
+            self._set_grads(accumulators)
+            self._graphs[variant] = self._capturer.capture(self._pass)
+            written = [p.grad for p in self._trained]
+            self._grads[variant] = (
+                accumulators if shape.accumulates else [g if g is None else self._capturer.borrow(g) for g in written]
+            )
+            del written
+            self._set_grads(no_grads)  # the next graph can reuse the memory of these gradients
+        self._enable_stats(with_stats)
         self._routes = [layer.routes for layer in self._layers]
-        rows = " × ".join(map(str, fit.tokens)) + " tokens"
-        documents = "" if fit.room is None else f", up to {fit.room} documents"
-        kept = f"{self._recorder.kept_bytes / 2**30:.2f} GiB kept for them"
-        variants = " and of those that are looked at" if len(kinds) > 1 else ""
-        self._news.append(f"CUDA graph: passes of {rows}{documents} recorded{variants}, {kept}")
+        size = " × ".join(map(str, shape.tokens)) + " tokens"
+        documents = "" if shape.capacity is None else f", up to {shape.capacity} documents"
+        statistics = " (with and without statistics)" if len(variants) > 1 else ""
+        pool = f"{self._capturer.pool_bytes / 2**30:.2f} GiB reserved"
+        self._messages.append(f"CUDA graph: captured passes of {size}{documents}{statistics}, {pool}")
 
     def _pass(self) -> None:
-        """What is recorded. All that it reads and all that outlives it stays in one place."""
-        assert self._batch is not None
+        """What a graph contains. Everything it reads and everything that outlives it has a fixed address."""
+        assert self._buffers is not None
         with autocast(self._device, self._precision):
-            loss = loss_sum(self._model, self._batch)
+            loss = loss_sum(self._model, self._buffers)
         (loss * self._scale).backward()
         self._loss.copy_(loss.detach())
-        if self._sums is not None and self._stats[0].enabled:
-            self._sums.copy_(torch.stack([s.sums(self._device) for s in self._stats]))
+        if self._stat_sums is not None and self._stats[0].enabled:
+            self._stat_sums.copy_(torch.stack([s.sums(self._device) for s in self._stats]))
             for stats in self._stats:
                 stats.reset()
 
     def _fill(self, batch: MicroBatch) -> None:
-        assert self._batch is not None
-        self._batch.tokens.copy_(batch.tokens)
-        self._batch.targets.copy_(batch.targets)
-        if self._batch.cu_seqlens is not None:
-            fill_bounds(self._batch.cu_seqlens, batch.cu_seqlens, batch.tokens.numel())
+        assert self._buffers is not None
+        self._buffers.tokens.copy_(batch.tokens)
+        self._buffers.targets.copy_(batch.targets)
+        if self._buffers.cu_seqlens is not None:
+            fill_bounds(self._buffers.cu_seqlens, batch.cu_seqlens, batch.tokens.numel())
 
-    def _look(self, on: bool) -> None:
+    def _enable_stats(self, on: bool) -> None:
         for stats in self._stats:
             stats.enabled = on
             stats.reset()
 
-    def _attach(self, grads: Sequence[Tensor | None]) -> None:
+    def _set_grads(self, grads: Sequence[Tensor | None]) -> None:
         for parameter, grad in zip(self._trained, grads, strict=True):
             parameter.grad = grad

@@ -1,4 +1,4 @@
-"""Everyone who follows a run from inside: the readers of its log, the watchdog, and the observer of its steps."""
+"""What is attached to a training run: event sinks, the watchdog, the observer, and signal handlers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tercet.telemetry.events import Event, EventLog, RunStarted
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import (
-    ExchangeTable,
-    InBackground,
-    LayerTable,
-    RouteTable,
+    BackgroundSink,
+    ExchangeSink,
+    LayerSink,
+    RouteSink,
     TensorBoardSink,
     WandbSink,
     csv_sinks,
@@ -44,21 +44,21 @@ def attach(
     screen: Screen,
     past: list[Event],
 ) -> Observer:
-    """Let them follow; they leave with the stack. Files that all ranks would write alike are rank 0's."""
+    """Attach sinks, watchdog and observer; `stack` closes them. Rank 0 writes the files that all ranks share."""
     if strategy.rank == 0:
         log.readers += [screen, *csv_sinks(folder, past)]
-        slow: dict[str, Callable[[Event], None]] = {"the layer table": LayerTable(folder / "k_stats.csv", past)}
-        slow["the route table"] = RouteTable(folder / "fallback_counters.csv", past)
+        slow: dict[str, Callable[[Event], None]] = {"the layer table": LayerSink(folder / "k_stats.csv", past)}
+        slow["the route table"] = RouteSink(folder / "fallback_counters.csv", past)
         if config.log.tensorboard:
             slow["TensorBoard"] = TensorBoardSink(folder / "tb", state.step)
         if config.log.wandb:
             slow["W&B"] = WandbSink(folder, config.run.name, config.model_dump(mode="json"))
         log.readers += [
-            stack.enter_context(closing(InBackground(name, sink, screen.say))) for name, sink in slow.items()
+            stack.enter_context(closing(BackgroundSink(name, sink, screen.say))) for name, sink in slow.items()
         ]
     if strategy.traffic is not None:
         table = folder / f"exchange_rank{strategy.rank}.csv"
-        log.readers.append(ExchangeTable(table, strategy.traffic, state.step))
+        log.readers.append(ExchangeSink(table, strategy.traffic, state.step))
     log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
     return stack.enter_context(
         closing(
@@ -80,9 +80,9 @@ def attach(
 
 
 def run_started(
-    config: RunConfig, state: TrainState, strategy: Strategy, path: Path | None, superseded: int
+    config: RunConfig, state: TrainState, strategy: Strategy, resumed_from: Path | None, superseded: int
 ) -> RunStarted:
-    """The event that opens this process's part of the log."""
+    """The first event of this process."""
     return RunStarted(
         step=state.step,
         name=config.run.name,
@@ -93,42 +93,41 @@ def run_started(
         parameters=parameters(config.model).total,
         tokens_per_step=config.train.tokens_per_step,
         accumulation=config.accumulation,
-        resumed_from=str(path) if path else None,
+        resumed_from=str(resumed_from) if resumed_from else None,
         superseded=superseded,
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# SIGTERM and Ctrl-C: the first asks the run to save and leave, a second Ctrl-C leaves at once.
-
-
 class StopSignals:
-    """`with StopSignals() as stop:` and look at `stop.signal` between steps."""
+    """SIGTERM or Ctrl-C asks the run to save and exit; a second Ctrl-C exits immediately.
+
+    Use as a context manager and check `signal` between steps.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
-            # No clean-up at all: a save under way is a folder without its name yet, and harms nothing.
-            _announce("leaving at once; complete checkpoints are untouched\n")
+            # No clean-up: a save in progress is in a temporary folder that is never loaded.
+            _write_stderr("exiting immediately; complete checkpoints are intact\n")
             os._exit(128 + number)
         if self.signal is None:
             self.signal = signal.Signals(number)
-            _announce(f"{self.signal.name}: saving after this step, then leaving (Ctrl-C again leaves at once)\n")
+            _write_stderr(f"{self.signal.name}: saving after this step, then exiting (Ctrl-C again exits at once)\n")
 
 
-def _announce(text: str) -> None:
-    # A handler may interrupt a print; the raw descriptor has no lock to be re-entered.
+def _write_stderr(text: str) -> None:
+    # A signal handler may interrupt a print. Writing to the descriptor needs no lock.
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), text.encode())

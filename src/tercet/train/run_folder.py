@@ -1,4 +1,4 @@
-"""The run folder: made or taken up again, locked, and described (config.toml, origins.json, env.json)."""
+"""The run folder: find or create it, lock it, and write config.toml, origins.json and env.json into it."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ LOCK = "lock"
 
 
 class RunFolder:
-    """A folder that this process, and no other, writes a run into."""
+    """A run folder that only this run writes to."""
 
     def __init__(self, path: Path, *, lock: bool = True) -> None:
+        """`lock`: rank 0 locks the folder for all ranks."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         try:
-            self._before = {p.name for p in path.iterdir()} if path.is_dir() else set()
-            # Innermost first, the order in which a refused run takes them away again.
-            self._made = [p for p in (path / LOCK, self.checkpoints, path, *path.parents) if not p.exists()]
-            self._lock = self._take(lock)
+            self._existing = {p.name for p in path.iterdir()} if path.is_dir() else set()
+            # Innermost first, the order in which `close` removes them again.
+            self._created = [p for p in (path / LOCK, self.checkpoints, path, *path.parents) if not p.exists()]
+            self._lock = self._open_lock(lock)
         except OSError as error:
             raise UsageError(
-                f"run folder {path} cannot be written ({error.strerror}): pick another --run.dir, or mend its rights"
+                f"run folder {path} cannot be written ({error.strerror}): pick another --run.dir, or fix permissions"
             ) from None
 
-    def _take(self, lock: bool) -> int:
-        """The lock's open file; only rank 0 locks it, for all."""
+    def _open_lock(self, lock: bool) -> int:
+        """Open the lock file, and lock it if `lock`."""
         while True:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             if not lock:
                 return handle
             try:
-                # Held by the kernel, so a killed process leaves no stale lock.
+                # The kernel holds the lock, so a killed process leaves none behind.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(handle)
@@ -64,50 +65,50 @@ class RunFolder:
                     return handle
             except FileNotFoundError:
                 pass
-            os.close(handle)  # a refused run took this file away since it was opened: the lock is another one now
+            os.close(handle)  # another run removed this file after it was opened: lock the new one
 
     @property
-    def holds_a_run(self) -> bool:
-        """Whether something was trained here before."""
+    def has_run(self) -> bool:
+        """Whether the folder already holds a run."""
         events = events_file(self.path)
-        told = events.exists() and events.stat().st_size > 0  # made, but not written to: refused before it began
-        return told or bool(manifest.complete_checkpoints(self.checkpoints))
+        logged = events.exists() and events.stat().st_size > 0  # an empty file: a run that was refused
+        return logged or bool(manifest.complete_checkpoints(self.checkpoints))
 
     def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
-        """Write what is needed to repeat the run. A process killed meanwhile leaves each file as it was before."""
+        """Write what is needed to repeat the run. Each file is replaced atomically."""
         write_config(config, origins, self.path)
         write_json(self.path / "env.json", environment)
 
     def close(self) -> None:
-        """Let go of the folder. Of a run that was refused before it wrote anything, nothing stays behind."""
+        """Release the folder. If nothing was written to it, remove what this process created."""
         now = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        if now - self._before <= {LOCK, self.checkpoints.name}:
-            for made in self._made:
+        if now - self._existing <= {LOCK, self.checkpoints.name}:
+            for created in self._created:
                 try:
-                    made.unlink() if made == self.path / LOCK else made.rmdir()
+                    created.unlink() if created == self.path / LOCK else created.rmdir()
                 except FileNotFoundError:
-                    continue  # another rank was quicker
+                    continue  # another rank removed it
                 except OSError:
-                    break  # not empty: somebody else's
+                    break  # not empty
         os.close(self._lock)
 
 
-def go_on(path: Path) -> str:
-    """The command that takes the run in this folder up again; its config comes with it."""
+def resume_command(path: Path) -> str:
+    """The command that resumes the run in this folder with its saved configuration."""
     return f"{typed()} train --resume auto --run.dir {shlex.quote(str(path))}"
 
 
 def locate(config: RunConfig, resume: str | None) -> Path:
-    """run.dir; else the folder that `resume` speaks of; else a new one under runs/."""
+    """run.dir; else the run folder of `resume`; else a new folder under runs/."""
     if config.run.dir is not None:
         return Path(config.run.dir)
     if resume not in (None, "auto"):
         return manifest.run_of(Path(str(resume)))
     runs = Path("runs")
     if resume == "auto":
-        # Whole names: tiny's runs are not tiny-dense's.
-        stamped = re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}(-\d+)?")
-        named = [p for p in (runs.iterdir() if runs.is_dir() else ()) if stamped.fullmatch(p.name)]
+        # Match whole names: runs of `tiny` are not runs of `tiny-dense`.
+        pattern = re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}(-\d+)?")
+        named = [p for p in (runs.iterdir() if runs.is_dir() else ()) if pattern.fullmatch(p.name)]
         earlier = [p for p in named if manifest.complete_checkpoints(p / "checkpoints")]
         if earlier:
             return max(earlier, key=lambda p: (p / "checkpoints").stat().st_mtime)
@@ -120,14 +121,14 @@ def locate(config: RunConfig, resume: str | None) -> Path:
 
 
 def environment(device: torch.device, name: str) -> dict[str, Any]:
-    """Machine and versions. No environment variables: they are not part of a run, and may hold secrets."""
+    """Machine and versions. No environment variables: they do not affect a run and may hold secrets."""
     packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
-    found = {p: _version(p) for p in packages}
+    versions = {p: _version(p) for p in packages}
     env: dict[str, Any] = {
         "tercet": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {p: v for p, v in found.items() if v},
+        "packages": {p: v for p, v in versions.items() if v},
         "command": sys.argv,
         "host": platform.node(),
         "cpus": os.cpu_count(),
