@@ -67,10 +67,10 @@ def test_a_plan_takes_no_time_from_the_peak_of_another_arithmetic(capsys):
         assert "about" in words
         assert seconds is not None
     words, seconds = time("--gpu", "H200", "--train.precision", "fp32")
-    assert "not estimated: the peak of this device is known for bf16 only, not fp32" in words
+    assert "not estimated: only the bf16 peak of this device is known, not fp32" in words
     assert seconds is None
     words, seconds = time("--run.device", "cpu", "--train.precision", "bf16")
-    assert "known for fp32 only, not bf16" in words
+    assert "only the fp32 peak of this device is known, not bf16" in words
     assert seconds is None
 
 
@@ -94,7 +94,7 @@ def test_plan_as_json_holds_the_warnings_that_the_words_end_with(capsys):
 def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
     code, _, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "RX 1")
     assert code == 2
-    assert "--gpu RX 1 is not known here: pick one of GH200, H200" in err
+    assert "--gpu RX 1 is unknown: pick one of GH200, H200" in err
     assert run(capsys, "plan", "--preset", "m7c", "--gpu", "h100 pcie")[1].count("756 TFLOP/s") == 1
     assert run(capsys, "plan", "--preset", "m7c", "--gpu", "H2000")[0] == 2  # no H200
     assert run(capsys, "plan", "--preset", "m7c", "--gpu", "NVIDIA A100-SXM4-80GB")[1].count("312 TFLOP/s") == 1
@@ -111,7 +111,7 @@ def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):
 def test_a_plan_for_a_gpu_that_is_not_there_is_no_plan_for_the_cpu(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--run.device", "cuda")
     assert (code, out) == (1, "")
-    assert "run.device=cuda, but there is no GPU here: name the one you mean with --gpu" in err
+    assert "run.device=cuda, but this machine has no GPU: name one with --gpu" in err
 
 
 def test_presets_are_listed_with_a_sentence_each(capsys):

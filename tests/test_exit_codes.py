@@ -44,7 +44,7 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
 
 
 WRONG = """
-plan --preset tiny --gpu RX1                                                 --gpu RX1 is not known here
+plan --preset tiny --gpu RX1                                                 --gpu RX1 is unknown
 config diff tiny empty                                                       empty/config.toml does not exist
 train --preset tiny --data.source text --data.path nowhere --run.dir new     path=nowhere matches no file
 train --preset tiny --data.source text --data.path empty --run.dir new       path=empty has no text files

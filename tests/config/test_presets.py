@@ -67,7 +67,7 @@ def test_a_plan_for_this_cpu_warns_of_too_little_memory_and_suggests_a_gpu(monke
         config = load("m7c", flags={"run.device": device}).config
         return render(config, make_plan(config, find_device(device, gpu)))
 
-    hint = "hint        no GPU here: --gpu H200 plans for one"
+    hint = "hint        no GPU found: plan for one with --gpu H200"
     lines = plan_lines("auto")
     assert hint in lines
     assert [line for line in plan_lines("cpu") if line.startswith("warning")] == [
