@@ -203,10 +203,10 @@ def in_our_words(message: str) -> str:
     _, should, rule = message.partition("Input should be ")
     if not should:
         return message[0].lower() + message[1:]
-    for theirs, ours in _RULES:
-        if rule.startswith(theirs):
+    for original, reworded in _RULES:
+        if rule.startswith(original):
             # after a type pydantic appends the parse error, which the printed value already shows
-            return f"must be {ours}{rule.removeprefix(theirs) if ' than' in theirs else ''}"
+            return f"must be {reworded}{rule.removeprefix(original) if ' than' in original else ''}"
     return f"must be {rule}"
 
 

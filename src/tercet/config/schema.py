@@ -53,12 +53,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _tokens_per_step_divides(self) -> Self:
         unit = self.tokens_per_pass
-        asked = self.train.tokens_per_step
-        if asked % unit:
-            below, above = asked // unit * unit, (asked // unit + 1) * unit
+        tokens = self.train.tokens_per_step
+        if tokens % unit:
+            below, above = tokens // unit * unit, (tokens // unit + 1) * unit
             choices = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
-                f"train.tokens_per_step={asked} is not a multiple of train.micro_batch × data.seq_len × ranks = "
+                f"train.tokens_per_step={tokens} is not a multiple of train.micro_batch × data.seq_len × ranks = "
                 f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: use {choices}"
                 f"{self._other_fixes()}"
             )

@@ -115,10 +115,10 @@ def _random(length: int, vocab_size: int, eos_id: int) -> Task:
 def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
     values = config.value_tokens
     fact = KEY_TOKENS + 1 + values + 1  # ab=42;
-    question = 1 + fact  # ?ab=42;
-    asked_at = length - 1 - config.queries * question
+    query = 1 + fact  # ?ab=42;
+    queries_at = length - 1 - config.queries * query
     # Facts end early enough that the first answer is more than min_distance after the last one.
-    usable = min(asked_at, asked_at + KEY_TOKENS + 2 - config.min_distance)
+    usable = min(queries_at, queries_at + KEY_TOKENS + 2 - config.min_distance)
     slots = usable // fact
     if slots < config.pairs:
         need = length + config.pairs * fact - usable
@@ -144,11 +144,11 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
 
         tokens = _noise(noise, length).astype(dtype)
         tokens[: slots * fact].reshape(slots, fact)[where] = facts
-        asked = tokens[asked_at:-1].reshape(config.queries, question)
-        asked[:, 0], asked[:, 1:] = ASK, facts[which]
+        queries = tokens[queries_at:-1].reshape(config.queries, query)
+        queries[:, 0], queries[:, 1:] = ASK, facts[which]
         tokens[-1] = eos_id
         loss = np.zeros(length, dtype=bool)
-        loss[asked_at:-1].reshape(config.queries, question)[:, KEY_TOKENS + 2 : -1] = True
+        loss[queries_at:-1].reshape(config.queries, query)[:, KEY_TOKENS + 2 : -1] = True
         return tokens, loss
 
     return make
@@ -156,9 +156,9 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
 
 def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
     size = config.copy_tokens
-    asked_at = length - 1 - (size + 2)  # ?string;
+    copy_at = length - 1 - (size + 2)  # ?string;
     # From the last token of the string to the first of its copy; each token is further from its own copy.
-    distance = asked_at + 1 - size
+    distance = copy_at + 1 - size
     if distance <= config.min_distance:
         need = length + config.min_distance + 1 - distance
         raise DataUsageError(
@@ -171,10 +171,10 @@ def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) ->
         tokens = _noise(random_u64(stream, length // 8 + 1), length).astype(dtype)
         string = KEYS[random_below(key(stream, 1), size, len(KEYS))]
         tokens[0], tokens[1 : size + 1], tokens[size + 1] = START, string, END
-        tokens[asked_at], tokens[asked_at + 1 : asked_at + 1 + size], tokens[asked_at + 1 + size] = ASK, string, END
+        tokens[copy_at], tokens[copy_at + 1 : copy_at + 1 + size], tokens[copy_at + 1 + size] = ASK, string, END
         tokens[-1] = eos_id
         loss = np.zeros(length, dtype=bool)
-        loss[asked_at + 1 : asked_at + 1 + size] = True
+        loss[copy_at + 1 : copy_at + 1 + size] = True
         return tokens, loss
 
     return make

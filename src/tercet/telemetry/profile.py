@@ -112,11 +112,11 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block."""
         if not self._cuda:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             try:
                 yield
             finally:
-                self._host[name] += time.perf_counter() - begun
+                self._host[name] += time.perf_counter() - start
             return
         begin, end = self._event(), self._event()
         begin.record()
