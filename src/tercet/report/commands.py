@@ -66,9 +66,9 @@ def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
         every: Seconds between updates.
         once: Print one frame and exit; implied if the output is not a terminal.
     """
-    from tercet.report.watch import watch as show
+    from tercet.report.watch import watch_run
 
-    return show(run, every=every, once=once)
+    return watch_run(run, every=every, once=once)
 
 
 def _check_distinct(runs: list[Path], baseline: Path | None) -> None:

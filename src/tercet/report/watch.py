@@ -228,7 +228,7 @@ def _problem(event: Event) -> str:
     return where + str(getattr(event, "reason", ""))
 
 
-def watch(folder: Path, *, every: float = 1.0, once: bool = False) -> int:
+def watch_run(folder: Path, *, every: float = 1.0, once: bool = False) -> int:
     """Show a run until it ends or Ctrl-C. Prints one frame with `once` or without a terminal."""
     if every <= 0:
         raise UsageError(f"every={every:g} must be a positive number of seconds")
