@@ -131,7 +131,7 @@ def measured() -> str:
     if len(about) > 1:
         raise ValueError(f"{RESULTS} mixes runs ({len(about)} dates, devices or versions): measure all parts together")
     ((date, device, torch, triton, tercet),) = about
-    return f"{_day(date)}, one {device}, Tercet {tercet}, torch {torch}, Triton {triton}, bf16."
+    return f"Measured on {_day(date)}: one {device}, Tercet {tercet}, torch {torch}, Triton {triton}, bf16."
 
 
 def _day(date: str) -> str:
@@ -258,7 +258,7 @@ def decode_model() -> str:
     lines = []
     for nsa in sorted(rows("decode", of="model", kind="nsa"), key=lambda row: (row["context"], row["batch"])):
         dense = first(rows("decode", of="model", kind="dense", context=nsa["context"], batch=nsa["batch"]))
-        speeds = nsa.get("tokens_per_s"), dense.get("tokens_per_s")
+        speeds: list[Any] = [nsa.get("tokens_per_s"), dense.get("tokens_per_s")]
         lines.append(
             [
                 tokens(nsa["context"]),
@@ -315,7 +315,7 @@ def group(kernel: str) -> str:
 
 def step_kernels() -> str:
     cells = [
-        (length, kind, first(rows("kernels", of="step", kind=kind, length=length)).get("kernels"))
+        (length, kind, first(rows("kernels", of="step", kind=kind, length=length)).get("kernels", []))
         for length in (2048, 8192, 65536)
         for kind in ("nsa", "dense")
     ]
