@@ -9,6 +9,7 @@ from tercet.report.gates import Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, is_fastest, unlogged_passes
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved
 
+_REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
 _CPU_FIX = "run it on the GPU you intend to use"
 _SELECTION_FIXES = {
     "gate_collapse": "lower train.lr, or try model.gate=softmax",
@@ -81,7 +82,7 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
 
 
 def _route_fix(reason: str) -> str:
-    return "remove model.backend=reference" if reason == "asked for" else "fix the stated reason; see tercet doctor"
+    return "remove model.backend=reference" if reason == _REQUESTED else "fix the stated reason; see tercet doctor"
 
 
 def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
