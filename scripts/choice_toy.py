@@ -35,9 +35,9 @@ from torch.nn import functional as F
 
 import tercet
 from tercet.attention.config import BRANCHES, NSAConfig
-from tercet.model.attention import NativeSparseAttention
 from tercet.model.compression import Compression
 from tercet.model.config import ModelConfig
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
 from tercet.model.transformer import Block, Transformer
 
@@ -145,7 +145,7 @@ def train(model: Transformer, slow: bool, seed: int, short: int, long: int) -> N
 def choices(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
     """Selected blocks [B, T, n] by rule: the layer's own selection, and one by means of its selected keys."""
     q, raw, keys, _ = layer.project(x, None)
-    cos, sin = layer.rotary.turn(torch.arange(x.shape[1]))
+    cos, sin = layer.rotary.cos_sin(torch.arange(x.shape[1]))
     unrotated = rotate(keys["selected"], (cos, -sin))
     compressed = {"hit": (layer.compress_k(raw), layer.config)}
     for size, stride in MEANS.items():
@@ -153,7 +153,7 @@ def choices(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
         compressed[f"mean_{size}"] = tercet.compress_mean(unrotated, config=config), config
     found = {}
     for rule, (k, config) in compressed.items():
-        k = rotate(k, layer.rotary.turn(torch.arange(k.shape[1]) * config.compress_stride + config.compress_block - 1))
+        k = rotate(k, layer.rotary.of_compressed(x, None, config))
         found[rule] = tercet.compressed_attention(q, k, k, config=config)[1][:, :, 0]  # the values do not matter
     return found
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tercet.attention.kernels.selected_plan import default_settings
 from tercet.config.load import load
-from tercet.model import attention
+from tercet.model import nsa as layer_module
 from tercet.model.transformer import Transformer
 
 
@@ -32,14 +32,14 @@ def main() -> None:
     settings = default_settings(head, head, torch.bfloat16, nsa.select_block)
     queries = settings.rows // (config.heads // config.kv_heads)  # of a tile
     chosen: list[Tensor] = []
-    run = attention.run_nsa
+    run = layer_module.run_nsa
 
     def spy(*args: Any, **options: Any) -> Any:
         result = run(*args, **options)
         chosen.append(result[1])
         return result
 
-    attention.run_nsa = spy
+    layer_module.run_nsa = spy
     torch.manual_seed(arguments.seed)
     with torch.no_grad():
         Transformer(config)(torch.randint(0, config.vocab_size, (1, arguments.length)))

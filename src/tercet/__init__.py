@@ -21,8 +21,8 @@ _HOME = {
     "window_attention": "tercet.attention.functional",
     "combine": "tercet.attention.functional",
     "AttentionAux": "tercet.attention.functional",
-    "NativeSparseAttention": "tercet.model.attention",
-    "DenseAttention": "tercet.model.attention",
+    "NativeSparseAttention": "tercet.model.nsa",
+    "DenseAttention": "tercet.model.dense",
     "load_model": "tercet.inference.load",
     "generate": "tercet.inference.generate",
 }
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     )
     from tercet.inference.generate import generate
     from tercet.inference.load import load_model
-    from tercet.model.attention import DenseAttention, NativeSparseAttention
+    from tercet.model.dense import DenseAttention
+    from tercet.model.nsa import NativeSparseAttention
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 import tercet
 from cases import SMALL, Inputs, attend, config, cu, inputs
 from tercet.attention.layout import Packing
-from tercet.model.attention import DenseAttention
+from tercet.model.dense import DenseAttention
 
 CFG = config()
 X = inputs(CFG, 21, batch=2, dtype=torch.float32)

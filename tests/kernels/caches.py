@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tercet.model.cache_rows import HostLengths
+from tercet.model.cache import HostLengths
 
 
 def filled(layer, lengths: list[int], room: int):
@@ -13,5 +13,5 @@ def filled(layer, lengths: list[int], room: int):
     for store in cache._stores.values():
         store.normal_()
     cache.lengths.copy_(torch.tensor(lengths))
-    cache.host = HostLengths(tuple(lengths))
+    cache.host_lengths = HostLengths(tuple(lengths))
     return cache

@@ -32,7 +32,7 @@ def twin(layer, cache):
     """Another cache that holds the same."""
     other = layer.make_cache(cache.batch, cache.max_len)
     other._stores = {name: store.clone() for name, store in cache._stores.items()}
-    other.lengths, other.host = cache.lengths.clone(), cache.host
+    other.lengths, other.host_lengths = cache.lengths.clone(), cache.host_lengths
     return other
 
 
@@ -42,7 +42,7 @@ def reference(monkeypatch):
 
     def run(layer, x, cache, lengths=None):
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr("tercet.model.attention.why_not", lambda *_: "not now")
+            patch.setattr("tercet.model.decode.why_not_token_kernels", lambda *_: "not now")
             return layer(x, cache=cache, lengths=lengths)
 
     return run
@@ -64,7 +64,7 @@ def compare(reference, layer, lengths: list[int], active: list[list[int] | None]
         assert torch.equal(cache.lengths, other.lengths)
         assert torch.equal(cache.reads[real], other.reads[real])
         assert int(cache.reads[~real].sum()) == 0
-        assert cache.host == other.host
+        assert cache.host_lengths == other.host_lengths
     for name, store in cache._stores.items():
         torch.testing.assert_close(store[:, :-1], other._stores[name][:, :-1], atol=limit * 10, rtol=limit * 10)
 
@@ -181,7 +181,11 @@ def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing():
     for splits, per in ((1, 1), (3, 4), (2, 3)):
         mine = twin(layer, cache)
         held = decode.Held(
-            mine.lengths, mine.turns(), mine.room, **mine.stores(), arrived=mine.arrived(decode.arrivals(1, 1))
+            mine.lengths,
+            mine.rope_frequencies(),
+            mine.capacity,
+            **mine.stores(),
+            arrived=mine.arrival_counters(decode.arrivals(1, 1)),
         )
         out, read, blocks = decode.nsa_step(
             q, kv, gates, held, None, CFG, heads, branches=layer.branches, shared=False, softmax_gate=False,
@@ -247,7 +251,7 @@ def test_a_cache_that_grows_decodes_on_the_kernels_while_its_blocks_are_not_too_
         for t, route, room in ((126, "triton", 128), (127, "triton", 128), (128, "reference", 192)):
             parts.append(layer(x[:, t : t + 1], cache=cache))
             assert set(layer.routes.values()) == {route}, t
-            assert cache.room == room
+            assert cache.capacity == room
         assert "room for 192 tokens is more than 8 blocks" in str(layer.routes["window"].reason)
         layer.backend = "reference"
         torch.testing.assert_close(torch.cat(parts, 1), layer(x[:, :129]), atol=1e-5, rtol=1e-5)

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 import tercet
 from tercet.attention.kernels import heads
 from tercet.attention.layout import Packing
-from tercet.model import projection
-from tercet.model.attention import NativeSparseAttention, turns_of
+from tercet.model.nsa import NativeSparseAttention
+from tercet.model.rope import rope_cache
 
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
@@ -38,12 +38,12 @@ def both_ways(
     packing = None
     if bounds is not None:
         packing = Packing(torch.tensor(bounds, dtype=torch.int32), x.shape[1], x.shape[1] // 4, layer.config)
-    turns = turns_of(layer.rotary, x, packing, layer.config)
-    assert projection.takes_one_product(layer, x)
+    rope = rope_cache(layer.rotary, x, packing, layer.config)
+    assert layer.can_fuse(x)
     found = []
-    for project in (projection.one_product, NativeSparseAttention._apart):
+    for project in (NativeSparseAttention.fused_inputs, NativeSparseAttention.separate_inputs):
         leaf = x.clone().requires_grad_()
-        parts = project(layer, leaf, packing, turns)
+        parts = project(layer, leaf, packing, rope)
         # another weight for each number, so that nothing can be exchanged unseen
         loss = sum((part * torch.linspace(-1, 1, part.numel()).view(part.shape)).sum() for part in parts)
         used = [p for n, p in layer.named_parameters() if not n.startswith("o_proj")]
@@ -87,9 +87,9 @@ def test_keys_that_two_branches_read_are_multiplied_once() -> None:
     x, flops = torch.randn(1, 10, 24, requires_grad=True), {}
     for tied in (False, True):
         layer = make(head_dim=64, compression="mean", bias=True, compress_selected_keys=tied)
-        turns = turns_of(layer.rotary, x, None, CONFIG)
+        rope = rope_cache(layer.rotary, x, None, CONFIG)
         with FlopCounterMode(display=False) as counter:
-            sum(part.sum() for part in projection.one_product(layer, x, None, turns)).backward()
+            sum(part.sum() for part in layer.fused_inputs(x, None, rope)).backward()
         flops[tied] = counter.get_total_flops()
     # 2 heads of 64 columns, forwards and for the gradients of x and of the weight
     assert flops[False] - flops[True] == 3 * (2 * 10 * 24 * 128)
@@ -239,12 +239,12 @@ def test_a_layer_of_shared_keys_is_that_of_the_reference(
     ],
 )
 def test_what_the_kernel_does_not_know_is_projected_apart(options: dict[str, Any]) -> None:
-    assert not projection.takes_one_product(make(**options), torch.randn(1, 40, 24))
+    assert not make(**options).can_fuse(torch.randn(1, 40, 24))
 
 
 @pytest.mark.parametrize("options", [{"shared_kv": True}, {"heads": 32, "kv_heads": 32}])
 def test_shared_keys_and_any_number_of_them_are_one_product(options: dict[str, Any]) -> None:
-    assert projection.takes_one_product(make(**options), torch.randn(1, 40, 24))
+    assert make(**options).can_fuse(torch.randn(1, 40, 24))
 
 
 class Adapted(torch.nn.Linear):

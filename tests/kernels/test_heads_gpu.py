@@ -14,8 +14,8 @@ import tercet
 from rounding import check_as_near, distance
 from tercet.attention.layout import Packing
 from tercet.bench.attention import relative_error
-from tercet.model import projection
-from tercet.model.attention import NativeSparseAttention, turns_of
+from tercet.model.nsa import NativeSparseAttention
+from tercet.model.rope import rope_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,10 +27,10 @@ BOUNDS = [0, 13, 2000, 2000, 4111, 5000]
 def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None, *, one: bool) -> list[torch.Tensor]:
     """What the operator takes and, for random gradients of it, those of x and the parameters."""
     leaf = x.clone().requires_grad_()
-    turns = turns_of(layer.rotary, x, packing, layer.config)
-    project = projection.one_product if one else NativeSparseAttention._apart
+    rope = rope_cache(layer.rotary, x, packing, layer.config)
+    project = NativeSparseAttention.fused_inputs if one else NativeSparseAttention.separate_inputs
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=x.dtype == torch.bfloat16):
-        parts = project(layer, leaf, packing, turns)
+        parts = project(layer, leaf, packing, rope)
     noise = torch.Generator(device="cuda").manual_seed(1)
     grads = [torch.randn(p.shape, device="cuda", generator=noise).to(p.dtype) for p in parts]
     used = [p for n, p in layer.named_parameters() if not n.startswith("o_proj")]
@@ -71,12 +71,12 @@ def test_keys_that_two_branches_read_take_the_memory_of_one() -> None:
     kept, most = {}, {}
     for tied in (False, True):
         layer = NativeSparseAttention(256, 12, 2, 64, **TIED | {"compress_selected_keys": tied}).cuda()
-        turns = turns_of(layer.rotary, x, None, layer.config)
+        rope = rope_cache(layer.rotary, x, None, layer.config)
         for _ in range(2):  # the second time nothing is set up
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_stats()["requested_bytes.all.current"]
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                parts = projection.one_product(layer, x, None, turns)
+                parts = layer.fused_inputs(x, None, rope)
             after = torch.cuda.memory_stats()
             kept[tied] = after["requested_bytes.all.current"] - before
             most[tied] = after["requested_bytes.all.peak"] - before

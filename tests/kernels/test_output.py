@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 pytest.importorskip("triton")
 
 import tercet
-from tercet.model.attention import NativeSparseAttention
+from tercet.model.nsa import NativeSparseAttention
 
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 TOKENS = 40

@@ -118,7 +118,7 @@ def test_the_default_config_hands_over_in_the_middle_of_every_block():
 
 
 def test_a_long_chunk_worked_on_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tercet.model.cached._CHUNK_NUMBERS", 2000)
+    monkeypatch.setattr("tercet.model.decode._CHUNK_NUMBERS", 2000)
     for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
         layer = make(kind=kind)
         x = torch.randn(2, 45, 12, dtype=torch.float64)

@@ -16,9 +16,9 @@ from oracle import causal_attention, rope
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, Span
 from tercet.model import dense
-from tercet.model.attention import DenseAttention, turns_of
 from tercet.model.config import NSA_ONLY
-from tercet.model.dense import dense_route
+from tercet.model.dense import DenseAttention, dense_route
+from tercet.model.rope import rope_cache
 from tercet.model.stats import AttentionStats
 
 CFG = config()
@@ -399,8 +399,8 @@ def test_turns_made_for_all_layers_are_those_that_a_layer_makes():
     for bounds in (None, cu((11, 18))):
         packing = None if bounds is None else Packing(bounds, 29, 29 // CFG.compress_stride, CFG)
         for layer in (make(), DenseAttention(12, 4, 2, 4).double()):
-            turns = turns_of(layer.rotary, x, packing, CFG)
-            torch.testing.assert_close(layer(x, packing, turns=turns), layer(x, packing), rtol=0, atol=0)
+            rope = rope_cache(layer.rotary, x, packing, CFG)
+            torch.testing.assert_close(layer(x, packing, rope=rope), layer(x, packing), rtol=0, atol=0)
 
 
 def test_dense_attention_takes_what_only_sparse_attention_reads_and_refuses_what_nobody_knows():

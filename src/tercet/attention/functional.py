@@ -82,8 +82,8 @@ def nsa_attention(
     backend       "auto", "reference" or "triton"; one that cannot run raises an error that says why
     return_aux    return (out, AttentionAux): also the selected blocks and the backend of each branch
     branches      omit branches for ablations; blocks are still selected from the compressed probabilities
-    block_indices int32 [B, T, G, n]: read these blocks instead of selecting. Per query ascending, each once, padded with
-                  -1 at the end; blocks after the query's own are not read
+    block_indices int32 [B, T, G, n]: read these blocks instead of selecting; per query ascending, each once, padded
+                  with -1 at the end; blocks after the query's own are not read
     validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
                   block_indices, which the kernels rely on
     packing       the Packing of cu_seqlens, if the caller already has it

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.bench.decode_model import model_rows
 from tercet.errors import UsageError
-from tercet.model.attention import NativeSparseAttention
+from tercet.model.nsa import NativeSparseAttention
 
 HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
 _ROUND_BYTES = 256 << 20  # read by one round over all caches: several times the L2
@@ -147,7 +147,7 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
         for store in cache._stores.values():
             store.normal_()
         cache.lengths.fill_(context - _MARGIN)
-        cache.host = type(cache.host)((context - _MARGIN,) * batch)
+        cache.host_lengths = type(cache.host_lengths)((context - _MARGIN,) * batch)
 
     def normal(size: int) -> Tensor:
         return torch.randn(copies, batch, 1, size, device="cuda", dtype=torch.bfloat16)
@@ -176,8 +176,8 @@ def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
     from tercet.model.decode import phi_weights
 
     layer, cache = made.layer, made.caches[i]
-    arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
-    held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
+    arrived = cache.arrival_counters(decode.arrivals(cache.batch, layer.kv_heads))
+    held = decode.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived)
     heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
     phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))
 
@@ -186,7 +186,7 @@ def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
             made.q[i], made.kv[i], made.gates[i], held, None, layer.config, heads, branches=BRANCHES, shared=False,
             softmax_gate=False, norms=None, phi=phi,
         )  # fmt: skip
-        cache.read_in_parts(read)
+        cache.set_partial_reads(read)
 
     return step
 
@@ -195,7 +195,7 @@ def _dense(made: _Caches, i: int) -> Callable[[], Any]:
     from tercet.attention.kernels import decode
 
     layer, cache = made.layer, made.caches[i]
-    held = decode.Held(cache.lengths, cache.turns(), cache.room, selected=cache.selected())
+    held = decode.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.selected())
     heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
     return lambda: decode.dense_step(made.q[i], made.dense_kv[i], held, None, heads, norms=None)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.dense import DenseAttention
+from tercet.model.nsa import NativeSparseAttention
 
 # Allowed ‖Δ‖/‖reference‖ of the output
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tercet.model.decode import why_not
+from tercet.model.decode import why_not_token_kernels
 from tercet.model.transformer import Transformer
 
 PREFILL_CHUNK = 8192
@@ -106,7 +106,7 @@ class CachedDecoder:
         self._tokens.copy_(tokens)
         self._active.copy_(active)
         for cache in self.cache:
-            cache.replayed()
+            cache.count_replay()
         self._graph.replay()
         return self._out
 
@@ -126,11 +126,10 @@ class CachedDecoder:
     def _why_not_kernels(self) -> str | None:
         if self._device.type != "cuda":
             return f"the model is on {self._device.type}"
-        x = torch.empty(self.batch, 1, self.model.config.dim, device=self._device)
         for layer, cache in zip(self.model.attention_layers(), self.cache, strict=True):
             if getattr(layer, "backend", "auto") == "reference":
                 return "model.backend=reference was requested"
-            if (reason := why_not(layer, x, cache)) is not None:
+            if (reason := why_not_token_kernels(layer, cache)) is not None:
                 return reason
         return None
 
@@ -138,7 +137,7 @@ class CachedDecoder:
     def _capture(self) -> None:
         self._tokens = torch.zeros(self.batch, dtype=torch.int64, device=self._device)
         self._active = torch.zeros(self.batch, dtype=torch.int32, device=self._device)
-        before = [cache.host for cache in self.cache]
+        before = [cache.host_lengths for cache in self.cache]
         # Warm up on a side stream: compiles kernels, allocates workspaces. No row is active, so caches stay unchanged.
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
@@ -154,7 +153,7 @@ class CachedDecoder:
 
     def _restore(self, before: list) -> None:
         for cache, host in zip(self.cache, before, strict=True):
-            cache.host = host
+            cache.host_lengths = host
 
 
 class UncachedDecoder:

@@ -13,7 +13,7 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
-from tercet.model.attention import NativeSparseAttention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
 

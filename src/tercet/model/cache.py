@@ -1,112 +1,410 @@
-"""What a layer keeps of the tokens it has seen, so that the next ones can be read alone.
+"""KV caches of both attention layers. Axes: [B, slot, G, D].
 
-Native Sparse Attention keeps four things per row: keys and values of all tokens for the selected branch; a ring of the
-last w for the window; all compressed tokens; and a ring of the last l raw tokens, from which the next compressed token
-is made when its last raw token arrives. What no branch of the layer would read is not kept: without the selected branch
-there is no store of all tokens, and with shared_kv the window is the end of that store. Rows may differ in length.
-Axes: [B, slot, G, D].
+An NSACache holds, per row: keys and values of all tokens, for the selected branch; a ring of the last w tokens, for the
+window; all compressed tokens; and a ring of the last l raw tokens, from which the next compressed token is computed
+when its last raw token arrives. It skips what no branch of the layer reads: without the selected branch it does not
+store all tokens, and with shared_kv the window is the end of that store. Rows may differ in length.
+
+Every store has one extra slot at the end, to which writes of padding are redirected.
+
+Lengths exist twice: on the device, where kernels read and update them, and on the host, which must know when capacity
+runs out. If a step's rows are given by a device tensor, the host only keeps an upper bound; it reads the lengths back
+when it needs them.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
-from tercet.model.cache_rows import Cache, Step
+
+_GROWTH = 1.5
+
+
+@dataclass
+class NewTokens:
+    """C new tokens for each row of the batch; the first `counts` of them are real."""
+
+    start: Tensor  # int64 [B]: tokens in the cache before
+    counts: Tensor  # int64 [B]
+    positions: Tensor  # int64 [B, C]
+    longest: int  # length of the longest row afterwards
+    fresh: bool  # the cache was empty
+    padded: bool  # some row has fewer than C real tokens
+    aligned: bool  # all rows had the same length before
+    emitted: int = 0  # most compressed tokens that any row completes
+    window_k: Tensor | None = None  # [B, w-1 + C, G, Dk]: the window ring in order, then the new tokens
+    window_v: Tensor | None = None
+
+    @property
+    def real(self) -> Tensor:
+        """[B, C]: which tokens are not padding."""
+        return torch.arange(self.positions.shape[1], device=self.counts.device) < self.counts[:, None]
+
+    @property
+    def first(self) -> int | None:
+        """Position of the first new token in all rows; None if rows differ or are padded."""
+        return self.longest - self.positions.shape[1] if self.aligned and not self.padded else None
+
+    def zero_padding(self, x: Tensor) -> Tensor:
+        """x with its padding set to zero: it may hold NaN, and 0 · NaN is NaN behind every mask."""
+        return torch.where(self.real[..., None], x, 0) if self.padded else x
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """Row lengths as the host knows them: exact, or upper bounds."""
+
+    tokens: tuple[int, ...]
+    exact: bool = True
+
+
+class Cache:
+    """Lengths, capacity and checks of both caches.
+
+    key: the settings of the layer that the cache belongs to (`AttentionLayer.cache_key`)
+    """
+
+    def __init__(
+        self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1")
+        if max_len is not None and max_len < 1:
+            raise ValueError(f"max_len={max_len} must be at least 1, or None for a cache that grows")
+        self.key, self.batch, self.max_len, self.device, self.dtype = key, batch, max_len, device, dtype
+        self._stores: dict[str, Tensor] = {}
+        self.capacity = 0
+        """Tokens per row that the stores have room for."""
+        self.host_lengths = HostLengths((0,) * batch)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._reads: Tensor | None = None
+        self._read_parts: Tensor | None = None
+        self._rope_frequencies: Tensor | None = None
+        self._arrival_counters: Tensor | None = None
+        if max_len is not None:
+            self._reserve(max_len)
+
+    # ------------------------------------------------------------ what the last call read
+
+    @property
+    def reads(self) -> Tensor | None:
+        """int64 [B, C, G]: keys that each query of the last call read, counted from what was gathered and not masked.
+
+        None if nothing was counted: after prefill, after a chunk on the whole-sequence kernels, after `take_rows` and
+        `put_row`. PyTorch's dense kernel does not count: every key up to the query is reported.
+        """
+        return self._reads if self._read_parts is None else self._read_parts.sum(-1)[:, None]
+
+    @reads.setter
+    def reads(self, reads: Tensor | None) -> None:
+        self._reads, self._read_parts = reads, None
+
+    def set_partial_reads(self, parts: Tensor) -> None:
+        """Keys read by each program of a decode kernel, int32 [B, G, parts]; summed only when `reads` is accessed."""
+        self._reads, self._read_parts = None, parts
+
+    # ------------------------------------------------------------ for the decode kernels
+
+    def rope_frequencies(self) -> Tensor:
+        """fp64 [Dk/2]: full rotations per position of each pair."""
+        if self._rope_frequencies is None:
+            size = self.key["head_dim"]
+            exponent = torch.arange(0, size, 2, device=self.device, dtype=torch.float64) / size
+            self._rope_frequencies = self.key["theta"] ** -exponent / (self.key["scaling"] * 2 * math.pi)
+        return self._rope_frequencies
+
+    def arrival_counters(self, size: int) -> Tensor:
+        """int32 [size]: counters with which the programs of a decode kernel synchronise; 0 between steps."""
+        if self._arrival_counters is None:
+            self._arrival_counters = torch.zeros(size, dtype=torch.int32, device=self.device)
+        return self._arrival_counters
+
+    # ------------------------------------------------------------ rows
+
+    def nbytes(self) -> int:
+        """Bytes of everything stored."""
+        stored = [*self._stores.values(), self._rope_frequencies, self._arrival_counters]
+        return sum(store.numel() * store.element_size() for store in stored if store is not None)
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order; repeats are allowed (beam search, shrinking batches)."""
+        known = self.known_lengths()
+        self._stores = {name: store[rows] for name, store in self._stores.items()}
+        self.host_lengths = HostLengths(tuple(known[row] for row in rows.tolist()))
+        self.lengths, self.batch, self.reads = self.lengths[rows], len(self.host_lengths.tokens), None
+        self._arrival_counters = None
+
+    def put_row(self, row: int, other: Cache) -> None:
+        """Copy `other`, a cache of one row of the same layer, into this row."""
+        self._check_key(other.key)
+        if other.batch != 1:
+            raise ValueError(f"the other cache has batch {other.batch}: put_row takes a cache of batch 1")
+        held = max(other.known_lengths())
+        self._check_capacity(held)
+        self._reserve(held)
+        for name, store in self._stores.items():
+            slots = min(store.shape[1], other._stores[name].shape[1]) - 1
+            store[row, :slots] = other._stores[name][0, :slots]
+        self.lengths[row] = other.lengths[0]
+        tokens = list(self.host_lengths.tokens)
+        tokens[row] = other.host_lengths.tokens[0]
+        self.host_lengths = HostLengths(tuple(tokens), self.host_lengths.exact)
+        self.reads = None
+
+    def known_lengths(self) -> list[int]:
+        """Exact row lengths; reads them back from the device if the host only has bounds."""
+        if not self.host_lengths.exact:
+            self.host_lengths = HostLengths(tuple(self.lengths.tolist()))
+        return list(self.host_lengths.tokens)
+
+    # ------------------------------------------------------------ new tokens
+
+    def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> NewTokens:
+        """Check that x can follow the cached tokens, reserve slots for it, and return its positions."""
+        self.check(key, x)
+        batch, width = x.shape[:2]
+        counts = self._counts(lengths, width)
+        before = self.known_lengths()
+        after = [a + b for a, b in zip(before, counts, strict=True)]
+        self._check_capacity(max(after))
+        # a copy: self.lengths is updated in place, because CUDA graphs refer to it
+        start = self.lengths.clone()
+        new = NewTokens(
+            start=start,
+            # copied from the host only if rows differ: a copy to a device waits for it
+            counts=torch.full((batch,), width, device=self.device)
+            if lengths is None
+            else torch.tensor(counts, device=self.device),
+            # padding may reach past the longest row: clamp it to the stores
+            positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
+            longest=max(after),
+            fresh=not any(before),
+            padded=min(counts) < width,
+            aligned=min(before) == max(before),
+        )
+        new.emitted = self._count_emitted(before, after)
+        self._reserve(max(after))
+        self.host_lengths = HostLengths(tuple(after))
+        self.lengths += new.counts
+        return new
+
+    def begin_token(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> Tensor | None:
+        """Check that one token per row can follow. Returns which rows get one, int32 [B]; None for all.
+
+        `lengths` on a device are not read back: the host then keeps bounds. The decode kernels update `self.lengths`.
+        """
+        self.check(key, x)
+        exact = self.host_lengths.exact
+        counts, device_counts = [1] * self.batch, None
+        if lengths is not None and lengths.device.type != "cpu":
+            if lengths.shape != (self.batch,):
+                raise ValueError(f"lengths has shape {list(lengths.shape)}: expected [{self.batch}]")
+            exact, device_counts = False, lengths.to(device=self.device, dtype=torch.int32)
+        elif lengths is not None:
+            counts = self._counts(lengths, 1)
+            device_counts = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        after = [a + b for a, b in zip(self.host_lengths.tokens, counts, strict=True)]
+        if self.max_len is not None and max(after) > self.max_len and not exact:
+            # the bound exceeds max_len: read the exact lengths before raising
+            counts = counts if lengths is None else self._counts(lengths, 1)
+            after, exact = [a + b for a, b in zip(self.known_lengths(), counts, strict=True)], True
+        self._check_capacity(max(after))
+        self._reserve(max(after))
+        self.host_lengths = HostLengths(tuple(after), exact)
+        return device_counts
+
+    def count_replay(self) -> None:
+        """Update the host's bounds before a captured CUDA graph of a step is replayed."""
+        if self.max_len is not None and max(self.host_lengths.tokens) >= self.max_len:
+            self.known_lengths()
+        bounds = tuple(tokens + 1 for tokens in self.host_lengths.tokens)
+        self._check_capacity(max(bounds))
+        self.host_lengths = HostLengths(bounds, exact=False)
+
+    def check(self, key: dict[str, Any], x: Tensor) -> None:
+        """Raise if x cannot follow the cached tokens, whatever its length."""
+        self._check_key(key)
+        batch, width = x.shape[:2]
+        if batch != self.batch:
+            raise ValueError(f"x has batch {batch} and the cache was made for batch {self.batch}")
+        if x.device != self.device:
+            raise ValueError(f"x is on {x.device} and the cache on {self.device}: move both to one device")
+        if width == 0:
+            raise ValueError(f"x has shape {list(x.shape)}: expected at least one token")
+
+    def _check_key(self, key: dict[str, Any]) -> None:
+        if key != self.key:
+            theirs = ", ".join(f"{name}={self.key.get(name)!r}" for name in key if key[name] != self.key.get(name))
+            ours = ", ".join(f"{name}={key[name]!r}" for name in key if key[name] != self.key.get(name))
+            raise ValueError(f"the cache was made for {theirs} and the layer has {ours}: create it with make_cache()")
+
+    def _counts(self, lengths: Tensor | None, width: int) -> list[int]:
+        counts = [width] * self.batch if lengths is None else torch.as_tensor(lengths).tolist()
+        if len(counts) != self.batch or any(not 0 <= count <= width for count in counts) or not any(counts):
+            raise ValueError(
+                f"lengths={counts}: expected {self.batch} numbers from 0 to {width}, the tokens of x, not all 0"
+            )
+        return counts
+
+    def _count_emitted(self, before: list[int], after: list[int]) -> int:
+        """Most compressed tokens that any row completes as it grows from `before` to `after` tokens."""
+        return 0
+
+    # ------------------------------------------------------------ capacity and stores
+
+    def _check_capacity(self, tokens: int) -> None:
+        if self.max_len is not None and tokens > self.max_len:
+            raise ValueError(
+                f"the cache holds max_len={self.max_len} tokens but needs {tokens}: "
+                "create a longer one, or one that grows (max_len=None)"
+            )
+
+    def capacity_for(self, tokens: int) -> int:
+        """The capacity after reserving this many tokens per row."""
+        if tokens <= self.capacity:
+            return self.capacity
+        if self.max_len is not None:
+            return self.max_len
+        return max(tokens, self._limit_growth(tokens, int(self.capacity * _GROWTH)))
+
+    def _limit_growth(self, tokens: int, capacity: int) -> int:
+        """The capacity to grow to when `tokens` are needed and `capacity` is proposed."""
+        return capacity
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens <= self.capacity:
+            return
+        self.capacity = self.capacity_for(tokens)
+        for name, (groups, size, slots) in self._store_shapes(self.capacity).items():
+            self._stores[name] = self._allocate(self._stores.get(name), groups, size, slots)
+
+    def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        """Stores that grow with the rows: name -> (KV heads, size, slots)."""
+        raise NotImplementedError
+
+    def _allocate(self, store: Tensor | None, groups: int, size: int, slots: int) -> Tensor:
+        """A store of `slots` slots and the extra one, with the contents of the old store."""
+        # zeros: an unwritten slot must be finite where a mask multiplies it by 0
+        grown = torch.zeros(self.batch, slots + 1, groups, size, dtype=self.dtype, device=self.device)
+        if store is not None:
+            held = store.shape[1] - 1
+            grown[:, :held] = store[:, :held]
+        return grown
+
+    def _append(self, name: str, value: Tensor, new: NewTokens) -> None:
+        """Write token t to slot t."""
+        store = self._stores[name]
+        if new.first is None:
+            self._scatter(store, torch.where(new.real, new.positions, store.shape[1] - 1), value)
+        else:
+            # a slice where possible: indexed writes take seven launches
+            store[:, new.first : new.longest] = value
+
+    def _scatter(self, store: Tensor, slot: Tensor, value: Tensor) -> None:
+        """slot: [B, C]; the last slot takes what is not kept."""
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        store[row, slot] = value.to(store.dtype)
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of a store; None if it is not kept."""
+        return (self._stores[f"k_{name}"], self._stores[f"v_{name}"]) if f"k_{name}" in self._stores else None
+
+
+class DenseCache(Cache):
+    """The cache of one DenseAttention layer: keys and values of all tokens."""
+
+    def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        groups = self.key["kv_heads"]
+        return {"k": (groups, self.key["head_dim"], tokens), "v": (groups, self.key["value_dim"], tokens)}
+
+    def append(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        self._append("k", k, new)
+        self._append("v", v, new)
+
+    def all(self, new: NewTokens) -> tuple[Tensor, Tensor]:
+        return self._stores["k"][:, : new.longest], self._stores["v"][:, : new.longest]
+
+    def stores(self) -> tuple[Tensor, Tensor]:
+        return self._stores["k"], self._stores["v"]
 
 
 class NSACache(Cache):
-    """The cache of one NativeSparseAttention layer. Made by `layer.make_cache`."""
+    """The cache of one NativeSparseAttention layer, created by `layer.make_cache`."""
 
     def __init__(
         self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.config: NSAConfig = key["config"]
         branches = key["branches"]
-        self.keeps_all = "selected" in branches
-        self.keeps_ring = "window" in branches and not (key["shared_kv"] and self.keeps_all)
+        self.keeps_tokens = "selected" in branches
+        self.keeps_window = "window" in branches and not (key["shared_kv"] and self.keeps_tokens)
         self.compresses = "compressed" in branches or "selected" in branches
         self.block_indices: Tensor | None = None
-        """int32 [B, G, n]: what the last decode step on the kernels selected."""
+        """int32 [B, G, n]: blocks selected by the last step on the decode kernels."""
         super().__init__(key, batch, max_len, device, dtype)
         for kind, size in (("k", key["head_dim"]), ("v", key["value_dim"])):
             if self.compresses:
-                self._stores[f"{kind}_tail"] = self._grown(None, key["kv_heads"], size, self.config.compress_block)
-            if self.keeps_ring:
-                self._stores[f"{kind}_window"] = self._grown(None, key["kv_heads"], size, self.config.window)
-
-    def _spared(self, tokens: int, room: int) -> int:
-        # room that nobody fills yet must not take a step from the decode kernels
-        most = MOST_DECODED_BLOCKS * self.config.select_block
-        return min(room, most) if tokens <= most else room
-
-    def _sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
-        sizes = {}
-        for kind, size in (("k", self.key["head_dim"]), ("v", self.key["value_dim"])):
-            if self.keeps_all:
-                sizes[f"{kind}_selected"] = self.key["kv_heads"], size, tokens
-            if self.compresses:
-                sizes[f"{kind}_compressed"] = self.key["kv_heads"], size, self.config.num_compressed(tokens)
-        return sizes
-
-    def _plan(self, step: Step, before: list[int], after: list[int]) -> None:
-        count = self.config.num_compressed
-        step.emitted = max(count(b) - count(a) for a, b in zip(before, after, strict=True))
+                self._stores[f"{kind}_tail"] = self._allocate(None, key["kv_heads"], size, self.config.compress_block)
+            if self.keeps_window:
+                self._stores[f"{kind}_window"] = self._allocate(None, key["kv_heads"], size, self.config.window)
 
     def append(
-        self, step: Step, raw_k: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor]
+        self, new: NewTokens, raw_k: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Keep the new tokens. Returns (index [B, E], raw keys, raw values [B, E, l, G, D]) of the compressed tokens
-        that are now complete, E for the row that completes most; None where no row does, and for a first prefill."""
+        """Store the new tokens. Returns (index [B, E], raw keys, raw values [B, E, l, G, D]) of the compressed tokens
+        that are now complete, E for the row that completes most; None if there are none, and in a first prefill."""
         self.block_indices = None
-        if "window" in self.key["branches"] and not step.fresh:
-            step.window_k = self._window_context("k", keys["window"], step)
-            step.window_v = self._window_context("v", values["window"], step)
-        if self.keeps_all:
-            self._keep("k_selected", keys["selected"], step)
-            self._keep("v_selected", values["selected"], step)
-        if self.keeps_ring:
-            self._turn_ring("k_window", keys["window"], step)
-            self._turn_ring("v_window", values["window"], step)
+        if "window" in self.key["branches"] and not new.fresh:
+            new.window_k = self._window_context("k", keys["window"], new)
+            new.window_v = self._window_context("v", values["window"], new)
+        if self.keeps_tokens:
+            self._append("k_selected", keys["selected"], new)
+            self._append("v_selected", values["selected"], new)
+        if self.keeps_window:
+            self._append_ring("k_window", keys["window"], new)
+            self._append_ring("v_window", values["window"], new)
         if not self.compresses:
             return None
         l, d = self.config.compress_block, self.config.compress_stride
-        none = step.emitted == 0 or step.fresh  # a first prefill compresses its whole sequence at once
-        if not none:
-            k = self._before("k_tail", l, step, raw_k)
-            v = self._before("v_tail", l, step, values["compressed"])
-        self._turn_ring("k_tail", raw_k, step)
-        self._turn_ring("v_tail", values["compressed"], step)
-        if none:
+        nothing = new.emitted == 0 or new.fresh  # a first prefill compresses its whole sequence at once
+        if not nothing:
+            k = self._with_history("k_tail", l, new, raw_k)
+            v = self._with_history("v_tail", l, new, values["compressed"])
+        self._append_ring("k_tail", raw_k, new)
+        self._append_ring("v_tail", values["compressed"], new)
+        if nothing:
             return None
-        index = self._first_new(step)[:, None] + torch.arange(step.emitted, device=self.device)
-        first = index * d - (step.start[:, None] - (l - 1))
-        # a row that completes fewer reads within its bounds, and what comes of it is written to the last slot
+        index = self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
+        first = index * d - (new.start[:, None] - (l - 1))
+        # rows that complete fewer read clamped tokens, and their result goes to the extra slot
         token = (first[..., None] + torch.arange(l, device=self.device)).clamp(0, k.shape[1] - 1)
         row = torch.arange(self.batch, device=self.device)[:, None, None]
         return index, k[row, token].to(raw_k.dtype), v[row, token].to(raw_k.dtype)
 
-    def append_compressed(self, step: Step, k: Tensor, v: Tensor) -> None:
-        """Keep the compressed tokens that this step completed. k, v: [B, E, G, D]"""
+    def append_compressed(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Store the compressed tokens that these new tokens completed. k, v: [B, E, G, D]"""
         if not self.compresses:
             return
-        if step.begin is not None:
-            first = self.config.num_compressed(step.begin)
+        if new.first is not None:
+            first = self.config.num_compressed(new.first)
             for name, value in (("k_compressed", k), ("v_compressed", v)):
                 self._stores[name][:, first : first + value.shape[1]] = value
             return
-        index = self._first_new(step)[:, None] + torch.arange(k.shape[1], device=self.device)
-        complete = index < self._visible(step.start + step.counts)[:, None]
+        index = self._num_compressed(new.start)[:, None] + torch.arange(k.shape[1], device=self.device)
+        complete = index < self._num_compressed(new.start + new.counts)[:, None]
         for name, value in (("k_compressed", k), ("v_compressed", v)):
             store = self._stores[name]
-            self._write(store, torch.where(complete, index, store.shape[1] - 1), value)
+            self._scatter(store, torch.where(complete, index, store.shape[1] - 1), value)
 
-    def compressed(self, step: Step) -> tuple[Tensor, Tensor] | None:
-        """Compressed keys and values that any row of this step can see; None before the first is complete."""
-        count = self.config.num_compressed(step.longest)
+    def compressed(self, new: NewTokens) -> tuple[Tensor, Tensor] | None:
+        """Compressed keys and values that any of the new tokens can see; None before the first is complete."""
+        count = self.config.num_compressed(new.longest)
         if count == 0:
             return None
         return self._stores["k_compressed"][:, :count], self._stores["v_compressed"][:, :count]
@@ -115,63 +413,60 @@ class NSACache(Cache):
         return self._stores["k_selected"], self._stores["v_selected"]
 
     def stores(self) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Keys and values of every kind; None where a kind is not kept."""
+        """Keys and values of every kind; None for kinds that are not kept."""
         names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
         return {kind: self._pair(name) for kind, name in names.items()}
 
-    def _visible(self, length: Tensor) -> Tensor:
+    def _limit_growth(self, tokens: int, capacity: int) -> int:
+        # spare capacity must not push a row that still fits past the limit of the decode kernels
+        most = MOST_DECODED_BLOCKS * self.config.select_block
+        return min(capacity, most) if tokens <= most else capacity
+
+    def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        shapes = {}
+        for kind, size in (("k", self.key["head_dim"]), ("v", self.key["value_dim"])):
+            if self.keeps_tokens:
+                shapes[f"{kind}_selected"] = self.key["kv_heads"], size, tokens
+            if self.compresses:
+                shapes[f"{kind}_compressed"] = self.key["kv_heads"], size, self.config.num_compressed(tokens)
+        return shapes
+
+    def _count_emitted(self, before: list[int], after: list[int]) -> int:
+        count = self.config.num_compressed
+        return max(count(b) - count(a) for a, b in zip(before, after, strict=True))
+
+    def _num_compressed(self, length: Tensor) -> Tensor:
         """config.num_compressed of each row's length."""
         l, d = self.config.compress_block, self.config.compress_stride
         return ((length - l).div(d, rounding_mode="floor") + 1).clamp(min=0)
 
-    def _first_new(self, step: Step) -> Tensor:
-        return self._visible(step.start)
-
-    def _window_context(self, kind: str, value: Tensor, step: Step) -> Tensor:
+    def _window_context(self, kind: str, value: Tensor, new: NewTokens) -> Tensor:
         """The last w-1 tokens before the new ones, in order, followed by the new ones."""
-        if self.keeps_ring:
-            return self._before(f"{kind}_window", self.config.window, step, value)
-        past = step.start[:, None] + torch.arange(1 - self.config.window, 0, device=self.device)
+        if self.keeps_window:
+            return self._with_history(f"{kind}_window", self.config.window, new, value)
+        past = new.start[:, None] + torch.arange(1 - self.config.window, 0, device=self.device)
         row = torch.arange(self.batch, device=self.device)[:, None]
         store = self._stores[f"{kind}_selected"]
         return torch.cat((store[row, past.clamp(min=0)], value.to(store.dtype)), dim=1)
 
-    def _before(self, name: str, size: int, step: Step, value: Tensor) -> Tensor:
+    def _with_history(self, name: str, size: int, new: NewTokens, value: Tensor) -> Tensor:
         """The last size-1 tokens of a ring, in order, followed by the new ones."""
         ring = self._stores[name]
         row = torch.arange(self.batch, device=self.device)[:, None]
-        past = (step.start[:, None] + torch.arange(1 - size, 0, device=self.device)) % size
+        past = (new.start[:, None] + torch.arange(1 - size, 0, device=self.device)) % size
         return torch.cat((ring[row, past], value.to(ring.dtype)), dim=1)
 
-    def _turn_ring(self, name: str, value: Tensor, step: Step) -> None:
-        """Token t stands in slot t mod size: those of the new ones stay that are the newest."""
+    def _append_ring(self, name: str, value: Tensor, new: NewTokens) -> None:
+        """Write token t to slot t mod size; of the new tokens, only the newest `size` are kept."""
         ring = self._stores[name]
         size = ring.shape[1] - 1
-        if step.begin is not None:
+        if new.first is not None:
             value = value[:, -size:]
-            slot = (step.longest - value.shape[1]) % size
-            before_end = value[:, : size - slot]
-            ring[:, slot : slot + before_end.shape[1]] = before_end
-            if before_end.shape[1] < value.shape[1]:
-                ring[:, : value.shape[1] - before_end.shape[1]] = value[:, size - slot :]
+            slot = (new.longest - value.shape[1]) % size
+            before_wrap = value[:, : size - slot]
+            ring[:, slot : slot + before_wrap.shape[1]] = before_wrap
+            if before_wrap.shape[1] < value.shape[1]:
+                ring[:, : value.shape[1] - before_wrap.shape[1]] = value[:, size - slot :]
             return
-        newest = step.real & (step.positions >= (step.start + step.counts)[:, None] - size)
-        self._write(ring, torch.where(newest, step.positions % size, size), value)
-
-
-class DenseCache(Cache):
-    """The cache of one DenseAttention layer: keys and values of all tokens."""
-
-    def _sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
-        groups = self.key["kv_heads"]
-        return {"k": (groups, self.key["head_dim"], tokens), "v": (groups, self.key["value_dim"], tokens)}
-
-    def append(self, step: Step, k: Tensor, v: Tensor) -> None:
-        self._keep("k", k, step)
-        self._keep("v", v, step)
-
-    def all(self, step: Step) -> tuple[Tensor, Tensor]:
-        return self._stores["k"][:, : step.longest], self._stores["v"][:, : step.longest]
-
-    def stores(self) -> tuple[Tensor, Tensor]:
-        return self._stores["k"], self._stores["v"]
+        newest = new.real & (new.positions >= (new.start + new.counts)[:, None] - size)
+        self._scatter(ring, torch.where(newest, new.positions % size, size), value)

@@ -1,4 +1,4 @@
-"""φ (Eq. 7): the l tokens of a block become one compressed token. blocks: [B, Tc, l, G, D] -> [B, Tc, G, D]"""
+"""Compression φ (Eq. 7): the l tokens of a block become one compressed token. [B, Tc, l, G, D] -> [B, Tc, G, D]"""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, RowMap
-from tercet.model.plain import are_plain
+from tercet.model.layer import are_plain
 
 KINDS = ("mlp", "mean")
 
 
 class Compression(nn.Module):
-    """ "mean", or "mlp": the mean plus a learnt correction from all l tokens and their places in the block.
+    """φ = "mean", or "mlp": the mean plus a learned correction from all l tokens and their positions in the block.
 
-    The correction's last layer starts at zero, so that "mlp" equals the mean at initialisation. A free-standing MLP
-    would start as noise, and the first thousands of selections would be made by it.
+    The last layer of the correction starts at zero, so "mlp" equals the mean at initialisation. A plain MLP would start
+    as noise, and the first thousands of selections would follow that noise.
     """
 
     def __init__(self, kind: str, size: int, config: NSAConfig) -> None:
@@ -53,14 +53,15 @@ class Compression(nn.Module):
             return self.phi(compression_blocks(x, self.config, packing))
         if packing is None:
             return self._phi_of_chunks(x[:, : x.shape[1] // stride * stride].unflatten(1, (-1, stride)))
-        chunks = _rearranged(x[0], packing.tokens_to_chunks).unflatten(0, (-1, stride))[None]
-        return _rearranged(self._phi_of_chunks(chunks)[0], packing.chunks_to_compressed)[None]
+        chunks = _move_rows(x[0], packing.tokens_to_chunks).unflatten(0, (-1, stride))[None]
+        return _move_rows(self._phi_of_chunks(chunks)[0], packing.chunks_to_compressed)[None]
 
     def is_plain(self) -> bool:
-        """Whether its weights say all: chunks are multiplied with these, blocks are handed to the layers."""
+        """Whether φ is fully described by its weights, so that they may be multiplied without calling its layers."""
         return self.kind == "mean" or are_plain(self.up, self.down)
 
     def phi(self, blocks: Tensor) -> Tensor:
+        """blocks: [B, Tc, l, G, D] -> [B, Tc, G, D]"""
         mean = blocks.mean(2)
         if self.kind == "mean":
             return mean
@@ -69,43 +70,44 @@ class Compression(nn.Module):
         return mean + correction.to(mean.dtype)
 
     def _phi_of_chunks(self, chunks: Tensor) -> Tensor:
-        """The same for every l/d chunks that lie one after another. [B, S, d, G, D] -> [B, S - l/d + 1, G, D]
+        """φ of every l/d consecutive chunks. [B, S, d, G, D] -> [B, S - l/d + 1, G, D]
 
-        A chunk is in l/d blocks. Laid out block by block it would be written l/d times, kept for the backward pass so,
-        and its gradient gathered by an index_put that sorts; here each chunk is multiplied once with the weights of
-        all the places that it can have in a block, and the products are added.
+        Each chunk is part of l/d blocks. Laying out blocks would write and save it l/d times, and gather its gradient
+        with a sorting index_put. Instead, each chunk is multiplied once by the weights of all its places in a block,
+        and the products are summed.
         """
         l, d = self.config.compress_block, self.config.compress_stride
         places, count = l // d, chunks.shape[1] - l // d + 1
-        wide = torch.promote_types(chunks.dtype, torch.float32)
-        sums = chunks.sum(2, dtype=wide)
-        mean = (_added([sums[:, j : j + count] for j in range(places)]) / l).to(chunks.dtype)
+        sums = chunks.sum(2, dtype=torch.promote_types(chunks.dtype, torch.float32))
+        mean = (_sum([sums[:, j : j + count] for j in range(places)]) / l).to(chunks.dtype)
         if self.kind == "mean":
             return mean
         weight = self.up.weight.unflatten(1, (places, -1)).transpose(0, 1).flatten(0, 1)
         products = F.linear(chunks.transpose(2, 3).flatten(3), weight).unflatten(-1, (places, -1))
-        hidden = _added([products[:, j : j + count, :, j] for j in range(places)])
-        # W(x + position) = Wx + W·position: a vector, instead of an addition to every token
+        hidden = _sum([products[:, j : j + count, :, j] for j in range(places)])
+        # W(x + position) = Wx + W·position: one vector instead of an addition to every token
         bias = self.up.bias + (self.up.weight * self.position.flatten()).sum(1)
         correction = self.down(F.gelu(hidden + bias))
         return mean + correction.to(mean.dtype)
 
 
-def compress_both(chunks: Tensor, k: Compression, v: Compression, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """k(keys), v(values), whose chunks lie one after the other: [2, B, S, G, d, D] -> two of [B, Tc, G, D].
+def compress_keys_and_values(
+    chunks: Tensor, k: Compression, v: Compression, packing: Packing | None
+) -> tuple[Tensor, Tensor]:
+    """k(keys), v(values) of stacked chunks: [2, B, S, G, d, D] -> two of [B, Tc, G, D].
 
-    Both are the same arithmetic on small tensors: done at once they are half as many kernels.
+    The same arithmetic on small tensors: batching both halves the number of kernels.
     """
     l, d = k.config.compress_block, k.config.compress_stride
     places, count = l // d, chunks.shape[2] - l // d + 1
     sums = chunks.sum(4, dtype=torch.promote_types(chunks.dtype, torch.float32))
-    both = (_added([sums[:, :, j : j + count] for j in range(places)]) / l).to(chunks.dtype)
+    both = (_sum([sums[:, :, j : j + count] for j in range(places)]) / l).to(chunks.dtype)
     if k.kind == "mlp":
         ups = torch.stack((k.up.weight, v.up.weight))
         weights = ups.unflatten(2, (places, -1)).transpose(1, 2).flatten(1, 2)
         products = torch.bmm(chunks.reshape(2, -1, weights.shape[2]), weights.transpose(1, 2))
         products = products.unflatten(1, chunks.shape[1:4]).unflatten(-1, (places, -1))
-        hidden = _added([products[:, :, j : j + count, :, j] for j in range(places)])
+        hidden = _sum([products[:, :, j : j + count, :, j] for j in range(places)])
         positions = torch.stack((k.position, v.position)).flatten(1)
         bias = torch.stack((k.up.bias, v.up.bias)) + (ups * positions[:, None]).sum(2)
         active = F.gelu(hidden + bias[:, None, None, None])
@@ -114,36 +116,36 @@ def compress_both(chunks: Tensor, k: Compression, v: Compression, packing: Packi
         correction = correction + torch.stack((k.down.bias, v.down.bias))[:, None, None, None]
         both = both + correction.to(both.dtype)
     if packing is not None:
-        rows = _rearranged(both[:, 0].transpose(0, 1), packing.chunks_to_compressed)
+        rows = _move_rows(both[:, 0].transpose(0, 1), packing.chunks_to_compressed)
         both = rows.transpose(0, 1)[:, None]
     return both[0], both[1]
 
 
-def _added(parts: list[Tensor]) -> Tensor:
+def _sum(parts: list[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
 
 
-def _rearranged(x: Tensor, rearrangement: RowMap) -> Tensor:
-    result: Tensor = _Rearranged.apply(x, *rearrangement)
+def _move_rows(x: Tensor, rows: RowMap) -> Tensor:
+    result: Tensor = _MoveRows.apply(x, *rows)
     return result
 
 
-class _Rearranged(torch.autograd.Function):
-    """Rows to other places, each at most once: the gradient is a gather too, where autograd would sort and scatter."""
+class _MoveRows(torch.autograd.Function):
+    """x[source] where valid, else 0. The gradient is a gather too; autograd's own would sort and scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, is_there: Tensor, back: Tensor, is_back: Tensor) -> Tensor:
-        ctx.save_for_backward(back, is_back)
-        return _taken(x, there, is_there)
+    def forward(ctx: Any, x: Tensor, source: Tensor, valid: Tensor, inverse: Tensor, inverse_valid: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, inverse_valid)
+        return _gather(x, source, valid)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _taken(upstream[0], *ctx.saved_tensors), None, None, None, None
+        return _gather(upstream[0], *ctx.saved_tensors), None, None, None, None
 
 
-def _taken(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
-    return torch.where(real.view(-1, *(1,) * (x.dim() - 1)), x[index], 0)
+def _gather(x: Tensor, source: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid.view(-1, *(1,) * (x.dim() - 1)), x[source], 0)

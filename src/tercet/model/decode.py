@@ -1,6 +1,10 @@
-"""New tokens after a cache, on the GPU: one for each row on the decode kernels, a chunk on those of whole sequences.
+"""Attention of new tokens to a cache. Inference only; no autograd.
 
-x: [B, C, dim]; one token: [B, 1, dim] -> [B, 1, dim]
+One token per row runs on the decode kernels, a chunk of tokens on the whole-sequence kernels; anything they cannot run
+falls back to PyTorch here. Every path reads only the keys that a query may see, num_cmp + Σ|selected tokens| +
+min(w, t+1) per group, and the cache reports how many were read.
+
+Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 """
 
 from __future__ import annotations
@@ -11,46 +15,52 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.functional import NSAInputs, run_nsa
-from tercet.attention.hardware import TRITON_INSTALLED, interpreting
+from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
-from tercet.model.cache import DenseCache, NSACache
-from tercet.model.cache_rows import HostLengths, Step
+from tercet.attention.reference import block_importance, combine, compute_dtype, select
+from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens, NSACache
 from tercet.model.compression import Compression
+from tercet.model.layer import AttentionLayer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # needs Triton
     from tercet.attention.kernels.decode import CompressionWeights, Heads, Norms
-    from tercet.model.attention import DenseAttention, NativeSparseAttention
+
+# Numbers gathered or scored at once: bounds the memory of a long chunk.
+_CHUNK_NUMBERS = 1 << 24
 
 
-def why_not(layer: NativeSparseAttention | DenseAttention, x: Tensor, cache: NSACache | DenseCache) -> str | None:
-    """Why the decode kernels cannot run one token of each row; None if they can."""
+# ------------------------------------------------------------ on the kernels
+
+
+def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
+    """Why the decode kernels cannot run one token per row; None if they can."""
     if not TRITON_INSTALLED:
-        return "Triton is not installed (pip install 'tercet[kernels]')"
+        return NO_TRITON
     if cache.device.type != "cuda" and not interpreting():
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
-    if not all(
-        phi.is_plain() for phi in (getattr(layer, "compress_k", None), getattr(layer, "compress_v", None)) if phi
-    ):
-        return "φ's linear layers do more than their weights say, and the kernels read only these"
+    if not layer.phi_is_plain():
+        return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
     from tercet.attention.kernels import decode
 
-    config = getattr(layer, "config", None)
-    reason = decode.unsupported(cache.device, cache.dtype, _heads(layer), config)
-    if reason is None and config is not None:
-        # the kernels' scratch is for all the room, so it is the room that this step would make which counts
-        reason = decode.too_long(cache.room_for(max(cache.host.tokens) + 1), config)
+    reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer), layer.config)
+    if reason is None and layer.config is not None:
+        # the kernels' scratch covers the whole capacity: check the capacity that this step would allocate
+        reason = decode.too_long(cache.capacity_for(max(cache.host_lengths.tokens) + 1), layer.config)
     return reason
 
 
-def why_not_chunk(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
-    """Why the kernels of whole sequences cannot run several tokens of each row after those of a cache."""
+def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
+    """Why the whole-sequence kernels cannot run several new tokens per row; None if they can."""
     cache.check(layer.cache_key(), x)
     if not TRITON_INSTALLED:
-        return "Triton is not installed (pip install 'tercet[kernels]')"
+        return NO_TRITON
     if not cache.compresses:
-        return "the window alone is kept, and the kernels want the compressed tokens too"
+        return "only the window is cached, and the kernels also need the compressed tokens"
     if x.device.type != "cuda" and not interpreting():
         return f"x is on {x.device} and the kernels need a CUDA device"
     from tercet.attention import kernels
@@ -64,97 +74,65 @@ def why_not_chunk(layer: NativeSparseAttention, x: Tensor, cache: NSACache, leng
 
     keys, values = (like(1, layer.kv_heads, size) for size in (layer.head_dim, layer.value_dim))
     q = like(width, layer.heads, layer.head_dim, dtype)
-    reason = kernels.unsupported(q, keys, values, keys, values, keys, values, layer.config)
+    reason = kernels.unsupported(q, keys, values, keys, values, keys, values, cache.config)
     if reason is not None:
         return reason
     if len(set(cache.known_lengths())) > 1:
-        return "the rows hold unequal numbers of tokens, and the kernels want the queries of all rows in one place"
+        return "the rows hold unequal numbers of tokens, and the kernels need all rows' queries at the same positions"
     if lengths is not None and any(n != width for n in lengths.tolist()):
-        return "some rows have fewer new tokens than others, and the kernels want the queries of all rows in one place"
+        return "some rows have fewer new tokens, and the kernels need all rows' queries at the same positions"
     return None
 
 
 def nsa_chunk(
-    layer: NativeSparseAttention, q: Tensor, gates: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor],
-    cache: NSACache, step: Step,
+    q: Tensor, gates: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], cache: NSACache, new: NewTokens,
+    config: NSAConfig, branches: tuple[str, ...],
 ) -> tuple[Tensor, tuple[str, str | None]]:  # fmt: skip
-    """A chunk whose rows all begin at the same place: a stretch of the sequences that the cache now holds."""
-    start, w = step.longest - q.shape[1], layer.config.window
+    """A chunk that starts at the same position in every row: a query range of the sequences now in the cache."""
+    start, w = new.longest - q.shape[1], config.window
     first = max(0, start - w + 1)
     pairs = {name: (keys[name], values[name]) for name in ("selected", "window")}
-    if cache.keeps_all:
+    if cache.keeps_tokens:
         k, v = cache.selected()
-        pairs["selected"] = k[:, : step.longest], v[:, : step.longest]
-    if step.window_k is not None and step.window_v is not None:
-        # of the w-1 places before the chunk those that hold a token
+        pairs["selected"] = k[:, : new.longest], v[:, : new.longest]
+    if new.window_k is not None and new.window_v is not None:
+        # skip those of the w-1 slots before the chunk that hold no token
         empty = w - 1 - (start - first)
-        pairs["window"] = step.window_k[:, empty:], step.window_v[:, empty:]
-    compressed = cache.compressed(step)
+        pairs["window"] = new.window_k[:, empty:], new.window_v[:, empty:]
+    compressed = cache.compressed(new)
     if compressed is None:
         compressed = keys["selected"][:, :0], values["selected"][:, :0]
-    out, _, ran = run_nsa(
-        NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=layer.config, backend="triton",
-        branches=layer.branches, span=Span(start, 0 if cache.keeps_all else start, first),
+    out, _, route = run_nsa(
+        NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=config, backend="triton",
+        branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first),
     )  # fmt: skip
     cache.reads = None
-    return out, ran
-
-
-def nsa_token(layer: NativeSparseAttention, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
-    from tercet.attention.kernels import decode
-
-    counts = cache.begin_token(layer.cache_key(), x, lengths)
-    with _counted(cache):
-        arrived = cache.arrived(decode.arrivals(cache.batch, layer.kv_heads))
-        held = decode.Held(cache.lengths, cache.turns(), cache.room, **cache.stores(), arrived=arrived)
-        q, kv, gates = layer.q_proj(x), layer.whole_sets(layer.kv_proj(x)), layer.gate.proj(x)
-        key_norms = None if layer.k_norms is None else layer.per_branch(tuple(layer.k_norms))
-        out, read, cache.block_indices = decode.nsa_step(
-            q, kv, gates, held, counts, layer.config, _heads(layer), branches=layer.branches, shared=layer.shared_kv,
-            softmax_gate=layer.gate.kind == "softmax",
-            norms=_norms(layer.q_norm, key_norms, q.dtype),
-            phi=(phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
-        )  # fmt: skip
-    cache.read_in_parts(read)
-    return layer.o_proj(out)
-
-
-def dense_token(layer: DenseAttention, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
-    from tercet.attention.kernels import decode
-
-    counts = cache.begin_token(layer.cache_key(), x, lengths)
-    with _counted(cache):
-        held = decode.Held(cache.lengths, cache.turns(), cache.room, selected=cache.stores())
-        q, kv = layer.q_proj(x), layer.kv_proj(x)
-        norms = _norms(layer.q_norm, None if layer.k_norm is None else [layer.k_norm], q.dtype)
-        out, read = decode.dense_step(q, kv, held, counts, _heads(layer), norms=norms)
-    cache.read_in_parts(read)
-    return layer.o_proj(out)
+    return out, route
 
 
 @contextmanager
-def _counted(cache: NSACache | DenseCache) -> Iterator[None]:
-    """The host has counted this token, the device does so in the last launch: where that may not have come about, the
-    host knows a bound only."""
+def inexact_on_failure(cache: Cache) -> Iterator[None]:
+    """The host has already counted this token; the device counts it in the last launch. If that may not have run, mark
+    the host's lengths as upper bounds."""
     try:
         yield
     except BaseException:
-        cache.host = HostLengths(cache.host.tokens, exact=False)
+        cache.host_lengths = HostLengths(cache.host_lengths.tokens, exact=False)
         raise
 
 
-def _heads(layer: NativeSparseAttention | DenseAttention) -> Heads:
+def kernel_heads(layer: AttentionLayer) -> Heads:
     from tercet.attention.kernels.decode import Heads
 
     return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
 
 
-def _norms(q: nn.RMSNorm | None, keys: Iterable[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
+def kernel_norms(q: nn.RMSNorm | None, keys: Iterable[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
     if q is None or keys is None:
         return None
     from tercet.attention.kernels.decode import Norms
 
-    # nn.RMSNorm without an eps adds that of the type it computes in: float32's for half precision
+    # without an eps, nn.RMSNorm uses that of the dtype it computes in: float32 for half precision
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if q.eps is None else q.eps
     return Norms(q.weight, tuple(norm.weight for norm in keys), eps)  # type: ignore[misc]
 
@@ -166,3 +144,161 @@ def phi_weights(compression: Compression) -> CompressionWeights:
         return CompressionWeights()
     up, down = compression.up, compression.down
     return CompressionWeights(compression.position, up.weight, up.bias, down.weight, down.bias)
+
+
+# ------------------------------------------------------------ in PyTorch: NSA
+
+
+def cached_nsa_attention(
+    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...]
+) -> Tensor:
+    # as in the whole-sequence operator, scores and selection must not be computed in half precision
+    with torch.autocast(q.device.type, enabled=False):
+        return _cached_nsa(q, gates, cache, new, config, branches)
+
+
+def _cached_nsa(
+    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...]
+) -> Tensor:
+    batch, width, heads, size = q.shape
+    groups = cache.key["kv_heads"]
+    per_query = max(
+        groups * config.select_count * config.select_block * (size + cache.key["value_dim"]),
+        heads * (config.num_compressed(new.longest) + config.window),
+    )
+    outs, reads = [], []
+    for part in _query_chunks(width, batch * per_query):
+        rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
+        t = new.positions[:, part]
+        results: dict[str, tuple[Tensor, Tensor]] = {}
+        counts: list[Tensor] = []
+        if "compressed" in branches or "selected" in branches:
+            compressed, read, block_indices = _compressed(rows, t, cache, new, config)
+            if "compressed" in branches:
+                results["compressed"] = compressed, read
+            else:
+                counts.append(read)  # read only to select blocks
+            if "selected" in branches:
+                results["selected"] = _selected(rows, t, block_indices, cache, config)
+        if "window" in branches:
+            results["window"] = _window(rows, t, part, new, config)
+        outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
+        reads.append(torch.stack([*counts, *(read for _, read in results.values())]).sum(0))
+    cache.reads = torch.cat(reads, dim=1)
+    return torch.cat(outs, dim=1).to(q.dtype)
+
+
+def _compressed(
+    rows: Tensor, t: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, C, G, h, Dv], keys read [B, C, G] and selected blocks [B, C, G, n]."""
+    batch, width, groups, h, _ = rows.shape
+    num_blocks = config.num_blocks(new.longest)
+    held = cache.compressed(new)
+    if held is None:
+        out = rows.new_zeros(batch, width, groups, h, cache.key["value_dim"])
+        read = torch.zeros(batch, width, groups, dtype=torch.int64, device=rows.device)
+        importance = rows.new_zeros(batch, groups, width, num_blocks)
+    else:
+        k, v = held
+        i = torch.arange(k.shape[1], device=rows.device)
+        visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
+        s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
+        p = _softmax(s, visible[:, None, :, None])
+        out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype))
+        read = visible.sum(-1)[..., None].expand(-1, -1, groups)
+        importance = block_importance(p.sum(3), 0, num_blocks, config)
+    return out, read, select(importance, t[:, None], config).transpose(1, 2)
+
+
+def _selected(
+    rows: Tensor, t: Tensor, block_indices: Tensor, cache: NSACache, config: NSAConfig
+) -> tuple[Tensor, Tensor]:
+    k, v = cache.selected()
+    inside = torch.arange(config.select_block, device=rows.device)
+    token = (block_indices[..., None] * config.select_block + inside).flatten(-2).long()
+    visible = (block_indices >= 0).repeat_interleave(config.select_block, -1) & (token <= t[..., None, None])
+    token = torch.where(visible, token, 0)
+    row = torch.arange(rows.shape[0], device=rows.device)[:, None, None, None]
+    group = torch.arange(rows.shape[2], device=rows.device)[:, None]
+    s = torch.einsum("bcghd,bcgsd->bcghs", rows, k[row, token, group].to(rows.dtype))
+    p = _softmax(s, visible[..., None, :])
+    return torch.einsum("bcghs,bcgsd->bcghd", p, v[row, token, group].to(rows.dtype)), visible.sum(-1)
+
+
+def _window(rows: Tensor, t: Tensor, part: slice, new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    assert new.window_k is not None
+    assert new.window_v is not None
+    # new token c sees entries c … c+w-1 of the window context, where they exist
+    keys = slice(part.start, part.stop - 1 + config.window)
+    k, v = new.window_k[:, keys].to(rows.dtype), new.window_v[:, keys].to(rows.dtype)
+    entry = torch.arange(k.shape[1], device=rows.device)
+    back = torch.arange(rows.shape[1], device=rows.device)[:, None] + config.window - 1 - entry
+    visible = (back >= 0) & (back < config.window) & (t[..., None] - back >= 0)
+    s = torch.einsum("bcghd,bsgd->bgchs", rows, k)
+    p = _softmax(s, visible[:, None, :, None])
+    out = torch.einsum("bgchs,bsgd->bcghd", p, v)
+    return out, visible.sum(-1)[..., None].expand(-1, -1, rows.shape[2])
+
+
+# ------------------------------------------------------------ in PyTorch: dense
+
+
+def cached_dense_route(q: Tensor, cache: DenseCache, new: NewTokens) -> tuple[str, str | None]:
+    """What `cached_dense_attention` runs: (name, why not PyTorch's SDPA kernel)."""
+    if not q.is_cuda:
+        return "reference", f"SDPA for new tokens needs a CUDA device: they are on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.dtype != cache.dtype:
+        found = " and ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, cache.dtype))
+        return "reference", f"SDPA needs tokens and cache in the same half precision: here {found}"
+    if (dk := cache.key["head_dim"]) != (dv := cache.key["value_dim"]):
+        return "reference", f"SDPA needs Dk = Dv: here Dk={dk} and Dv={dv}"
+    if not new.aligned or new.padded:
+        return "reference", "SDPA has one causal mask for all rows, and the rows differ in position or length"
+    return "sdpa", None
+
+
+def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return _cached_dense(q, cache, new)
+
+
+def _cached_dense(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
+    batch, width, heads, size = q.shape
+    k, v = cache.all(new)
+    groups = k.shape[2]
+    if cached_dense_route(q, cache, new)[0] == "sdpa":
+        # the kernel does not count: every key up to the query
+        cache.reads = (new.positions + 1)[..., None].expand(-1, -1, groups)
+        # aligned to the lower right: the last query sees every key
+        bias = causal_lower_right(width, k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    s_index = torch.arange(k.shape[1], device=q.device)
+    outs, reads = [], []
+    for part in _query_chunks(width, batch * heads * k.shape[1]):
+        rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
+        visible = s_index <= new.positions[:, part, None]
+        p = _softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
+        outs.append(torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3))
+        reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
+    cache.reads = torch.cat(reads, dim=1)
+    return torch.cat(outs, dim=1).to(q.dtype)
+
+
+def _query_chunks(width: int, per_query: int) -> Iterator[slice]:
+    """Slices of `width` queries that need at most _CHUNK_NUMBERS numbers each, at `per_query` per query."""
+    chunk = max(1, _CHUNK_NUMBERS // per_query)
+    for first in range(0, width, chunk):
+        yield slice(first, min(first + chunk, width))
+
+
+def _softmax(s: Tensor, visible: Tensor) -> Tensor:
+    """Over visible keys; all 0 where there are none."""
+    s = s.masked_fill(~visible, -torch.inf)
+    highest = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
+    p = (s - highest).exp()
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total > 0, total, 1)

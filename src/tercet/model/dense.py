@@ -1,34 +1,133 @@
-"""Full causal attention through PyTorch's own kernels. q: [B, T, H, Dk]; k, v: [B, T, G, D*] -> [B, T, H, Dv]"""
+"""DenseAttention: full causal attention through PyTorch's kernels, with the interface of NativeSparseAttention.
+
+q: [B, T, H, Dk]; k, v: [B, T, G, D*] -> [B, T, H, Dv]
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tercet.attention.config import NSAConfig
 from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.reference import Tile, segments, tiled_attention
+from tercet.model import decode
+from tercet.model.cache import DenseCache
+from tercet.model.config import NSA_ONLY
+from tercet.model.layer import AttentionLayer
+from tercet.model.rope import CosSin, RopeCache, rotate
 
 _HALF = (torch.bfloat16, torch.float16)
-_STRETCH = "a stretch of a sequence has no kernel of PyTorch's"
+_NO_QUERY_RANGE = "PyTorch has no kernel for a query range of packed documents"
+
+
+class DenseAttention(AttentionLayer):
+    """The dense baseline: takes NativeSparseAttention's arguments and ignores those that only apply to it."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        config: NSAConfig | None = None,
+        *,
+        rope_theta: float = 10000.0,
+        rope_scaling: float = 1.0,
+        qk_norm: bool = False,
+        bias: bool = False,
+        norm_eps: float | None = None,
+        **nsa_only: Any,
+    ) -> None:
+        ignored = {*NSA_ONLY, "backend"} - {"nsa"}  # "nsa" is `config` here
+        if unknown := set(nsa_only) - ignored:
+            raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
+        super().__init__(
+            dim, heads, kv_heads, head_dim, value_dim, key_sets=1, value_sets=1, rope_theta=rope_theta,
+            rope_scaling=rope_scaling, bias=bias,
+        )  # fmt: skip
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self._route = ("sdpa", None)
+
+    @property
+    def branch_names(self) -> tuple[str, ...]:
+        return ("dense",)
+
+    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> DenseCache:
+        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
+        return DenseCache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
+
+    def project(
+        self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; q and k rotated at their tokens' positions."""
+        batch, length, _ = x.shape
+        cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
+        k, v = self.kv_proj(x).split((self.kv_heads * self.head_dim, self.kv_heads * self.value_dim), dim=-1)
+        k = k.view(batch, length, self.kv_heads, self.head_dim)
+        v = v.view(batch, length, self.kv_heads, self.value_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos_sin), rotate(k, cos_sin), v
+
+    def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
+        positions = None if packing is None else packing.position
+        q, k, v = self.project(x, positions, None if rope is None else rope.tokens)
+        self._route = dense_route(q, v, packing)
+        return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
+
+    @torch.no_grad()  # inference only
+    def _forward_cached(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
+        reason = decode.why_not_token_kernels(self, cache) if x.shape[1] == 1 else None
+        if x.shape[1] == 1 and reason is None:
+            self._route = ("triton", None)
+            return self._decode_token(x, cache, lengths)
+        new = cache.begin(self.cache_key(), x, lengths)
+        q, k, v = self.project(new.zero_padding(x), new.positions)
+        cache.append(new, k, v)
+        if new.fresh:  # prefill; causal masks hide the right padding from every real token
+            cache.reads = None
+            self._route = dense_route(q, v)
+            return self.o_proj(dense_attention(q, k, v).flatten(2))
+        name, why = decode.cached_dense_route(q, cache, new)
+        self._route = name, reason or why
+        return self.o_proj(decode.cached_dense_attention(q, cache, new).flatten(2))
+
+    def _decode_token(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
+        """One token per row on the decode kernels."""
+        from tercet.attention.kernels import decode as kernels
+
+        counts = cache.begin_token(self.cache_key(), x, lengths)
+        with decode.inexact_on_failure(cache):
+            held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.stores())
+            q, kv = self.q_proj(x), self.kv_proj(x)
+            norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
+            out, read = kernels.dense_step(q, kv, held, counts, decode.kernel_heads(self), norms=norms)
+        cache.set_partial_reads(read)
+        return self.o_proj(out)
 
 
 def dense_route(q: Tensor, v: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> tuple[str, str | None]:
-    """What `dense_attention` runs for these: (name, why not something faster). Plain strings: torch.compile traces it.
+    """What `dense_attention` runs: (name, why not something faster). Plain strings, so that torch.compile can trace it.
 
-    cudnn      cuDNN's attention by name, the fastest there is on the GPUs that have it
-    sdpa       scaled_dot_product_attention's own choice; on a CPU there is nothing else
+    cudnn      cuDNN attention, requested explicitly: the fastest on GPUs that have it
+    sdpa       whatever scaled_dot_product_attention picks; the only choice on a CPU
     varlen     PyTorch's FlashAttention-2 for packed documents
-    reference  masked tiles, in PyTorch: slow on a GPU, and there only where no kernel takes the call
+    reference  masked tiles in PyTorch: slow on a GPU, used only where no kernel supports the call
     """
     if span is not WHOLE:
-        return "reference", _STRETCH
-    on_gpu, half, equal = q.is_cuda, q.dtype in _HALF, q.shape[-1] == v.shape[-1]
+        return "reference", _NO_QUERY_RANGE
+    half, equal = q.dtype in _HALF, q.shape[-1] == v.shape[-1]
     if packing is not None:
         if packing.bounds is not None:
             return "sdpa", None
@@ -36,23 +135,24 @@ def dense_route(q: Tensor, v: Tensor, packing: Packing | None = None, span: Span
             return "reference", f"torch {torch.__version__} has no varlen_attn for packed documents"
         if not half or not equal:
             found = f"{_name(q.dtype)}, Dk={q.shape[-1]} and Dv={v.shape[-1]}"
-            return "reference", f"varlen_attn takes packed documents in bf16 or fp16 with Dk = Dv: here {found}"
+            return "reference", f"varlen_attn needs packed documents in bf16 or fp16 with Dk = Dv: here {found}"
         return "varlen", None
-    if not on_gpu:
+    if not q.is_cuda:
         return "sdpa", None
     if torch.are_deterministic_algorithms_enabled():
-        return "sdpa", "cuDNN's attention is not reproducible, and run.deterministic asks for it"
+        return "sdpa", "cuDNN attention is not reproducible, and run.deterministic is on"
     if not half:
-        return "sdpa", f"cuDNN's attention takes bf16 and fp16: here {_name(q.dtype)}"
+        return "sdpa", f"cuDNN attention needs bf16 or fp16: here {_name(q.dtype)}"
     if not equal or q.shape[-1] > 128 or q.shape[-1] % 8:
-        return "sdpa", f"Dk={q.shape[-1]}, Dv={v.shape[-1]}: cuDNN by name where they are one multiple of 8 up to 128"
+        found = f"Dk={q.shape[-1]}, Dv={v.shape[-1]}"
+        return "sdpa", f"cuDNN attention needs Dk = Dv, a multiple of 8 and at most 128: here {found}"
     if torch.cuda.get_device_capability(q.device) < (9, 0):
-        return "sdpa", None  # there FlashAttention-2 is as good
+        return "sdpa", None  # FlashAttention-2 is as fast there
     return "cudnn", None
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
-    """With a span, q is a stretch of the sequence, and k and v another that has every token that its queries see."""
+    """Full causal attention. With a span, q holds a query range, and k and v at least the tokens it sees."""
     name, _ = dense_route(q, v, packing, span)
     if name == "reference":
         return _masked(q, k, v, packing, span)
@@ -84,17 +184,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     options = dict(_varlen_options() or {})
     keys, values = k[0], v[0]
     if k.shape[2] != q.shape[2] and "enable_gqa" not in options:
-        # this torch takes as many key heads as query heads: they are written out
+        # this torch version needs one key head per query head
         keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=1) for x in (keys, values))
-    # how long the longest document is would take a synchronisation: a bound costs empty thread blocks
+    # the exact longest length would need a synchronisation; a loose bound only costs empty thread blocks
     bounds, longest = packing.cu_seqlens, packing.max_seqlen
     return cast(Tensor, varlen_attn(q[0], keys, values, bounds, bounds, longest, longest, **options))[None]
 
 
 @lru_cache(maxsize=1)
 def _varlen_options() -> dict[str, Any] | None:
-    """How this torch's kernel for packed documents is told to be causal (the name of it changed) and that heads share
-    keys, where it can be. None without the kernel."""
+    """Options for causal, grouped attention in this torch version's varlen_attn; None if it has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -111,9 +210,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span = WHOLE) -> Tensor:
-    """Documents kept apart by masks, in tiles of queries: any device, any dtype, no synchronisation."""
+    """Masked tiles: any device, any dtype, no synchronisation."""
 
-    def tiles():  # type: ignore[no-untyped-def]
+    def tiles() -> Iterator[Tile]:
         count = q.shape[1]
         for segment in segments(span.first_query + count, 0, packing, span, count):
             start = max(segment.first, span.first_key)

@@ -1,4 +1,4 @@
-"""Rotary positions: half-rotation as in Llama. x: [B, T, heads, D]; positions: [T] or [B, T]."""
+"""Rotary position embeddings (RoPE): half-rotation as in Llama. x: [B, T, heads, D]; positions: [T] or [B, T]."""
 
 from __future__ import annotations
 
@@ -7,41 +7,67 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Turn = tuple[Tensor, Tensor]
+from tercet.attention.config import NSAConfig
+from tercet.attention.layout import Packing
+
+CosSin = tuple[Tensor, Tensor]
 """(cos, sin), fp32 [..., T, 1, D/2]."""
 
 
-class Turns(NamedTuple):
-    """The turns of a pass, made once for all its layers."""
+class RopeCache(NamedTuple):
+    """cos/sin of one forward pass, shared by all layers."""
 
-    tokens: Turn
-    compressed: Turn | None
-    """Of the compressed tokens; None where no layer has any."""
+    tokens: CosSin
+    compressed: CosSin | None
+    """At the positions of the compressed tokens; None if no layer has any."""
 
 
 class Rotary:
-    """theta^(-2i/D) · position / scaling, for every pair (i, i + D/2) of a head.
+    """Angles theta^(-2i/D) · position / scaling for every pair (i, i + D/2) of a head.
 
-    `scaling` divides all positions alike: a model trained at 8k reads 32k with scaling 4 (position interpolation).
+    `scaling` divides all positions: a model trained at 8k reads 32k with scaling 4 (position interpolation).
     """
 
     def __init__(self, size: int, theta: float = 10000.0, scaling: float = 1.0) -> None:
         if size % 2:
-            raise ValueError(f"head_dim={size} is odd: rotary positions turn pairs, take an even size")
+            raise ValueError(f"head_dim={size} is odd: RoPE rotates pairs, use an even size")
         if theta <= 0 or scaling <= 0:
             raise ValueError(f"rope_theta={theta} and rope_scaling={scaling} must be above 0")
         self.size, self.theta, self.scaling = size, float(theta), float(scaling)
 
-    def turn(self, positions: Tensor) -> Turn:
-        """Angles are made anew for each pass: a table would have to know the longest T. Not for each layer: compiled
-        into the kernels that use them, cosines in fp64 for every head were a third of a training step."""
+    def cos_sin(self, positions: Tensor) -> CosSin:
+        """Computed per pass, because a table would need the longest T in advance; but once for all layers, because
+        fp64 cosines fused into every kernel that uses them took a third of a training step."""
         exponent = torch.arange(0, self.size, 2, device=positions.device, dtype=torch.float64) / self.size
         # fp64: at position 1,000,000 an fp32 angle is off by 0.06 rad
         angle = (positions[..., None].double() / self.scaling) * self.theta**-exponent
         return angle.cos().float().unsqueeze(-2), angle.sin().float().unsqueeze(-2)
 
+    def of_tokens(self, x: Tensor, positions: Tensor | None) -> CosSin:
+        """cos/sin of the tokens x [B, T, ...], at 0 … T-1 unless positions are given."""
+        return self.cos_sin(torch.arange(x.shape[1], device=x.device) if positions is None else positions)
 
-def rotate(x: Tensor, turn: Turn) -> Tensor:
-    cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in turn)
+    def of_compressed(self, x: Tensor, packing: Packing | None, config: NSAConfig) -> CosSin:
+        """cos/sin of the compressed tokens of x [B, T, ...]."""
+        if packing is None:
+            index = torch.arange(config.num_compressed(x.shape[1]), device=x.device)
+        else:
+            index = packing.compressed_index
+        return self.cos_sin(compressed_positions(index, config))
+
+
+def rope_cache(rotary: Rotary, x: Tensor, packing: Packing | None, config: NSAConfig | None) -> RopeCache:
+    """cos/sin of the tokens x [B, T, ...] and, with a config, of their compressed tokens."""
+    tokens = rotary.of_tokens(x, None if packing is None else packing.position)
+    return RopeCache(tokens, None if config is None else rotary.of_compressed(x, packing, config))
+
+
+def compressed_positions(index: Tensor, config: NSAConfig) -> Tensor:
+    """Position of each compressed token: that of its last token."""
+    return index * config.compress_stride + config.compress_block - 1
+
+
+def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
+    cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

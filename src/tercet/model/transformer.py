@@ -1,4 +1,4 @@
-"""The decoder: blocks of attention and SwiGLU between an embedding and a head (Llama's arrangement).
+"""The decoder: embedding, blocks of attention and SwiGLU, head (Llama's architecture).
 
 tokens: int64 [B, T]; hidden states: [B, T, dim]; logits: [B, T, vocab].
 """
@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
 from tercet.attention.layout import Packing
-from tercet.model.attention import DenseAttention, NativeSparseAttention, turns_of
 from tercet.model.config import AttentionKind, ModelConfig
+from tercet.model.dense import DenseAttention
 from tercet.model.ffn import SwiGLU
+from tercet.model.layer import check_lengths_have_cache
 from tercet.model.loss import Loss, cross_entropy
-from tercet.model.rope import Rotary, Turns
+from tercet.model.nsa import NativeSparseAttention
+from tercet.model.rope import RopeCache, Rotary, rope_cache
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)). Called as a module, so that it can be wrapped by itself."""
+    """x + attention(norm(x)), then x + ffn(norm(x)). The unit of compilation, sharding and activation checkpointing."""
 
     def __init__(self, config: ModelConfig, kind: AttentionKind) -> None:
         super().__init__()
@@ -39,22 +41,22 @@ class Block(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         cache: Any = None,
         lengths: Tensor | None = None,
-        turns: Turns | None = None,
+        rope: RopeCache | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=turns)
+        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, rope=rope)
         return x + self.ffn(self.ffn_norm(x))
 
-    def init_weights(self, std: float, into_residual: float) -> None:
+    def init_weights(self, std: float, residual_std: float) -> None:
         for norm in (self.attention_norm, self.ffn_norm):
             nn.init.ones_(norm.weight)
-        self.attention.init_weights(std=std, output_std=into_residual)
+        self.attention.init_weights(std=std, output_std=residual_std)
         nn.init.normal_(self.ffn.gate_up.weight, std=std)
-        nn.init.normal_(self.ffn.down.weight, std=into_residual)
+        nn.init.normal_(self.ffn.down.weight, std=residual_std)
 
 
 class Transformer(nn.Module):
-    """A language model. With targets it gives their loss, without them the logits."""
+    """A language model. Returns the loss if called with targets, the logits otherwise."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -63,29 +65,29 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
-        # Tied means that there is no head, not that one parameter has two names: checkpoints, shards and decay
-        # groups then need not know of it.
+        # Tied: no head at all rather than one parameter with two names, so that checkpoints, shards and weight-decay
+        # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.compiled = False  # whether blocks are: the loss is then, too
+        self.compiled = False  # whether the blocks are compiled; the loss then is too
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal weights, narrower where a block writes into the residual stream: 2·layers of them add up there.
+        """Normal weights; smaller by √(2·layers) where a block writes into the residual stream, where they add up.
 
-        Draws from torch's global generator. What attention starts in a known state (gates, φ) it keeps.
+        Draws from torch's global generator. Gates and the last layer of φ start at zero.
         """
         std = self.config.init_std
-        into_residual = std / (2 * self.config.layers) ** 0.5
+        residual_std = std / (2 * self.config.layers) ** 0.5
         nn.init.normal_(self.embedding.weight, std=std)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=std)
         nn.init.ones_(self.norm.weight)
         for block in self.blocks:
-            cast(Block, block).init_weights(std, into_residual)
+            cast(Block, block).init_weights(std, residual_std)
 
     def attention_layers(self) -> list[NativeSparseAttention | DenseAttention]:
-        """Attention of every block, in order: for statistics and caches."""
+        """The attention layer of every block, in order."""
         return [cast(Block, block).attention for block in self.blocks]
 
     def hidden(
@@ -96,20 +98,22 @@ class Transformer(nn.Module):
         lengths: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Normalised hidden states; `logits` are made of those that are wanted. With a cache, `lengths` [B] says how
-        many of each row's tokens are real: the rest is padding on the right. With cu_seqlens, no document is longer
-        than `max_seqlen`, all T tokens unless given: one number for a whole run, since compiled blocks are made for it.
+        """Normalised hidden states; pass those you need to `logits`.
+
+        lengths     [B], with a cache: how many of each row's tokens are real; the rest is right padding
+        max_seqlen  with cu_seqlens: upper bound on document length, T by default. Use one value per run: compiled
+                    blocks are specialised to it
         """
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} layers, the model {len(self.blocks)}")
-        if lengths is not None and cache is None:
-            raise ValueError("lengths was given without a cache: packed documents are told by cu_seqlens")
+        if cache is None:
+            check_lengths_have_cache(lengths)
         check_max_seqlen(max_seqlen, cu_seqlens)
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
-        turns = self._turns(tokens, packing) if cache is None else None
+        rope = self._rope_cache(tokens, packing) if cache is None else None
         for i, block in enumerate(self.blocks):
-            x = block(x, packing, turns=turns) if cache is None else block(x, packing, cache[i], lengths)
+            x = block(x, packing, rope=rope) if cache is None else block(x, packing, cache[i], lengths)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -120,7 +124,7 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def _packing(self, tokens: Tensor, cu_seqlens: Any, max_seqlen: int | None) -> Any:
-        """Where documents stand, worked out once for all layers. What is no tensor is the layers' own business."""
+        """The Packing of cu_seqlens, shared by all layers. Anything but a tensor is passed through to them."""
         if not isinstance(cu_seqlens, Tensor):
             return cu_seqlens
         batch, length = tokens.shape
@@ -129,17 +133,17 @@ class Transformer(nn.Module):
         nsa = self.config.nsa
         packing = Packing(cu_seqlens, length, length // nsa.compress_stride, nsa, max_seqlen)
         if self.compiled:
-            # the number of documents is another in every batch: the compiler is told, before it compiles for one
+            # The document count varies per batch; mark it dynamic before the first compile.
             for bounds in (packing.cu_seqlens, packing.compressed_cu_seqlens):
                 torch._dynamo.maybe_mark_dynamic(bounds, 0)
         return packing
 
-    def _turns(self, tokens: Tensor, packing: Any) -> Turns | None:
-        """Rotary turns, worked out once for all layers; a rank's share of a sequence has positions of its own."""
+    def _rope_cache(self, tokens: Tensor, packing: Any) -> RopeCache | None:
+        """cos/sin shared by all layers; None for a context-parallel shard, which has its own positions."""
         if packing is not None and not isinstance(packing, Packing):
             return None
         sparse = "nsa" in self.config.attention_kinds
-        return turns_of(self.rotary, tokens, packing, self.config.nsa if sparse else None)
+        return rope_cache(self.rotary, tokens, packing, self.config.nsa if sparse else None)
 
     @overload
     def forward(
@@ -168,7 +172,7 @@ class Transformer(nn.Module):
         cache: Any = None,
         max_seqlen: int | None = None,
     ) -> Tensor | Loss:
-        """Logits [B, T, vocab], or the Loss of `targets` [B, T]: the token after each one, -100 where none counts."""
+        """Logits [B, T, vocab], or the Loss of `targets` [B, T]: the next token at each position, -100 to ignore."""
         hidden = self.hidden(tokens, cu_seqlens, cache, max_seqlen=max_seqlen)
         if targets is None:
             return self.logits(hidden)

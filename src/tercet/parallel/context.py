@@ -25,8 +25,8 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import Route
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
-from tercet.model.attention import DenseAttention, NativeSparseAttention
-from tercet.model.dense import dense_attention
+from tercet.model.dense import DenseAttention, dense_attention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
 from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
 from tercet.parallel.exchange import BlockFetch, BlockFetchPlan, Exchange, Fetch
@@ -185,7 +185,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -
     index, position = shard.compressed_tokens
     raw_k, raw_v = pending_raw()
     k_blocks, v_blocks = raw_k[:, index], raw_v[:, index]
-    k_own = rotate(layer.compress_k.phi(k_blocks), layer.rotary.turn(position))
+    k_own = rotate(layer.compress_k.phi(k_blocks), layer.rotary.cos_sin(position))
     v_own = layer.compress_v.phi(v_blocks)
     compressed = _start_fetch(shard.fetch("compressed"), k_own, v_own)()
     gates = layer.gate(x)

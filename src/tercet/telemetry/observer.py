@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.dense import DenseAttention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.telemetry import memory
 from tercet.telemetry.events import (
     EventLog,

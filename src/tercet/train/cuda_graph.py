@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from tercet.errors import TercetError
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.dense import DenseAttention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.parallel.strategy import Single
 from tercet.train.step import MicroBatch, autocast, loss_sum, run_eager
 

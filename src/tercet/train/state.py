@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
-from tercet.model.attention import NativeSparseAttention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.errors import UsageError
-from tercet.model.attention import NativeSparseAttention
 from tercet.model.config import ModelConfig
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Block, Transformer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

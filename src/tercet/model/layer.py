@@ -1,0 +1,159 @@
+"""AttentionLayer: what NativeSparseAttention and DenseAttention share. x: [B, T, dim] -> [B, T, dim]"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
+from tercet.attention.config import NSAConfig, check_group_size, check_sizes
+from tercet.attention.dispatch import Route
+from tercet.attention.layout import Packing
+from tercet.model.rope import RopeCache, Rotary
+
+
+class AttentionLayer(nn.Module):
+    """Sizes, projections, RoPE, input checks and routes. Subclasses implement `_forward_sequence` (training and
+    evaluation) and `_forward_cached` (new tokens after a cache).
+
+    key_sets, value_sets: how many sets of keys and values kv_proj computes.
+    """
+
+    config: NSAConfig | None = None
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None,
+        *,
+        key_sets: int,
+        value_sets: int,
+        rope_theta: float,
+        rope_scaling: float,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        value_dim = head_dim if value_dim is None else value_dim
+        check_group_size(heads, kv_heads)
+        check_sizes(dim=dim, head_dim=head_dim, value_dim=value_dim)
+        self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.key_sets = key_sets
+        self.rotary = Rotary(head_dim, rope_theta, rope_scaling)
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.kv_proj = nn.Linear(dim, kv_heads * (key_sets * head_dim + value_sets * value_dim), bias=bias)
+        self.o_proj = nn.Linear(heads * value_dim, dim, bias=bias)
+        self._route: dict[str, Route] | tuple[str, str | None] = {}
+
+    @property
+    def branch_names(self) -> tuple[str, ...]:
+        """Keys of `routes`."""
+        raise NotImplementedError
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """The backend that each branch of the last call ran on, and why no faster one ran."""
+        # Set as a plain tuple while torch.compile traces the layer, which cannot trace a Route.
+        return self._route if isinstance(self._route, dict) else dict.fromkeys(self.branch_names, Route(*self._route))
+
+    @routes.setter
+    def routes(self, routes: dict[str, Route]) -> None:
+        self._route = routes
+
+    @torch.no_grad()
+    def init_weights(self, std: float, output_std: float) -> None:
+        """Reinitialise every parameter, also after `to_empty` from the meta device."""
+        for linear, width in ((self.q_proj, std), (self.kv_proj, std), (self.o_proj, output_std)):
+            nn.init.normal_(linear.weight, std=width)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+
+    def cache_key(self) -> dict[str, Any]:
+        """The settings that a cache must have been created for."""
+        return {
+            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.value_dim,
+            "theta": self.rotary.theta, "scaling": self.rotary.scaling,
+        }  # fmt: skip
+
+    def phi_is_plain(self) -> bool:
+        """Whether φ, if the layer has one, is fully described by its weights, which is all the decode kernels read."""
+        return True
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | Packing | None = None,
+        cache: Any = None,
+        lengths: Tensor | None = None,
+        rope: RopeCache | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """x: [B, T, dim] -> [B, T, dim].
+
+        cu_seqlens  bounds of packed documents, B = 1, or their Packing
+        cache       x continues the tokens in this cache; inference only
+        lengths     [B], with a cache: how many of each row's T tokens are real. The rest is right padding, and its
+                    outputs are meaningless
+        rope        cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`)
+        max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
+        """
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {list(x.shape)}: expected 3 axes, [batch, tokens, {self.dim}]")
+        check_max_seqlen(max_seqlen, cu_seqlens)
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
+            return self._forward_cached(x, cache, lengths)
+        check_lengths_have_cache(lengths)
+        return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), rope)
+
+    def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
+        raise NotImplementedError
+
+    def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _cache_placement(self, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+        weight = self.q_proj.weight
+        return weight.device, weight.dtype if dtype is None else dtype
+
+
+def are_plain(*layers: nn.Module) -> bool:
+    """Whether these are bare linear layers, whose weights may be multiplied without calling them.
+
+    Adapters, subclasses, parametrizations (which create a subclass) and hooks only act through the layer's call. FSDP2
+    wraps blocks, not the linear layers inside.
+    """
+    for layer in layers:
+        if type(layer) is not nn.Linear:
+            return False
+        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+            return False
+    return True
+
+
+def check_lengths_have_cache(lengths: Tensor | None) -> None:
+    if lengths is not None:
+        raise ValueError("lengths was given without a cache: use cu_seqlens for packed documents")
+
+
+def _make_packing(
+    cu_seqlens: Tensor | Packing | None, x: Tensor, config: NSAConfig | None, max_seqlen: int | None
+) -> Packing | None:
+    """The Packing of cu_seqlens, with compressed tokens if there is a config."""
+    if cu_seqlens is None or isinstance(cu_seqlens, Packing):
+        return cu_seqlens
+    batch, length, _ = x.shape
+    # reading the values costs nothing on the CPU, except while torch.compile traces
+    readable = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    check_cu_seqlens(cu_seqlens, batch, length, x.device, values=readable, max_seqlen=max_seqlen)
+    compressed = 0 if config is None else length // config.compress_stride
+    return Packing(cu_seqlens, length, compressed, config or NSAConfig(), max_seqlen)

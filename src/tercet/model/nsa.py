@@ -1,0 +1,338 @@
+"""NativeSparseAttention: the layer around the operator. x: [B, T, dim] -> [B, T, dim]"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tercet.attention.checks import check_config
+from tercet.attention.config import BRANCHES, NSAConfig, check_branches, check_shared_keys
+from tercet.attention.dispatch import REQUESTED, cannot_run, check_backend
+from tercet.attention.functional import NSAInputs, run_nsa
+from tercet.attention.hardware import kernels_run_on
+from tercet.attention.layout import Packing
+from tercet.model import decode
+from tercet.model.cache import NewTokens, NSACache
+from tercet.model.compression import Compression, compress_keys_and_values
+from tercet.model.layer import AttentionLayer, are_plain
+from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
+from tercet.model.stats import AttentionStats
+
+GATES = ("sigmoid", "softmax")
+
+
+class Gate(nn.Module):
+    """The gate (Eq. 5): three numbers per query head from the layer's input. [B, T, dim] -> [B, T, H, 3]
+
+    Weights start at zero, so all three gates of every head start equal: ½ each (sigmoid) or ⅓ (softmax).
+    """
+
+    def __init__(self, dim: int, heads: int, kind: str = "sigmoid") -> None:
+        super().__init__()
+        if kind not in GATES:
+            raise ValueError(f"gate={kind!r} is unknown: pick one of {', '.join(GATES)}")
+        self.kind = kind
+        self.proj = nn.Linear(dim, 3 * heads)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activate(self.proj(x))
+
+    def activate(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Gates from the output of `proj` [B, T, 3H]; pass its bias if the output does not include it."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if bias is not None:
+            logits = logits + bias
+        logits = logits.unflatten(-1, (-1, 3))
+        return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
+
+
+class NativeSparseAttention(AttentionLayer):
+    """Each query attends to compressed tokens, to a few selected blocks in full, and to a sliding window.
+
+    dim, heads, kv_heads, head_dim   sizes; value_dim is the head size of v, head_dim by default
+    config       sizes of the three branches
+    compression  φ: "mlp" (learnable, equals the mean at initialisation) or "mean"
+    gate         "sigmoid" (the paper's) or "softmax" over the three branches
+    shared_kv    one K/V projection for all branches instead of three
+    compress_selected_keys  compress the selected branch's keys instead of separate ones, so that blocks are selected by
+                 a summary of the keys that will be read
+    rope_theta, rope_scaling  RoPE base, and a divisor for all positions
+    qk_norm      RMS-normalise each head of q and k
+    branches     omit branches, for ablations
+    backend      "auto", "reference" or "triton"
+    bias         biases in the projections
+    norm_eps     epsilon of the norms of qk_norm
+    """
+
+    config: NSAConfig
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        config: NSAConfig | None = None,
+        *,
+        compression: str = "mlp",
+        gate: str = "sigmoid",
+        shared_kv: bool = False,
+        compress_selected_keys: bool = False,
+        rope_theta: float = 10000.0,
+        rope_scaling: float = 1.0,
+        qk_norm: bool = False,
+        branches: tuple[str, ...] = BRANCHES,
+        backend: str = "auto",
+        bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> None:
+        check_shared_keys(shared_kv, compress_selected_keys)
+        value_sets = 1 if shared_kv else len(BRANCHES)
+        super().__init__(
+            dim, heads, kv_heads, head_dim, value_dim, key_sets=value_sets - compress_selected_keys,
+            value_sets=value_sets, rope_theta=rope_theta, rope_scaling=rope_scaling, bias=bias,
+        )  # fmt: skip
+        check_backend(backend)
+        self.config = NSAConfig() if config is None else config
+        check_config(self.config)
+        self.shared_kv, self.compress_selected_keys = shared_kv, compress_selected_keys
+        self.backend, self.branches = backend, check_branches(branches)
+        self.gate = Gate(dim, heads, gate)
+        self.compress_k = Compression(compression, head_dim, self.config)
+        self.compress_v = Compression(compression, self.value_dim, self.config)
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norms = (
+            nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self.key_sets)) if qk_norm else None
+        )
+        self.stats = AttentionStats(self.config)
+        # Whether to save the gated sum, a tensor of q's size, for the backward pass. If not, a compiled layer
+        # recomputes it there. Not worth it if activation checkpointing recomputes the whole block anyway.
+        self.keep_sum = True
+
+    @property
+    def branch_names(self) -> tuple[str, ...]:
+        return self.branches
+
+    @torch.no_grad()
+    def init_weights(self, std: float, output_std: float) -> None:
+        super().init_weights(std, output_std)
+        for part in (self.gate, self.compress_k, self.compress_v):
+            part.init_weights()
+
+    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> NSACache:
+        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
+        return NSACache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
+
+    def cache_key(self) -> dict[str, Any]:
+        own = {"config": self.config, "shared_kv": self.shared_kv, "branches": self.branches}
+        return super().cache_key() | own
+
+    def phi_is_plain(self) -> bool:
+        return self.compress_k.is_plain() and self.compress_v.is_plain()
+
+    # ------------------------------------------------------------ whole sequences
+
+    def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
+        rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
+        inputs = self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
+        fuse_output = not self.keep_sum and are_plain(self.o_proj)
+        out, block_indices, self._route = run_nsa(
+            inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
+            output=(self.o_proj.weight, self.o_proj.bias) if fuse_output else None,
+        )  # fmt: skip
+        self.stats.update(inputs.gates, block_indices, packing)
+        return out if fuse_output else self.o_proj(out.flatten(2))
+
+    def can_fuse(self, x: Tensor) -> bool:
+        """Whether `fused_inputs` supports this layer and input.
+
+        The kernel needs no norm between projection and RoPE, keys and values of one size, and at least one compressed
+        token; and the weights it multiplies must belong to bare linear layers.
+        """
+        return (
+            self.backend != "reference"
+            and self.q_norm is None
+            and self.value_dim == self.head_dim
+            and x.shape[1] >= self.config.compress_block
+            and kernels_run_on(x)
+            and are_plain(self.q_proj, self.kv_proj, self.gate.proj)
+            and self.phi_is_plain()
+        )
+
+    def fused_inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:
+        """Fused QKV and gate projection, split by one kernel into the layouts that the other kernels read.
+
+        Four separate projections read x four times and write its gradient four times, and the steps between them and
+        the kernels (RoPE, chunks for φ, gathering gradients) are a dozen compiled launches instead of two.
+        """
+        from tercet.attention.kernels import heads
+
+        assert rope.compressed is not None
+        weights = [self.q_proj.weight, self.kv_proj.weight, self.gate.proj.weight]
+        width = heads.columns(self.heads, self.kv_heads, self.head_dim, self.key_sets)
+        weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), self.dim))
+        bias = None
+        if self.q_proj.bias is not None:
+            biases = (self.q_proj.bias, self.kv_proj.bias)
+            bias = torch.cat((*biases, biases[0].new_zeros(width - sum(b.shape[0] for b in biases))))
+        y = F.linear(x, torch.cat(weights), bias)
+        maps = (None,) * 4 if packing is None else tuple(packing.tokens_to_chunks)
+        sizes = [self.heads, self.kv_heads, self.head_dim, self.config.compress_stride, self.key_sets]
+        q, ks, vs, kw, vw, chunks, logits = heads.apart(y, rope.tokens, maps, sizes)
+        kc, vc = compress_keys_and_values(chunks, self.compress_k, self.compress_v, packing)
+        gates = self.gate.activate(logits, self.gate.proj.bias)
+        return NSAInputs(q, rotate(kc, rope.compressed), vc, ks, vs, kw, vw, gates)
+
+    def separate_inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:
+        """Separate projections for q, keys and values, and gates: on any device, with every option."""
+        q, raw_k, keys, values = self.project(x, None, rope.tokens)
+        compressed = self._compress(raw_k, values["compressed"], packing, rope.compressed)
+        selected, window = ((keys[branch], values[branch]) for branch in ("selected", "window"))
+        return NSAInputs(q, *compressed, *selected, *window, self.gate(x))
+
+    # ------------------------------------------------------------ projections
+
+    def project(
+        self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """(q, raw keys of the compressed branch, keys by branch, values by branch); q and the keys of the selected and
+        window branches are rotated at their tokens' positions."""
+        batch, length, _ = x.shape
+        cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
+        q, flat_keys, flat_values = self._project_flat(x)
+        q = q.view(batch, length, self.heads, self.head_dim)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        keys = {b: k.view(batch, length, self.kv_heads, self.head_dim) for b, k in flat_keys.items()}
+        values = {b: v.view(batch, length, self.kv_heads, self.value_dim) for b, v in flat_values.items()}
+        if self.k_norms is not None:
+            norms = dict(zip(BRANCHES, self.per_branch(tuple(self.k_norms)), strict=True))
+            keys = {branch: norms[branch](k) for branch, k in keys.items()}
+        rotated = {"selected": rotate(keys["selected"], cos_sin)}
+        rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], cos_sin)
+        return rotate(q, cos_sin), keys["compressed"], rotated, values
+
+    def _project_flat(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """q, and keys and values by branch, all flat: [B, T, heads · size]."""
+        sizes = self._kv_widths()
+        own = 1 - self.compress_selected_keys  # whether the compressed branch has keys of its own
+        q = self.q_proj(x)
+        if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
+            parts = self.kv_proj(x).split(sizes, dim=-1)
+        else:
+            # For the backward pass the selected and window values are saved as they are, their keys rotated, and the
+            # compressed branch's by chunks. With one matmul for all, the saved values would keep the whole output
+            # alive, and one compiled kernel would assemble its gradient from all these layouts, at a quarter of the
+            # memory bandwidth.
+            weights = self.kv_proj.weight.split(sizes)
+            biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
+            found: dict[int, Tensor] = {}
+            for group in (tuple(range(own + 1)), (own + 1, own + 3), (own + 2, own + 4)):
+                weight = torch.cat([weights[i] for i in group])
+                bias = None if biases is None else torch.cat([biases[i] for i in group])
+                found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
+            parts = tuple(found[i] for i in range(len(sizes)))
+        keys = dict(zip(BRANCHES, self.per_branch(parts[1 - own :: 2]), strict=True))
+        return q, keys, dict(zip(BRANCHES, self.per_branch(parts[own::2]), strict=True))
+
+    def _kv_widths(self) -> tuple[int, ...]:
+        """Row counts of kv_proj, [set][k, v]; the compressed branch has no key rows with compress_selected_keys."""
+        pair = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
+        return (pair * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
+
+    def per_branch(self, sets: tuple[Any, ...]) -> tuple[Any, ...]:
+        """One entry per branch from one per key or value set: shared sets, or the selected keys, are repeated."""
+        return sets[:1] * (len(BRANCHES) - len(sets)) + sets
+
+    def _compress(
+        self, k: Tensor, v: Tensor, packing: Packing | None, cos_sin: CosSin | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compress unrotated keys, and rotate the result once, at the position of each block's last token."""
+        cos_sin = self.rotary.of_compressed(k, packing, self.config) if cos_sin is None else cos_sin
+        return rotate(self.compress_k(k, packing), cos_sin), self.compress_v(v, packing)
+
+    # ------------------------------------------------------------ new tokens after a cache
+
+    @torch.no_grad()  # inference only: cached tokens must not keep their autograd graph alive
+    def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        reason: str | None = REQUESTED
+        if self.backend != "reference":
+            if x.shape[1] == 1:
+                reason = decode.why_not_token_kernels(self, cache)
+            else:
+                reason = decode.why_not_chunk_kernels(self, x, cache, lengths)
+        if reason is None and x.shape[1] == 1:
+            self._route = ("triton", None)
+            return self._decode_token(x, cache, lengths)
+        if reason is not None and self.backend == "triton" and any(cache.host_lengths.tokens):
+            raise cannot_run(reason)
+        new = cache.begin(self.cache_key(), x, lengths)
+        x = new.zero_padding(x)
+        q, raw_k, keys, values = self.project(x, new.positions)
+        gates = self.gate(x)
+        blocks = cache.append(new, raw_k, keys, values)
+        if new.fresh:
+            return self._prefill(new, cache, q, raw_k, keys, values, gates)
+        if blocks is not None:
+            index, block_k, block_v = blocks
+            cos_sin = self.rotary.cos_sin(compressed_positions(index, self.config))
+            cache.append_compressed(new, rotate(self.compress_k.phi(block_k), cos_sin), self.compress_v.phi(block_v))
+        if reason is None:
+            out, self._route = decode.nsa_chunk(q, gates, keys, values, cache, new, self.config, self.branches)
+        else:
+            self._route = ("reference", reason)
+            out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches)
+        return self.o_proj(out.flatten(2))
+
+    def _prefill(
+        self, new: NewTokens, cache: NSACache, q: Tensor, raw_k: Tensor, keys: dict[str, Tensor],
+        values: dict[str, Tensor], gates: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
+        padding from every real token."""
+        kc, vc = self._compress(raw_k, values["compressed"], None)
+        cache.append_compressed(new, kc[:, : new.emitted], vc[:, : new.emitted])
+        cache.reads = None
+        out, _, self._route = run_nsa(
+            NSAInputs(q, kc, vc, keys["selected"], values["selected"], keys["window"], values["window"], gates),
+            config=self.config, backend=self.backend, branches=self.branches,
+        )  # fmt: skip
+        return self.o_proj(out.flatten(2))
+
+    def _decode_token(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        """One token per row on the decode kernels."""
+        from tercet.attention.kernels import decode as kernels
+
+        counts = cache.begin_token(self.cache_key(), x, lengths)
+        with decode.inexact_on_failure(cache):
+            arrived = cache.arrival_counters(kernels.arrivals(cache.batch, self.kv_heads))
+            held = kernels.Held(
+                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived
+            )
+            q, kv, gates = self.q_proj(x), self._with_all_keys(self.kv_proj(x)), self.gate.proj(x)
+            key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))
+            out, read, cache.block_indices = kernels.nsa_step(
+                q, kv, gates, held, counts, self.config, decode.kernel_heads(self), branches=self.branches,
+                shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
+                norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
+                phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
+            )  # fmt: skip
+        cache.set_partial_reads(read)
+        return self.o_proj(out)
+
+    def _with_all_keys(self, kv: Tensor) -> Tensor:
+        """Output of kv_proj with keys for every branch: the compressed branch gets the selected one's. [..., C]"""
+        if not self.compress_selected_keys:
+            return kv
+        values, keys = self._kv_widths()[:2]
+        return torch.cat((kv.narrow(-1, values, keys), kv), -1)
