@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fork_server import ForkServer
+
 # Processes that tests start use one thread too: the pytest workers already fill the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,6 +27,13 @@ def seeded() -> Iterator[None]:
     torch.manual_seed(1337)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Starts child processes without start-up time; shared by all tests that kill, freeze or launch processes."""
+    with ForkServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session", params=["reference"])

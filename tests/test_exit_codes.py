@@ -53,8 +53,8 @@ train --preset tiny --data.tokenizer ./no.json --run.dir new                 tok
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
 train --preset tiny --run.dir run                                            run already holds a run
 train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
-train --preset tiny --run.dir blocked                                        event log blocked/events_rank0.jsonl is not a file
-train --preset tiny --run.dir blocked --resume auto                          event log blocked/events_rank0.jsonl is not a file
+train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl is not a file
+train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
 train --preset tiny --resume ""                                              --resume '' names nothing: say auto

@@ -1,4 +1,4 @@
-"""Run by torchrun: context-parallel attention layers against the same layers on whole sequences."""
+"""On each rank: context-parallel attention layers against the same layers on whole sequences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from world import tell
 
+from parallel.world import report
 from tercet.attention.config import NSAConfig
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.dense import DenseAttention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
 
 SMALL = NSAConfig(
@@ -40,6 +41,7 @@ BOUNDS = {
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
@@ -52,7 +54,7 @@ def on_kernels(group) -> None:  # type: ignore[no-untyped-def]
     for by_blocks in (False, True):
         result = compare(ON_KERNELS, [0, 5, 60, 128], group, by_blocks, torch.float32)
         if dist.get_rank() == 0:
-            tell(by_blocks=by_blocks, **result)
+            report(by_blocks=by_blocks, **result)
 
 
 def every_layer(group) -> None:  # type: ignore[no-untyped-def]
@@ -62,7 +64,7 @@ def every_layer(group) -> None:  # type: ignore[no-untyped-def]
             for by_blocks in (False, True) if both else (False,):
                 result = compare(build, bounds, group, by_blocks)
                 if dist.get_rank() == 0:
-                    tell(layer=layer_name, bounds=bounds_name, by_blocks=by_blocks, **result)
+                    report(layer=layer_name, bounds=bounds_name, by_blocks=by_blocks, **result)
 
 
 def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: ignore[no-untyped-def]
@@ -86,7 +88,7 @@ def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: igno
         layer.stats.reset()
 
     apply_context_parallelism(layer)
-    config = getattr(layer, "config", SMALL)
+    config = getattr(layer, "config", None) or SMALL
     own_x, own_weight, shard = shard_sequence(x, weight, bounds, config, group, by_blocks=by_blocks)
     own_x.requires_grad_()
     own_y = layer(own_x, shard)

@@ -1,4 +1,4 @@
-"""Run by torchrun: training under each strategy against the same training in one process, in numbers."""
+"""On each rank: training under each strategy against the same training in one process, in numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from world import tell
 
+from parallel.world import report
 from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
 from tercet.parallel import flight_recorder
@@ -67,6 +67,16 @@ LENGTH = 512 if DEVICE.type == "cuda" else 64
 
 
 def main() -> int:
+    limit = [int(a.removeprefix("--limit=")) for a in sys.argv if a.startswith("--limit=")]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit[0] if limit else 1200, exit=True)
+    torch.set_num_threads(1)
+    code = run_cases()
+    dist.destroy_process_group() if dist.is_initialized() else None
+    return code
+
+
+def run_cases() -> int:
     asked = [argument.split(":") for argument in sys.argv[1:] if not argument.startswith("--")]  # STEPS:CASE
     steps_of = {name: int(steps) for steps, name in asked}
     launch = Launch.from_environment()
@@ -92,11 +102,11 @@ def main() -> int:
             continue
         if launch.rank == 0:
             seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
-            tell(case=name, routes=got["routes"], **result, **seconds)
+            report(case=name, routes=got["routes"], **result, **seconds)
     if NCCL:
         path = flight_recorder.write(Path(folder), launch.rank, launch.world_size)
         kept = [] if path is None else json.loads(path.read_text())["entries"]
-        tell(recorded=len(kept), kinds=sorted({entry["profiling_name"] for entry in kept}))
+        report(recorded=len(kept), kinds=sorted({entry["profiling_name"] for entry in kept}))
     world.close()
     return failed
 
@@ -263,10 +273,4 @@ def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    limit = [int(a.removeprefix("--limit=")) for a in sys.argv if a.startswith("--limit=")]
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(limit[0] if limit else 1200, exit=True)
-    torch.set_num_threads(1)
-    code = main()
-    dist.destroy_process_group() if dist.is_initialized() else None
-    sys.exit(code)
+    sys.exit(main())

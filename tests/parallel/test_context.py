@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from parallel.world import together
+from parallel.world import run_ranks, run_torchrun
 from tercet.attention.config import NSAConfig
 from tercet.errors import TercetError
 from tercet.parallel.context_layout import Layout
@@ -15,20 +15,20 @@ CONFIG = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, 1, 2, 24)
 
 
-def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statistics():
-    told = together(3, "context_ranks.py")
-    assert len({t["layer"] for t in told}) == 7
-    assert len(told) == 40
-    for t in told:
-        assert t["forward"] < 1e-12, t
-        assert t["gradients"] < 1e-8, t
-        assert t["stats"] < 1e-12, t
-    fetched = {(t["layer"], t["bounds"], t["by_blocks"]): t["bytes"] for t in told}
+def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statistics(fork_server):
+    results = run_ranks(fork_server, 3, "context_ranks")
+    assert len({r["layer"] for r in results}) == 7
+    assert len(results) == 40
+    for r in results:
+        assert r["forward"] < 1e-12, r
+        assert r["gradients"] < 1e-8, r
+        assert r["stats"] < 1e-12, r
+    fetched = {(r["layer"], r["bounds"], r["by_blocks"]): r["bytes"] for r in results}
     for layer in ("nsa", "shared", "tied", "as m7c", "ablated", "wide"):
         whole, blocks = (dict(fetched[layer, "one document", by_blocks]) for by_blocks in (False, True))
         assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
         assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer
-    # as planned, forth and back, in fp64: rows of two KV heads of 8 and 4
+    # as planned, forward and backward, in fp64: rows of two KV heads of 8 and 4
     layout, row = Layout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
     for kind, plan in {"selected": layout.lookback_plan(None), "compressed": layout.compressed_plan()}.items():
         rows = plan.fetched(0) + sum(plan.received(rank, 0) for rank in (1, 2))
@@ -38,24 +38,24 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
 @pytest.mark.slow
 def test_a_split_sequence_equals_the_whole_one_on_the_kernels():
     pytest.importorskip("triton")
-    told = together(2, "context_ranks.py", "--triton", timeout=900, env={"TRITON_INTERPRET": "1"})
-    assert [t["by_blocks"] for t in told] == [False, True]
-    for t in told:
-        assert t["routes"] == ["triton"], t
-        assert t["forward"] < 1e-6, t
-        assert t["gradients"] < 1e-5, t
-        assert t["stats"] < 1e-9, t
+    results = run_torchrun(2, "context_ranks", "--triton", seconds=900, env={"TRITON_INTERPRET": "1"})
+    assert [r["by_blocks"] for r in results] == [False, True]
+    for r in results:
+        assert r["routes"] == ["triton"], r
+        assert r["forward"] < 1e-6, r
+        assert r["gradients"] < 1e-5, r
+        assert r["stats"] < 1e-9, r
 
 
-def test_one_long_document_is_dealt_in_zig_zag_and_no_rank_has_more_than_a_percent_above_the_mean():
+def test_one_long_document_is_split_in_zig_zag_within_one_percent_of_balance():
     for ranks in (2, 4, 8, 64):
         layout = Layout((0, 1 << 20), ranks, CONFIG)
         assert layout.owned == tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
         assert layout.imbalance() < 1.01
 
 
-def test_contiguous_chunks_would_let_ranks_idle():
-    """What the deal is for: the last of 8 contiguous eighths costs nearly twice the mean at a million tokens."""
+def test_contiguous_chunks_would_be_unbalanced():
+    """Why the split is zig-zag: the last of 8 contiguous eighths costs nearly twice the mean at a million tokens."""
     layout = Layout((0, 1 << 20), 8, CONFIG)
     costs = [layout.cost(2 * r) + layout.cost(2 * r + 1) for r in range(8)]
     assert max(costs) * 8 / sum(costs) > 1.7
@@ -86,13 +86,13 @@ def test_every_compressed_token_belongs_to_the_chunk_of_its_last_token():
         assert inside == list(range(first, end))
 
 
-def test_short_documents_cost_no_more_traffic_than_their_own_tokens():
-    """Documents of 1024 tokens in a batch of 64k: a rank fetches no selected keys but those of documents it shares."""
+def test_short_documents_are_only_fetched_by_the_ranks_that_share_them():
+    """Documents of 1024 tokens in a batch of 64k: a rank fetches selected keys of documents it shares, no others."""
     bounds = tuple(range(0, 65536 + 1, 1024))
     plan = Layout(bounds, 4, CONFIG).lookback_plan(None)
     assert sum(plan.fetched(r) for r in range(4)) == 0
-    crooked = Layout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).lookback_plan(None)
-    assert max(crooked.fetched(r) for r in range(4)) <= 2 * 1024
+    unaligned = Layout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).lookback_plan(None)
+    assert max(unaligned.fetched(r) for r in range(4)) <= 2 * 1024
 
 
 def test_a_length_that_does_not_split_is_refused_with_one_that_does():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.world import Run, flags, together
+from parallel.world import TorchrunRun, flags, run_torchrun
 from runs import GPU_SIZES, SMALL, losses
 from tercet.config.load import load
 from tercet.train.trainer import train
@@ -23,17 +23,17 @@ CASES = {
 BF16 = ["ddp, bf16", "fsdp, bf16", "cp, bf16"]
 
 
-def told_of(cases: list[str], steps: int) -> list[dict[str, object]]:
-    told = together(2, "strategies_ranks.py", "--cuda", *(f"{steps}:{case}" for case in cases), timeout=500)
-    assert [t["case"] for t in told] == cases
-    for t in told:
+def results_of(cases: list[str], steps: int) -> list[dict[str, object]]:
+    results = run_torchrun(2, "strategies_ranks", "--cuda", *(f"{steps}:{case}" for case in cases), seconds=500)
+    assert [t["case"] for t in results] == cases
+    for t in results:
         assert t["routes"] == ["triton"], t
-    return told
+    return results
 
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_two_ranks_on_one_gpu_train_like_one(strategy: str):
-    for t in told_of(CASES[strategy], 20):
+    for t in results_of(CASES[strategy], 20):
         assert t["loss"] < 1e-6, t
         assert t["gradient"] < 1e-5, t
         assert t["losses"] < 1e-4, t
@@ -41,19 +41,19 @@ def test_two_ranks_on_one_gpu_train_like_one(strategy: str):
 
 
 def test_two_ranks_on_one_gpu_train_like_one_in_bf16():
-    for t in told_of(BF16, 3):
+    for t in results_of(BF16, 3):
         assert t["loss"] < 1e-2, t
         assert t["gradient"] < 5e-2, t
 
 
 def test_one_rank_on_nccl_trains_like_one_process_and_keeps_a_record_of_its_collectives():
     """What one GPU can show of NCCL: groups, mixed transports, sharding, the flight recorder."""
-    told = together(1, "strategies_ranks.py", "--cuda", "--nccl", "3:ddp", "3:fsdp", timeout=300)
-    for t in told[:2]:
+    results = run_torchrun(1, "strategies_ranks", "--cuda", "--nccl", "3:ddp", "3:fsdp", seconds=300)
+    for t in results[:2]:
         assert t["loss"] < 1e-5, t
         assert t["gradient"] < 1e-4, t
-    assert told[2]["recorded"] > 0
-    assert any(kind.startswith("nccl:") for kind in told[2]["kinds"])
+    assert results[2]["recorded"] > 0
+    assert any(kind.startswith("nccl:") for kind in results[2]["kinds"])
 
 
 SETTINGS = (
@@ -77,14 +77,14 @@ def test_a_rank_killed_on_a_gpu_is_replaced_and_one_rank_goes_on_with_what_two_h
     assert train(load("tiny", flags=SETTINGS | {"run.dir": str(alone)}).config) == 0
     command = ["--preset", "tiny", *flags(SETTINGS | TWO_ON_ONE | {"train.steps": 20, "run.dir": str(folder)})]
     restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")
-    with Run(tmp_path / "out", 2, *command, options=restart) as run:
+    with TorchrunRun(tmp_path / "out", 2, *command, options=restart) as run:
         run.until(" 3/20")
         victim = run.pid(1)
         os.kill(victim, signal.SIGKILL)
         assert run.wait() == 0, run.text
         print(run.text)
     assert f"error: rank 1 (pid {victim} on " in run.text
-    assert "2 ranks on a machine with 1 GPU share it (parallel.share_gpus)" in run.text
+    assert "2 ranks on a machine with 1 GPU share GPUs (parallel.share_gpus)" in run.text
     assert "resuming from" in run.text
     assert train(load("tiny", flags=SETTINGS | {"run.dir": str(folder)}).config, resume="auto") == 0
     got, expected = losses(folder), losses(alone)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.world import torchrun
+from parallel.world import start_ranks
 from tercet.config.load import load
 from tercet.config.sections import ParallelConfig
 from tercet.parallel import launch
@@ -109,10 +109,10 @@ def test_the_error_of_an_older_rank_0_is_passed_on(monkeypatch):
         launch.join(Launch(rank=1, world_size=2), ParallelConfig(), torch.device("cpu"), {}, lambda _: Path())
 
 
-def test_the_doctor_measures_ranks_under_torchrun(tmp_path):
-    done = torchrun(2, "-m", "tercet", "doctor", "--distributed", "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_the_doctor_measures_the_ranks(fork_server, tmp_path):
+    ranks = start_ranks(fork_server, 2, "tercet.cli:main", "doctor", "--distributed", "--folder", str(tmp_path))
+    assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
+    found = json.loads(ranks[0].output.splitlines()[-1])
     assert (found["ranks"], found["cannot_see_folder"]) == (2, [])
     assert 0 <= found["clock_seconds"] < 1
     assert all(one["bus_bytes_per_s"] > 0 for one in found["all_reduce"])

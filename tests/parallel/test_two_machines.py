@@ -1,10 +1,9 @@
-"""Two torchrun agents on loopback as two machines: one is lost, comes back, and the run ends as if nothing had been."""
+"""Two torchrun agents on loopback as two machines: one is lost and comes back, and the run ends the same."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,28 +11,27 @@ from pathlib import Path
 import pytest
 
 from parallel.test_ranks_in_runs import alone, arguments, assert_same  # noqa: F401  (a fixture)
-from parallel.world import Run, environment, free_port
+from parallel.world import TorchrunRun, free_port
 
-# Torchrun's agents share their store with the ranks, and publish its address in their first round only: an agent that
-# joins later waits for it in vain (torch 2.11 to 2.13). Told not to share, they publish one in every round.
+# Torchrun's agents share their store with the ranks and publish its address in the first round only, so an agent that
+# joins later waits forever (torch 2.11 to 2.13). With separate stores they publish an address in every round.
 SEPARATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-class Machine(Run):
-    """An agent with one rank; what it starts dies with it, as on a machine that is lost."""
+class Machine(TorchrunRun):
+    """An agent with one rank."""
 
     def __init__(self, output: Path, number: int, port: int, *command: str) -> None:
-        self.output = output
         agent = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
             *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "pair"),
             *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={int(number == 0)}"),
             *("-m", "tercet", "train", *command, "--resume", "auto"),
         ]
-        with output.open("w") as stream:
-            self.process = subprocess.Popen(agent, stdout=stream, stderr=subprocess.STDOUT, env=environment(SEPARATE))
+        self.start(output, agent, SEPARATE)
 
     def lose(self, rank: int) -> None:
+        """Kill the agent and its rank at once."""
         self.process.kill()
         os.kill(self.pid(rank), signal.SIGKILL)
         self.process.wait()
@@ -49,7 +47,7 @@ def until(machines: list[Machine], said: str, seconds: float = 120) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_lost_rejoins_when_it_is_started_again(tmp_path, alone):  # noqa: F811
+def test_a_lost_machine_rejoins_when_it_is_started_again(tmp_path, alone):  # noqa: F811
     port = free_port()
     command = arguments(tmp_path / "run", parallel__strategy="fsdp", checkpoint__async_save=False)
     with Machine(tmp_path / "0", 0, port, *command) as first, Machine(tmp_path / "1", 1, port, *command) as second:
@@ -69,7 +67,7 @@ def test_a_machine_that_is_lost_rejoins_when_it_is_started_again(tmp_path, alone
 
 
 @pytest.mark.slow
-def test_when_the_machine_that_all_meet_at_is_lost_all_are_started_again(tmp_path, alone):  # noqa: F811
+def test_after_the_loss_of_the_rendezvous_host_all_are_started_again(tmp_path, alone):  # noqa: F811
     port = free_port()
     command = arguments(tmp_path / "run", parallel__strategy="fsdp", checkpoint__async_save=False)
     with Machine(tmp_path / "0", 0, port, *command) as first, Machine(tmp_path / "1", 1, port, *command) as second:

@@ -7,7 +7,7 @@ import pytest
 from parallel.world import torchrun
 
 
-def test_a_launch_that_is_cut_off_is_no_ordinary_result(tmp_path):
+def test_a_launch_that_takes_too_long_is_an_error(tmp_path):
     (tmp_path / "never.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(subprocess.TimeoutExpired):
-        torchrun(1, str(tmp_path / "never.py"), timeout=0.5)
+        torchrun(1, str(tmp_path / "never.py"), seconds=0.5)

@@ -1,4 +1,8 @@
-"""Real processes with a gloo process group on this machine, for tests: each runs one function of a test module."""
+"""Launch several ranks on this machine for tests, over gloo.
+
+`run_ranks` and `RankedRun` fork ranks from the test session's fork server: no start-up time. `run_torchrun` and
+`TorchrunRun` start real torchrun, about 9 s per launch, for what needs it: restarts, agents, GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,57 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from fork_server import Child, ForkServer
 
 HERE = Path(__file__).parent
-GRACE_SECONDS = 40.0  # torchrun itself gives its ranks 30
+GRACE_SECONDS = 40.0  # torchrun gives its ranks 30
+RESULT = "RESULT "
+
+
+def report(**values: Any) -> None:
+    """In a rank: pass a result to the test."""
+    print(RESULT + json.dumps(values), flush=True)
+
+
+def _results(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix(RESULT)) for line in output.splitlines() if line.startswith(RESULT)]
+
+
+def run_ranks(server: ForkServer, ranks: int, script: str, *arguments: str, seconds: float = 120) -> list[dict]:
+    """Run `main` of tests/parallel/SCRIPT.py on forked ranks. Returns what rank 0 reported, in order."""
+    children = start_ranks(server, ranks, f"parallel.{script}:main", *arguments)
+    codes = [child.wait(seconds) for child in children]
+    assert codes == [0] * ranks, "\n".join(child.output for child in children)
+    return _results(children[0].output)
+
+
+def start_ranks(
+    server: ForkServer,
+    ranks: int,
+    function: str,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    output: Path | None = None,
+) -> list[Child]:
+    """Fork ranks with the environment variables that torchrun would set."""
+    port = free_port()
+    return [
+        server.call(function, *arguments, env=rank_environment(rank, ranks, port) | (env or {}), output=output)
+        for rank in range(ranks)
+    ]
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def free_port() -> int:
@@ -24,19 +75,30 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def run_torchrun(ranks: int, script: str, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None):
+    """As `run_ranks`, under torchrun."""
+    done = torchrun(ranks, str(HERE / f"{script}.py"), *arguments, seconds=seconds, env=env)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return _results(done.stdout)
+
+
 def torchrun(
-    ranks: int, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None, options: tuple[str, ...] = ()
+    ranks: int, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun --standalone` with this interpreter, to its end. What it says is passed on line by line: of a run that
-    is cut off, or whose ranks crash, what came before can be read. Cut off means subprocess.TimeoutExpired."""
+    """Run torchrun with this interpreter to its end, or raise subprocess.TimeoutExpired after `seconds`.
+
+    Output is passed on line by line, so that it can be read even if the run is cut off or a rank crashes.
+    """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
-        *(*options, *arguments),
+        *arguments,
     ]
-    said: list[str] = []
+    output: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(env))
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=torchrun_environment(env)
+        )
         late = threading.Event()
 
         def end() -> None:
@@ -47,24 +109,24 @@ def torchrun(
             except subprocess.TimeoutExpired:
                 process.kill()
 
-        limit = threading.Timer(timeout, end)
+        limit = threading.Timer(seconds, end)
         limit.start()
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                said.append(line)
+                output.append(line)
                 print(line, end="", flush=True)
         code = process.wait()
         limit.cancel()
         errors.seek(0)
         if late.is_set():
-            raise subprocess.TimeoutExpired(command, timeout, "".join(said), errors.read())
-        return subprocess.CompletedProcess(command, code, "".join(said), errors.read())
+            raise subprocess.TimeoutExpired(command, seconds, "".join(output), errors.read())
+        return subprocess.CompletedProcess(command, code, "".join(output), errors.read())
 
 
-def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    # what else is on the path stays there: a machine's own packages may come through it
-    paths = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+def torchrun_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    # the existing PYTHONPATH stays: some machines provide packages through it
+    paths = [str(HERE.parent), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -74,21 +136,62 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def together(
-    ranks: int, script: str, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None
-) -> list[dict[str, Any]]:
-    """Run tests/parallel/SCRIPT on so many ranks; what each `tell` of rank 0 said, in order. A failure is the test's."""
-    done = torchrun(ranks, str(HERE / script), *arguments, timeout=timeout, env=env)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+class RunInBackground:
+    """`tercet train` on several ranks in the background, with the output of all ranks in one file."""
+
+    output: Path
+
+    def poll(self) -> int | None:
+        """Exit code, None while it runs."""
+        raise NotImplementedError
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank, from its first line of output; after a restart, the newest."""
+        return int(re.findall(rf"^rank {rank} of .* pid (\d+)", self.text, re.MULTILINE)[-1])
+
+    def until(self, *texts: str, seconds: float = 120) -> None:
+        """Wait until the output contains one of `texts`."""
+        deadline = time.monotonic() + seconds
+        while not any(text in self.text for text in texts):
+            assert self.poll() is None, self.text
+            assert time.monotonic() < deadline, f"{texts} never came:\n{self.text}"
+            time.sleep(0.005)
+
+    def __enter__(self) -> Self:
+        return self
 
 
-def tell(**what: Any) -> None:
-    print("TOLD " + json.dumps(what), flush=True)
+class RankedRun(RunInBackground):
+    """On forked ranks."""
+
+    def __init__(
+        self, server: ForkServer, output: Path, ranks: int, *arguments: str, env: dict[str, str] | None = None
+    ) -> None:
+        self.output = output
+        output.unlink(missing_ok=True)
+        self.children = start_ranks(server, ranks, "tercet.cli:main", "train", *arguments, env=env, output=output)
+
+    def poll(self) -> int | None:
+        codes = [child.poll() for child in self.children]
+        return next((code for code in codes if code), None if None in codes else 0)
+
+    def wait(self, seconds: float = 180) -> int:
+        """0 if all ranks succeed."""
+        return next((code for code in [child.wait(seconds) for child in self.children] if code), 0)
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children:
+            if child.poll() is None:
+                child.signal(9)
+                child.wait()
 
 
-class Run:
-    """`tercet train` under torchrun, in the background, its output in a file."""
+class TorchrunRun(RunInBackground):
+    """Under torchrun."""
 
     def __init__(
         self,
@@ -98,39 +201,29 @@ class Run:
         options: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
     ) -> None:
-        self.output = output
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-            *("--local-addr", "127.0.0.1"),  # a machine without a name server may not know its own name
+            *("--local-addr", "127.0.0.1"),  # without a name server, a machine may not know its own name
             *(options or ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")),
             *("-m", "tercet", "train", *arguments),
         ]
+        self.start(output, command, env)
+
+    def start(self, output: Path, command: list[str], env: dict[str, str] | None = None) -> None:
+        self.output = output
         with output.open("w") as stream:
-            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(env))
+            self.process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, env=torchrun_environment(env)
+            )
 
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank, as it said itself; after a restart, of the newest."""
-        return int(re.findall(rf"^rank {rank} of .* pid (\d+)", self.text, re.MULTILINE)[-1])
-
-    def until(self, *said: str, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while not any(part in self.text for part in said):
-            assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline, f"{said} never came:\n{self.text}"
-            time.sleep(0.005)
+    def poll(self) -> int | None:
+        return self.process.poll()
 
     def wait(self, seconds: float = 180) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.text}") from None
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
@@ -139,7 +232,7 @@ class Run:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Keys and values as a command line."""
+    """Settings as command-line flags."""
     found = []
     for key, value in settings.items():
         if isinstance(value, bool):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import Child, Nursery, losses, small
+from fork_server import Child, ForkServer
+from runs import losses, small
 from tercet.config.schema import RunConfig
 from tercet.telemetry.events import RunStarted, StepLogged, events_file, read_events
 from tercet.train.manifest import complete_checkpoints, verify
@@ -37,21 +38,21 @@ def assert_same_run(straight: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """An undisturbed run, and how long it took."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     begun = time.perf_counter()
-    child = nursery.run(config_of(folder))
+    child = fork_server.run(config_of(folder))
     assert child.code == 0, child.output
     assert len(losses(folder)) == 14
     return folder, time.perf_counter() - begun
 
 
-def kill_until_done(nursery: Nursery, config: RunConfig, delays: list[float]) -> list[Child]:
+def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[float]) -> list[Child]:
     """Kill a run after each delay and take it up again, until it ends by itself or the delays do."""
     children = []
     for delay in [*delays, None]:
-        child = nursery.start(config, resume="auto")
+        child = fork_server.start(config, resume="auto")
         children.append(child)
         if delay is not None:
             time.sleep(delay)
@@ -65,25 +66,25 @@ def kill_until_done(nursery: Nursery, config: RunConfig, delays: list[float]) ->
 
 
 def test_a_run_killed_at_random_instants_goes_on_to_the_same_bits(
-    nursery: Nursery, straight: tuple[Path, float], tmp_path: Path
+    fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path
 ) -> None:
     reference, seconds = straight
     draw = random.Random(20)
     folder = tmp_path / "run"
-    children = kill_until_done(nursery, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(6)])
+    children = kill_until_done(fork_server, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(6)])
     assert children[-1].code == 0, children[-1].output
     assert_same_run(reference, folder)
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_lose_nothing(nursery: Nursery, straight: tuple[Path, float], tmp_path: Path) -> None:
+def test_a_hundred_kills_lose_nothing(fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path) -> None:
     reference, seconds = straight
     draw = random.Random(21)
     kills = 0
     for attempt in range(200):
         folder = tmp_path / f"run{attempt}"
         delays = [draw.uniform(0, seconds * 0.9) for _ in range(10)]
-        children = kill_until_done(nursery, config_of(folder), delays)
+        children = kill_until_done(fork_server, config_of(folder), delays)
         kills += sum(c.code == -signal.SIGKILL for c in children)
         assert_same_run(reference, folder)
         if kills >= 100:
@@ -92,7 +93,7 @@ def test_a_hundred_kills_lose_nothing(nursery: Nursery, straight: tuple[Path, fl
 
 
 def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(
-    nursery: Nursery, straight: tuple[Path, float], tmp_path: Path
+    fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path
 ) -> None:
     """Kill as soon as a folder that is being written shows up."""
     reference, _ = straight
@@ -100,7 +101,7 @@ def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(
     config = config_of(folder)
     caught = 0
     for _ in range(40):
-        child = nursery.start(config, resume="auto")
+        child = fork_server.start(config, resume="auto")
         seen = set(complete_checkpoints(folder / "checkpoints"))
         while not list((folder / "checkpoints").glob(".writing-*")):
             if (folder / "metrics.json").exists():
@@ -117,24 +118,24 @@ def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(
         if caught >= 3:
             break
     assert caught >= 3
-    assert nursery.run(config, resume="auto").code == 0
+    assert fork_server.run(config, resume="auto").code == 0
     assert not list((folder / "checkpoints").glob(".writing-*"))
     assert_same_run(reference, folder)
 
 
-def test_log_intervals_that_a_resume_cuts_in_two_are_logged_whole(nursery: Nursery, tmp_path: Path) -> None:
+def test_log_intervals_that_a_resume_cuts_in_two_are_logged_whole(fork_server: ForkServer, tmp_path: Path) -> None:
     """Checkpoints at 3, 6, 9, …, log lines at 5, 10, …: the steps between a save and a log line are not forgotten."""
     runs = {}
     for name in ("straight", "stopped"):
         config = config_of(tmp_path / name, checkpoint__every=3, log__every=5, train__steps=12)
         if name == "stopped":
             first = config_of(tmp_path / name, checkpoint__every=3, log__every=5, train__steps=12, log__progress="off")
-            child = nursery.start(first)
+            child = fork_server.start(first)
             while not (tmp_path / name / "checkpoints" / "step-00000006").exists():
                 time.sleep(0.001)
             child.signal(signal.SIGKILL)
             child.wait()
-        child = nursery.run(config, resume="auto" if name == "stopped" else None)
+        child = fork_server.run(config, resume="auto" if name == "stopped" else None)
         assert child.code == 0, child.output
         logged = [e for e in read_events(events_file(tmp_path / name)) if isinstance(e, StepLogged)]
         runs[name] = [(e.step, e.first_step, e.losses, e.grad_norms) for e in logged]
@@ -143,18 +144,18 @@ def test_log_intervals_that_a_resume_cuts_in_two_are_logged_whole(nursery: Nurse
 
 
 def test_what_was_measured_after_the_resumed_step_is_moved_aside_and_not_told_twice(
-    nursery: Nursery, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     config = config_of(folder, checkpoint__every=4, train__steps=6)
-    child = nursery.start(config)
+    child = fork_server.start(config)
     while not (folder / "training.csv").exists() or len((folder / "training.csv").read_text().split("\n")) < 7:
         time.sleep(0.001)
     child.signal(signal.SIGKILL)
     child.wait()
     newest = complete_checkpoints(folder / "checkpoints")
     resumed_at = 4 if newest else 0
-    assert nursery.run(config, resume="auto").code == 0
+    assert fork_server.run(config, resume="auto").code == 0
     steps = [e.step for e in read_events(events_file(folder)) if isinstance(e, StepLogged)]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert list(losses(folder)) == steps
@@ -164,7 +165,9 @@ def test_what_was_measured_after_the_resumed_step_is_moved_aside_and_not_told_tw
     assert started[-1].superseded >= len(aside)
 
 
-def test_synchronous_saves_are_the_same_run(nursery: Nursery, straight: tuple[Path, float], tmp_path: Path) -> None:
+def test_synchronous_saves_are_the_same_run(
+    fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path
+) -> None:
     config = config_of(tmp_path / "run", checkpoint__async_save=False)
-    assert nursery.run(config).code == 0
+    assert fork_server.run(config).code == 0
     assert_same_run(straight[0], tmp_path / "run")

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from runs import Nursery, losses, small
+from fork_server import ForkServer
+from runs import losses, small
 from tercet.data import loader
 from tercet.doctor import machine
 from tercet.errors import TercetError
@@ -41,10 +42,10 @@ def saved_steps(folder: Path) -> list[int | None]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_very_step_and_leaves_with_a_sentence(
-    nursery: Nursery, tmp_path: Path, number: signal.Signals
+    fork_server: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     folder = tmp_path / "run"
-    child = nursery.start(small(run__dir=str(folder), **LONG))
+    child = fork_server.start(small(run__dir=str(folder), **LONG))
     child.until("step      3/")
     child.signal(number)
     assert child.wait() == 128 + number
@@ -56,11 +57,11 @@ def test_a_signal_saves_the_very_step_and_leaves_with_a_sentence(
     assert max(losses(folder)) == last.step
 
 
-def test_a_second_ctrl_c_leaves_at_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_leaves_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A step of many micro-batches: the first Ctrl-C would have to wait for its end.
     config = small(run__dir=str(folder), **LONG | {"train__tokens_per_step": 128 * 5000})
-    child = nursery.start(config)
+    child = fork_server.start(config)
     child.until("model ")
     time.sleep(0.3)
     child.signal(signal.SIGINT)
@@ -150,21 +151,21 @@ def test_a_refused_resume_leaves_the_checkpoints_as_they_were(tmp_path: Path, mo
     assert len(list((tmp_path / "run" / "checkpoints").glob("abandoned-*"))) == 2
 
 
-def test_an_interrupted_run_goes_on_where_it_left(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_where_it_left(fork_server: ForkServer, tmp_path: Path) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
     config = small(run__dir=str(folder), train__steps=40, checkpoint__every=0)
-    child = nursery.start(config)
+    child = fork_server.start(config)
     child.until("step  5/")
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
-    assert nursery.run(config, resume="auto").code == 0
-    assert nursery.run(small(run__dir=str(straight), train__steps=40, checkpoint__every=0)).code == 0
+    assert fork_server.run(config, resume="auto").code == 0
+    assert fork_server.run(small(run__dir=str(straight), train__steps=40, checkpoint__every=0)).code == 0
     assert losses(folder) == losses(straight)
 
 
-def test_the_command_that_an_interrupted_run_names_goes_on_with_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_command_that_an_interrupted_run_names_goes_on_with_it(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "a run"
-    child = nursery.start(small(run__dir=str(folder), train__steps=40, checkpoint__every=0))
+    child = fork_server.start(small(run__dir=str(folder), train__steps=40, checkpoint__every=0))
     child.until("step  5/")
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
@@ -190,11 +191,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint(
-    nursery: Nursery, small_disk: Path
+    fork_server: ForkServer, small_disk: Path
 ) -> None:
     folder = small_disk / "run"
     config = small(run__dir=str(folder), train__steps=400, checkpoint__every=2, checkpoint__keep=0)
-    child = nursery.run(config)
+    child = fork_server.run(config)
     assert child.code == 1
     assert "No space left on device" in child.output
     assert "Traceback" not in child.output
@@ -205,18 +206,18 @@ def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint
     for path in complete_checkpoints(folder / "checkpoints")[:-2]:
         shutil.rmtree(path)
     again = small(run__dir=str(folder), train__steps=int(kept[-1] or 0) + 4, checkpoint__every=2, checkpoint__keep=1)
-    child = nursery.run(again, resume="auto")
+    child = fork_server.run(again, resume="auto")
     assert child.code == 0, child.output
     assert list(losses(folder)) == list(range(1, int(kept[-1] or 0) + 5))
 
 
-def test_failed_saves_are_survived_when_asked_for_and_counted(nursery: Nursery, tmp_path: Path) -> None:
+def test_failed_saves_are_survived_when_asked_for_and_counted(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     # A file where the folder of this step would be written.
     (folder / "checkpoints" / ".writing-step-00000002").write_text("")
     config = small(run__dir=str(folder), checkpoint__every=2, checkpoint__failures_allowed=1)
-    child = nursery.run(config)
+    child = fork_server.run(config)
     assert child.code == 0, child.output
     failed = [e for e in read_events(events_file(folder)) if isinstance(e, CheckpointFailed)]
     assert len(failed) == 1
@@ -224,11 +225,11 @@ def test_failed_saves_are_survived_when_asked_for_and_counted(nursery: Nursery, 
     assert child.output.count("warning: checkpoint of step 2 could not be written") == 1
 
 
-def test_a_failed_save_stops_the_run_when_nothing_else_was_asked_for(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_failed_save_stops_the_run_when_nothing_else_was_asked_for(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / ".writing-step-00000004").write_text("")
-    child = nursery.run(small(run__dir=str(folder), checkpoint__every=2))
+    child = fork_server.run(small(run__dir=str(folder), checkpoint__every=2))
     assert child.code == 1
     assert "checkpoint of step 4 could not be written" in child.output
     assert "step-00000002" in child.output
@@ -236,80 +237,80 @@ def test_a_failed_save_stops_the_run_when_nothing_else_was_asked_for(nursery: Nu
     assert ended(folder).outcome == "failed"
 
 
-def test_an_unwritable_folder_is_one_line(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    child = nursery.run(small(run__dir=str(tmp_path / "file" / "run")), resume=None)
+    child = fork_server.run(small(run__dir=str(tmp_path / "file" / "run")), resume=None)
     assert child.code == 2
     assert child.output.strip().count("\n") == 0
     assert "cannot be written (Not a directory): pick another --run.dir" in child.output
 
 
-def test_a_folder_without_rights_is_one_line(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_folder_without_rights_is_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     (tmp_path / "closed").mkdir(mode=0o500)
-    child = nursery.run(small(run__dir=str(tmp_path / "closed" / "run")))
+    child = fork_server.run(small(run__dir=str(tmp_path / "closed" / "run")))
     assert child.code == 2
     assert "cannot be written (Permission denied)" in child.output
 
 
-def test_a_folder_that_holds_a_run_is_not_trained_over(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_is_not_trained_over(fork_server: ForkServer, tmp_path: Path) -> None:
     config = small(run__dir=str(tmp_path / "run"))
-    assert nursery.run(config).code == 0
+    assert fork_server.run(config).code == 0
     before = losses(tmp_path / "run")
-    child = nursery.run(config)
+    child = fork_server.run(config)
     assert child.code == 2
     assert f"already holds a run: pick another --run.dir, or resume with: {typed()} train --resume auto" in child.output
     assert losses(tmp_path / "run") == before
-    child = nursery.run(config, resume="auto")
+    child = fork_server.run(config, resume="auto")
     assert child.code == 0
     assert losses(tmp_path / "run") == before
 
 
-def test_two_processes_do_not_share_a_folder(nursery: Nursery, tmp_path: Path) -> None:
+def test_two_processes_do_not_share_a_folder(fork_server: ForkServer, tmp_path: Path) -> None:
     config = small(run__dir=str(tmp_path / "run"), **LONG)
-    first = nursery.start(config)
+    first = fork_server.start(config)
     first.until("first step")
-    second = nursery.run(small(run__dir=str(tmp_path / "run")), resume="auto")
+    second = fork_server.run(small(run__dir=str(tmp_path / "run")), resume="auto")
     assert second.code == 1
     assert "is in use by another process" in second.output
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_the_same(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(fork_server: ForkServer, tmp_path: Path) -> None:
     config = small(run__dir=str(tmp_path / "run"))
-    assert nursery.run(config).code == 0
+    assert fork_server.run(config).code == 0
     before = losses(tmp_path / "run")
     newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     victim = next(newest.glob("*.safetensors"))
     content = bytearray(victim.read_bytes())
     content[-5] ^= 64
     victim.write_bytes(content)
-    child = nursery.run(config, resume="auto")
+    child = fork_server.run(config, resume="auto")
     assert child.code == 0, child.output
     assert f"skipping a damaged checkpoint: {newest}" in child.output
     assert "resuming from" in child.output
     assert losses(tmp_path / "run") == before
     assert (tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}").is_dir()
     # Named outright, a damaged checkpoint is an error.
-    child = nursery.run(config, resume=str(tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}"))
+    child = fork_server.run(config, resume=str(tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}"))
     assert child.code == 1
     assert "does not match its SHA-256" in child.output
 
 
-def test_a_config_that_changed_since_is_refused_with_the_difference(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_config_that_changed_since_is_refused_with_the_difference(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    assert nursery.run(small(run__dir=folder)).code == 0
-    child = nursery.run(small(run__dir=folder, train__lr=0.5, train__steps=8), resume="auto")
+    assert fork_server.run(small(run__dir=folder)).code == 0
+    child = fork_server.run(small(run__dir=folder, train__lr=0.5, train__steps=8), resume="auto")
     assert child.code == 2
     assert "train.lr was 0.0003, now 0.5" in child.output
     assert "train.steps" not in child.output
-    child = nursery.run(small(run__dir=folder, model__ffn_dim=40), resume="auto")
+    child = fork_server.run(small(run__dir=folder, model__ffn_dim=40), resume="auto")
     assert child.code == 2
     assert "different model: model.ffn_dim was 32, now 40" in child.output
     changed = small(run__dir=folder, train__lr=0.5, train__steps=8, checkpoint__allow_config_change=True)
-    child = nursery.run(changed, resume="auto")
+    child = fork_server.run(changed, resume="auto")
     assert child.code == 0, child.output
     assert "changed since: train.lr was 0.0003, now 0.5" in child.output
     assert "changed since: train.steps was 6, now 8" in child.output
@@ -317,30 +318,30 @@ def test_a_config_that_changed_since_is_refused_with_the_difference(nursery: Nur
 
 
 def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
-    nursery: Nursery, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    assert nursery.run(small(run__dir=str(a))).code == 0
-    assert nursery.run(small(run__dir=str(b), run__seed=7)).code == 0
+    assert fork_server.run(small(run__dir=str(a))).code == 0
+    assert fork_server.run(small(run__dir=str(b), run__seed=7)).code == 0
     before = losses(b), saved_steps(b)
     source = a / "checkpoints" / "step-00000002"
     for resume in (str(source), str(a)):
-        child = nursery.run(small(run__dir=str(b)), resume=resume)
+        child = fork_server.run(small(run__dir=str(b)), resume=resume)
         assert child.code == 2
         assert f"{b} already holds a run, and --resume {resume} belongs to another one" in child.output
         assert (losses(b), saved_steps(b)) == before
     # Its own, by whatever way, is no other's.
     (tmp_path / "link").symlink_to(a)
-    child = nursery.run(small(run__dir=str(tmp_path / "link")), resume=str(a / "checkpoints" / "latest"))
+    child = fork_server.run(small(run__dir=str(tmp_path / "link")), resume=str(a / "checkpoints" / "latest"))
     assert child.code == 0, child.output
 
 
-def test_a_run_forked_from_another_saves_what_it_begins_with(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_forked_from_another_saves_what_it_begins_with(fork_server: ForkServer, tmp_path: Path) -> None:
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    assert nursery.run(small(run__dir=str(a))).code == 0
+    assert fork_server.run(small(run__dir=str(a))).code == 0
     source = str(a / "checkpoints" / "step-00000002")
     # Stopped before its first step, with no save due for long.
-    child = nursery.start(small(run__dir=str(b), **LONG | {"train__warmup_steps": 2}), resume=source)
+    child = fork_server.start(small(run__dir=str(b), **LONG | {"train__warmup_steps": 2}), resume=source)
     child.until("resuming from")
     child.signal(signal.SIGTERM)
     assert child.wait() == 143, child.output
@@ -348,26 +349,26 @@ def test_a_run_forked_from_another_saves_what_it_begins_with(nursery: Nursery, t
     assert saved_steps(b) == sorted({2, last.step})
     assert f"saved step {last.step} and stopped" in child.output
     # Without a signal it is saved too, and the fork goes the way of the run that it left.
-    assert nursery.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
+    assert fork_server.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
     assert saved_steps(c) == [2, 6]
     assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]
 
 
-def test_a_fork_that_died_before_its_first_save_begins_again(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_fork_that_died_before_its_first_save_begins_again(fork_server: ForkServer, tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    assert nursery.run(small(run__dir=str(a))).code == 0
+    assert fork_server.run(small(run__dir=str(a))).code == 0
     source = a / "checkpoints" / "step-00000002"
     forked = small(run__dir=str(b), checkpoint__every=0)
-    assert nursery.run(forked, resume=str(source)).code == 0
+    assert fork_server.run(forked, resume=str(source)).code == 0
     expected = losses(b)
     for path in (b / "checkpoints").iterdir():  # as if it had been killed while it saved
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
-    child = nursery.run(forked, resume="auto")  # this would have been another run, from step 0
+    child = fork_server.run(forked, resume="auto")  # this would have been another run, from step 0
     assert child.code == 2
     assert f"{b} was forked from {source} and has no checkpoint" in child.output
     assert f"resume with --resume {source}" in child.output
     other = a / "checkpoints" / "step-00000004"
-    assert "already holds a run" in nursery.run(forked, resume=str(other)).output
-    child = nursery.run(forked, resume=str(source))
+    assert "already holds a run" in fork_server.run(forked, resume=str(other)).output
+    child = fork_server.run(forked, resume=str(source))
     assert child.code == 0, child.output
     assert losses(b) == expected

@@ -104,10 +104,10 @@ def test_a_profile_is_written_for_the_requested_steps(finished):
     assert any("profile:" in e.text for e in finished.of(Noted))
 
 
-def test_a_killed_run_loses_at_most_its_last_interval(tmp_path, nursery):
+def test_a_killed_run_loses_at_most_its_last_interval(tmp_path, fork_server):
     data = corpus(tmp_path)
     config = settings(tmp_path / "run", data, train__steps=5000, checkpoint__every=0, train__val_tokens=0)
-    child = nursery.start(config)
+    child = fork_server.start(config)
     child.until("step   20/5000", seconds=120)
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 
-from parallel.world import Run, flags
+from parallel.world import RankedRun, flags
 from runs import SMALL
 from tercet.report.read import read_run
 from tercet.telemetry.events import Stalled
@@ -25,23 +24,16 @@ FLAGS = {
 }
 
 
-def test_a_waiting_rank_names_the_frozen_one(tmp_path):
+def test_a_waiting_rank_names_the_frozen_one(tmp_path, fork_server):
     folder = tmp_path / "run"
-    run = Run(tmp_path / "out", 2, "--preset", "tiny", *flags(SMALL | FLAGS | {"run.dir": str(folder)}))
-    frozen = 0
-    try:
+    command = ["--preset", "tiny", *flags(SMALL | FLAGS | {"run.dir": str(folder)})]
+    with RankedRun(fork_server, tmp_path / "out", 2, *command) as run:
         run.until("step      4/100000")
-        frozen = run.pid(1)
-        os.kill(frozen, signal.SIGSTOP)
+        os.kill(run.pid(1), signal.SIGSTOP)
         deadline = time.monotonic() + 60
         while not (stalls := read_run(folder).of(Stalled)):
             assert time.monotonic() < deadline, run.text
             time.sleep(0.1)
-    finally:
-        for pid in (frozen, run.pid(0), run.process.pid):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait(timeout=30)
     dump = (folder / stalls[0].dump).read_text()
     assert stalls[0].rank == 0
     lines = {line.split(":")[0]: line for line in dump.splitlines() if line.startswith("rank ")}

@@ -37,7 +37,7 @@ def replace_loss(monkeypatch: pytest.MonkeyPatch, change) -> None:
 
 def gate_bias(monkeypatch: pytest.MonkeyPatch, *bias: float) -> None:
     """Initialise every layer's gate logits to these instead of zero."""
-    from tercet.model.gate import Gate
+    from tercet.model.nsa import Gate
 
     @torch.no_grad()
     def init(self):

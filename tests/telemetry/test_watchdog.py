@@ -108,7 +108,7 @@ def test_signal_handlers_are_restored(parts):
     assert not list(folder.glob("stack_rank0_locked.txt"))
 
 
-def test_a_frozen_process_is_distinguished_from_a_dead_one(tmp_path, monkeypatch, nursery):
+def test_a_frozen_process_is_distinguished_from_a_dead_one(tmp_path, monkeypatch, fork_server):
     monkeypatch.setattr(read_module, "FRESH_SECONDS", 0.5)
     monkeypatch.setattr("tercet.report.watch.STALE_SECONDS", 0.5)
     data = corpus(tmp_path)
@@ -116,7 +116,7 @@ def test_a_frozen_process_is_distinguished_from_a_dead_one(tmp_path, monkeypatch
     config = settings(
         folder, data, train__steps=100000, train__val_tokens=0, checkpoint__every=0, log__heartbeat_seconds=0.05
     )
-    child = nursery.start(config)
+    child = fork_server.start(config)
     child.until("step     20/100000", seconds=120)
     assert read_run(folder).state == "running"
     assert gate(verdict(read_run(folder)), "stability").verdict == "NOT TESTED"
@@ -133,7 +133,7 @@ def test_a_frozen_process_is_distinguished_from_a_dead_one(tmp_path, monkeypatch
     assert read_run(folder).state == "gone"
 
 
-def test_a_stalled_process_can_exit(tmp_path, nursery):
+def test_a_stalled_process_can_exit(tmp_path, fork_server):
     # It really hangs, in a print to a pipe that is not read. Neither the dump nor the exit may need that output.
     pipe, folder = tmp_path / "output", tmp_path / "run"
     os.mkfifo(pipe)
@@ -144,7 +144,7 @@ def test_a_stalled_process_can_exit(tmp_path, nursery):
         folder, corpus(tmp_path), train__steps=100000, train__val_tokens=0, checkpoint__every=0, log__every=1,
         health__stall="end", health__stall_seconds=0.5, health__stall_start_seconds=120.0,
     )  # fmt: skip
-    child = nursery.start(config, output=pipe)
+    child = fork_server.start(config, output=pipe)
     output = b""
 
     def the_first_steps() -> bool:

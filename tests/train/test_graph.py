@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from runs import losses, small
 from stepping import SteppedModel
 from tercet.errors import TercetError
-from tercet.model.attention import DenseAttention, NativeSparseAttention
+from tercet.model.dense import DenseAttention
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
 from tercet.report.gates import Thresholds

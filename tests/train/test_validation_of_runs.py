@@ -171,14 +171,14 @@ def test_a_save_that_fails_after_a_validation_does_not_hide_why(
 
 
 @pytest.mark.slow
-def test_ranks_refuse_data_without_a_validation_document_together(few: Path, tmp_path: Path) -> None:
+def test_all_ranks_refuse_data_without_a_validation_document(few: Path, tmp_path: Path) -> None:
     from parallel.test_ranks_in_runs import arguments
-    from parallel.world import Run
+    from parallel.world import TorchrunRun
 
     changes = {**sources(few)["jsonl"], **VALIDATES, "data__path": str(few), "parallel__strategy": "ddp"}
-    with Run(tmp_path / "said.txt", 2, *arguments(tmp_path / "run", **changes)) as run:
+    with TorchrunRun(tmp_path / "output.txt", 2, *arguments(tmp_path / "run", **changes)) as run:
         assert run.wait() != 0
-    assert run.text.count("error: train.val_tokens=128 asks for a validation that the data cannot give: jsonl") == 1
+    assert run.text.count("error: train.val_tokens=128, but the data has nothing to validate on: jsonl") == 1
     assert run.text.count("exitcode  : 2 ") == 2
     assert not events_file(tmp_path / "run").exists()
 
