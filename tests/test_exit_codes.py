@@ -57,8 +57,8 @@ train --preset tiny --run.dir blocked                                        eve
 train --preset tiny --run.dir blocked --resume auto                          event log blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
-train --preset tiny --resume ""                                              --resume '' names nothing: say auto
-train --resume "" --run.dir new                                              --resume '' names nothing: say auto
+train --preset tiny --resume ""                                              --resume '' is empty: give auto
+train --resume "" --run.dir new                                              --resume '' is empty: give auto
 train --preset tiny --resume text.txt                                        --resume text.txt is a file, not a folder
 train --resume text.txt                                                      --resume text.txt is a file, not a folder
 train --preset tiny --resume run/checkpoints/step-00000007                   step-00000007 does not exist
@@ -72,7 +72,7 @@ report empty                                                                 emp
 report run run                                                               run is given twice
 report run ./run/../run --out new                                            are the same folder
 report empty --min_steps 3                                                   min_steps=3 is below 500
-watch                                                                        tercet watch lacks RUN
+watch                                                                        tercet watch needs RUN
 watch nowhere --once                                                         nowhere is not a folder
 watch empty --every 0                                                        every=0 must be a positive number
 sweep --lengths abc                                                          --lengths
