@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch([a for a in arguments if a != "--debug"])
     except TercetError as error:
         if debug:
+            import traceback
+
             traceback.print_exc()
         elif not getattr(error, "reported_elsewhere", False):  # another rank prints it
             print(f"error: {error}", file=sys.stderr)
@@ -227,17 +228,13 @@ def _diff(arguments: list[str]) -> int:
 
 
 def _function(command: str, arguments: list[str]) -> int:
-    from tercet.config.flags import call
-
     function = _found(command)
     if function is None:
         raise _usage(f"tercet {command} is not part of this version")
-    return int(call(function, arguments, prog=f"tercet {command}", positional=True) or 0)
+    return _call(function, arguments, f"tercet {command}", positional=True)
 
 
 def _group(group: str, arguments: list[str]) -> int:
-    from tercet.config.flags import call
-
     functions = _members(group)
     if not functions:
         raise _usage(f"tercet {group} is not part of this version")
@@ -249,7 +246,18 @@ def _group(group: str, arguments: list[str]) -> int:
     name = arguments[0].replace("_", "-")
     if name not in functions:
         raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
-    return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}", positional=group in POSITIONAL) or 0)
+    return _call(functions[name], arguments[1:], f"tercet {group} {name}", positional=group in POSITIONAL)
+
+
+def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, positional: bool) -> int:
+    from tercet.config.flags import call, help_topic
+
+    if help_topic(arguments) is not None:
+        from tercet.config.help import function_help
+
+        print(function_help(function, prog=prog, positional=positional))
+        return 0
+    return int(call(function, arguments, prog=prog, positional=positional) or 0)
 
 
 def _found(command: str) -> Callable[..., Any] | None:

@@ -145,7 +145,9 @@ def documented_flags() -> set[str]:
     files = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
     files += [file for folder in ("scripts", "examples", "src") for file in (ROOT / folder).rglob("*.py")]
     pattern = rf"--((?:{'|'.join({key.partition('.')[0] for key in all_keys()})})\.[a-z_][\w.-]*\w)"
-    return {flag for file in files for flag in re.findall(pattern, file.read_text(encoding="utf-8"))}
+    return {
+        flag for file in files for flag in re.findall(pattern, file.read_text(encoding="utf-8").replace("\\_", "_"))
+    }
 
 
 def test_documented_flags_exist():

@@ -119,11 +119,6 @@ def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, pos
     positional: parameters without a default are positional arguments.
     """
     options = function_options(function, positional=positional)
-    if help_topic(arguments) is not None:
-        from tercet.config.help import function_help
-
-        print(function_help(function, options, prog=prog))
-        raise SystemExit(0)
     given = read_arguments(arguments, options, prog=prog)
     named = {name: value for name, value in given.items() if "." not in name}
     hints = typing.get_type_hints(function)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tercet.config.flags import Option, command_options, key_options
+from tercet.config.flags import Option, command_options, function_options, key_options
 from tercet.config.keys import suggestion
 from tercet.config.load import ConfigError
 from tercet.config.schema import RunConfig
@@ -64,16 +64,17 @@ def config_help(topic: str, options: type, values: Mapping[str, Any], *, prog: s
     return "\n".join(lines).strip("\n")
 
 
-def function_help(function: Callable[..., Any], options: Mapping[str, Option], *, prog: str) -> str:
-    """Help of a command that is a function."""
+def function_help(function: Callable[..., Any], *, prog: str, positional: bool = False) -> str:
+    """Help of a command that is a function; the parameters as in flags.call."""
     width = _width()
+    options = function_options(function, positional=positional)
     about = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0]
-    positional = [option for option in options.values() if option.positional]
+    operands = [option for option in options.values() if option.positional]
     flags = [option for option in options.values() if not option.positional]
-    names = [option.name.upper() + " ..." * (option.type.count is None) for option in positional]
+    names = [option.name.upper() + " ..." * (option.type.count is None) for option in operands]
     lines = [_usage(" ".join([prog, *names]), about, width)]
-    if positional:
-        lines += ["Arguments:", *_rows(positional, width), ""]
+    if operands:
+        lines += ["Arguments:", *_rows(operands, width), ""]
     return "\n".join([*lines, "Options:", *_rows(flags, width)])
 
 
