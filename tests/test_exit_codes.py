@@ -206,7 +206,7 @@ def test_events_that_another_rank_could_not_write_are_told_before_the_folder_cha
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mend"),
+    ("sizes", "fix"),
     [
         ("255 --train.micro_batch 1", "1 × 255 = 255 is not a multiple of 2 × context ranks = 2 × 2 = 4"),
         ("255 --train.micro_batch 1", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
@@ -215,13 +215,13 @@ def test_events_that_another_rank_could_not_write_are_told_before_the_folder_cha
         ("254 --train.micro_batch 3", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
     ],
 )
-def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, mend):
+def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, fix):
     length, _, batch = sizes.split()
     command = "plan --preset tiny --parallel.strategy cp --parallel.world_size 2 --data.seq_len"
     code = cli.main([*command.split(), *sizes.split(), "--train.tokens_per_step", str(int(length) * int(batch))])
     err = capsys.readouterr().err
     assert (code, err.count("\n")) == (EXIT_USAGE, 1)
-    assert mend in err
+    assert fix in err
 
 
 @pytest.mark.parametrize("error", [TercetError, UsageError])
