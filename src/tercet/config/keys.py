@@ -62,7 +62,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 
 def flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value of a nested table. A key whose value is itself a table stays whole; unknown keys are kept."""
+    """Dotted name -> value of a nested table. A key whose value is a table stays whole; unknown keys are kept."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         path = f"{prefix}{name}"
