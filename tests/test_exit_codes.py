@@ -53,8 +53,8 @@ train --preset tiny --data.tokenizer ./no.json --run.dir new                 tok
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
 train --preset tiny --run.dir run                                            run already holds a run
 train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
-train --preset tiny --run.dir blocked                                        event log blocked/events_rank0.jsonl is not a file
-train --preset tiny --run.dir blocked --resume auto                          event log blocked/events_rank0.jsonl is not a file
+train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl is not a file
+train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
 train --preset tiny --resume ""                                              --resume '' is empty: give auto
@@ -116,8 +116,8 @@ export hf empty full                                                         ful
 import hf nowhere out                                                        nowhere is not a folder
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
-sweep --steps 1 --out o                                                      --steps 1 is below 2
-bench decode --batches x                                                     x is no whole number
+sweep --steps 1 --out o                                                      --steps 1 is too small
+bench decode --batches x                                                     --batches x: expected comma-separated
 bench decode --contexts 5                                                    contexts=5 is too short
 bench decode --heads X                                                       --heads X is unknown
 bench attention --shapes P9k                                                 --shapes P9k is unknown
@@ -128,15 +128,15 @@ bench tune --kernels foo                                                     --k
 bench train --preset tiny --kinds sparse                                     --kinds sparse is unknown
 bench train --preset tiny --tokens 100                                       --tokens 100 is not a multiple of length
 bench train --preset tiny --checkpointing foo                                --checkpointing foo is unknown
-bench train --preset tiny --lengths ,                                        no --lengths and no --batches
-bench train --preset tiny --steps 0                                          --steps 0 is below 1
-bench train --preset tiny --out nowhere/o.json                               there is no folder nowhere
+bench train --preset tiny --lengths ,                                        neither --lengths nor --batches
+bench train --preset tiny --steps 0                                          --steps 0 is too small
+bench train --preset tiny --out nowhere/o.json                               folder nowhere does not exist
 bench train --preset tiny --picture empty                                    --picture empty is a folder
 bench train --preset tiny --picture map.xyz                                  --picture map.xyz
-bench train --plot list.json                                                 --plot list.json needs --picture
+bench train --plot list.json                                                 --plot list.json needs an output file
 bench train --plot nowhere.json --picture x.svg                              --plot nowhere.json cannot be read
-bench train --plot text.txt --picture x.svg                                  --plot text.txt is not what --out wrote
-bench train --plot list.json --picture x.svg                                 --plot list.json is not what --out wrote
+bench train --plot text.txt --picture x.svg                                  --plot text.txt was not written by
+bench train --plot list.json --picture x.svg                                 --plot list.json was not written by
 """
 
 
@@ -282,7 +282,7 @@ def unwritable_events():
         (unsplit_context, "10 tokens cannot be split into two equal chunks for each of 4 context ranks"),
         (unsplit_groups, "6 ranks cannot be split into groups of 4"),
         (unvalidated, "validation has no target tokens"),
-        (unwritable_events, "run/events_rank1.jsonl: cannot be written"),
+        (unwritable_events, "run/events_rank1.jsonl cannot be written"),
     ],
 )
 def test_refusals_deep_in_a_run_are_wrong_use_too(refused, said):
