@@ -42,7 +42,7 @@ def test_without_a_command_it_teaches(capsys):
 
 @pytest.mark.parametrize("command", ["train", "plan", "config show"])
 def test_help_lists_every_section_with_the_presets_values(capsys, command):
-    code, out, _ = run(capsys, *command.split(), "--preset", "m7c", "--help")
+    code, out, _ = run(capsys, *command.split(), "--preset", "m7c", "--help", "all")
     assert code == 0
     for text in ("--train.warmup_steps INT", "(default: 2000)", "--model.nsa.window INT", "--preset", "--data.seq_len"):
         assert text in out
@@ -145,21 +145,21 @@ def test_config_diff_names_what_differs(capsys, tmp_path):
     [
         ("trian", "unknown command trian: did you mean train?"),
         ("config shwo", "unknown command config shwo: did you mean show?"),
-        ("train", "tercet train --preset tiny`, or `"),
+        ("train", "tercet train --preset tiny` ("),
         ("train --preset tinny", "unknown preset tinny: did you mean tiny?"),
         ("train --preset tiny --train.lrr 1", "unknown option --train.lrr: did you mean --train.lr"),
         ("train --preset tiny --lr 1", "unknown option --lr: did you mean --train.lr?"),
         ("train --preset tiny --resum auto", "unknown option --resum: did you mean --resume?"),
-        ("train --preset tiny --train.lr", "--train.lr lacks its value: give a number, such as 0.003"),
-        ("train --preset tiny --train.lr fast", "--train.lr fast is no number: give one, such as 0.003"),
-        ("train --preset tiny --model.attention flash", "flash is unknown: pick of nsa, dense"),
+        ("train --preset tiny --train.lr", "--train.lr needs a value: expected a number, such as 0.003"),
+        ("train --preset tiny --train.lr fast", "--train.lr fast is not a number: give one, such as 0.003"),
+        ("train --preset tiny --model.attention flash", "flash is unknown: pick from nsa, dense"),
         ("train --preset m7c --model.kv_heads 5", "heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3"),
         ("train --preset tiny --train.tokens_per_step 1000", "is not a multiple of"),
-        ("train --preset tiny --data.mixture x", "data.mixture is a table, which no flag can say"),
-        ("train --preset tiny stray", "stray belongs to no option"),
+        ("train --preset tiny --data.mixture x", "data.mixture is a table and has no flag"),
+        ("train --preset tiny stray", "unexpected argument stray"),
         ("plan --config nowhere.toml", "config file nowhere.toml does not exist"),
-        ("config diff tiny", "takes two presets, TOML files or run folders"),
-        ("config diff tiny nothing", "nothing is neither a preset nor a TOML file nor a run folder"),
+        ("config diff tiny", "compares two presets, TOML files or run folders"),
+        ("config diff tiny nothing", "nothing is not a preset, a TOML file or a run folder"),
         ("presets tiny", "tercet presets takes no arguments"),
         ("bench train --lengths abc", "--lengths abc: expected comma-separated positive integers"),
         ("bench train --batches 1,0", "--batches 1,0: expected comma-separated positive integers"),
@@ -269,8 +269,8 @@ def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeyp
         ("--resume auto --run.dir=gone", "there is no run to resume at gone, which does not exist: "),
         ("--resume gone", "--resume gone: there is no run to resume at gone, which does not exist: "),
         ("--resume gone --run.dir new", "train --preset tiny --run.dir new`"),
-        ("--resume auto --run.dir bare", "there is no run to resume at bare, which has kept no config.toml: "),
-        ("--resume auto", "--resume auto without --run.dir, a preset or a file names no run: "),
+        ("--resume auto --run.dir bare", "there is no run to resume at bare, which has no config.toml: "),
+        ("--resume auto", "--resume auto needs --run.dir, a preset or a file: "),
         ("--run.dir gone", "no configuration given: try `"),
     ],
 )

@@ -57,8 +57,8 @@ train --preset tiny --run.dir blocked                                        blo
 train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
-train --preset tiny --resume ""                                              --resume '' names nothing: say auto
-train --resume "" --run.dir new                                              --resume '' names nothing: say auto
+train --preset tiny --resume ""                                              --resume '' is empty: give auto
+train --resume "" --run.dir new                                              --resume '' is empty: give auto
 train --preset tiny --resume text.txt                                        --resume text.txt is a file, not a folder
 train --resume text.txt                                                      --resume text.txt is a file, not a folder
 train --preset tiny --resume run/checkpoints/step-00000007                   step-00000007 does not exist
@@ -72,7 +72,7 @@ report empty                                                                 emp
 report run run                                                               run is given twice
 report run ./run/../run --out new                                            are the same folder
 report empty --min_steps 3                                                   min_steps=3 is below 500
-watch                                                                        tercet watch lacks RUN
+watch                                                                        tercet watch needs RUN
 watch nowhere --once                                                         nowhere is not a folder
 watch empty --every 0                                                        every=0 must be a positive number
 sweep --lengths abc                                                          --lengths
@@ -116,8 +116,8 @@ export hf empty full                                                         ful
 import hf nowhere out                                                        nowhere is not a folder
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
-sweep --steps 1 --out o                                                      --steps 1 is below 2
-bench decode --batches x                                                     x is no whole number
+sweep --steps 1 --out o                                                      --steps 1 is too small
+bench decode --batches x                                                     --batches x: expected comma-separated
 bench decode --contexts 5                                                    contexts=5 is too short
 bench decode --heads X                                                       --heads X is unknown
 bench attention --shapes P9k                                                 --shapes P9k is unknown
@@ -128,15 +128,15 @@ bench tune --kernels foo                                                     --k
 bench train --preset tiny --kinds sparse                                     --kinds sparse is unknown
 bench train --preset tiny --tokens 100                                       --tokens 100 is not a multiple of length
 bench train --preset tiny --checkpointing foo                                --checkpointing foo is unknown
-bench train --preset tiny --lengths ,                                        no --lengths and no --batches
-bench train --preset tiny --steps 0                                          --steps 0 is below 1
-bench train --preset tiny --out nowhere/o.json                               there is no folder nowhere
+bench train --preset tiny --lengths ,                                        neither --lengths nor --batches
+bench train --preset tiny --steps 0                                          --steps 0 is too small
+bench train --preset tiny --out nowhere/o.json                               folder nowhere does not exist
 bench train --preset tiny --picture empty                                    --picture empty is a folder
 bench train --preset tiny --picture map.xyz                                  --picture map.xyz
-bench train --plot list.json                                                 --plot list.json needs --picture
+bench train --plot list.json                                                 --plot list.json needs an output file
 bench train --plot nowhere.json --picture x.svg                              --plot nowhere.json cannot be read
-bench train --plot text.txt --picture x.svg                                  --plot text.txt is not what --out wrote
-bench train --plot list.json --picture x.svg                                 --plot list.json is not what --out wrote
+bench train --plot text.txt --picture x.svg                                  --plot text.txt was not written by
+bench train --plot list.json --picture x.svg                                 --plot list.json was not written by
 """
 
 
@@ -206,7 +206,7 @@ def test_events_that_another_rank_could_not_write_are_told_before_the_folder_cha
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mend"),
+    ("sizes", "fix"),
     [
         ("255 --train.micro_batch 1", "1 × 255 = 255 is not a multiple of 2 × context ranks = 2 × 2 = 4"),
         ("255 --train.micro_batch 1", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
@@ -215,13 +215,13 @@ def test_events_that_another_rank_could_not_write_are_told_before_the_folder_cha
         ("254 --train.micro_batch 3", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
     ],
 )
-def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, mend):
+def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, fix):
     length, _, batch = sizes.split()
     command = "plan --preset tiny --parallel.strategy cp --parallel.world_size 2 --data.seq_len"
     code = cli.main([*command.split(), *sizes.split(), "--train.tokens_per_step", str(int(length) * int(batch))])
     err = capsys.readouterr().err
     assert (code, err.count("\n")) == (EXIT_USAGE, 1)
-    assert mend in err
+    assert fix in err
 
 
 @pytest.mark.parametrize("error", [TercetError, UsageError])
@@ -282,7 +282,7 @@ def unwritable_events():
         (unsplit_context, "10 tokens cannot be split into two equal chunks for each of 4 context ranks"),
         (unsplit_groups, "6 ranks cannot be split into groups of 4"),
         (unvalidated, "validation has no target tokens"),
-        (unwritable_events, "run/events_rank1.jsonl: cannot be written"),
+        (unwritable_events, "run/events_rank1.jsonl cannot be written"),
     ],
 )
 def test_refusals_deep_in_a_run_are_wrong_use_too(refused, said):

@@ -1,7 +1,8 @@
-"""The command line: parse, call, exit code. torch is imported by the commands that compute, not here.
+"""The `tercet` command: find the command, parse its arguments, return its exit code.
 
-Exit codes: what a command returns, or what its error says (tercet.errors), or 130 and 143 for signals; all of them are
-listed in docs/configuration.md.
+Nothing heavy is imported here: commands load pydantic to parse their arguments, and torch only after that. Exit codes
+are what a command returns, or those of its error (tercet.errors), or 130 and 143 for signals; docs/configuration.md
+lists them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shlex
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,102 +19,104 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import tercet
+from tercet import hints
 from tercet.errors import TercetError
-from tercet.typed import typed
 
 if TYPE_CHECKING:
     from tercet.config.load import Layer, Loaded
 
 OVERVIEW = """\
-Tercet trains language models whose attention is Native Sparse Attention.
+Tercet trains language models with Native Sparse Attention.
 
 usage: tercet COMMAND [options]       tercet COMMAND --help
 
-  train            train a model:            tercet train --preset tiny
-  plan             what a run will cost:     tercet plan --preset m7c --gpu H200
-  presets          configurations to start from
-  config show      the configuration that a command line means, each value with its origin
-  config diff A B  what differs between two presets, files or run folders
+  train            train a model:             tercet train --preset tiny
+  plan             estimate memory and time:  tercet plan --preset m7c --gpu H200
+  presets          list the presets
+  config show      print the configuration of a command line, with the origin of each value
+  config diff A B  compare two presets, TOML files or run folders
 {others}
 A configuration is a preset, then a TOML file, then flags; later ones win. Every key is a flag:
   tercet train --preset m7c --config mine.toml --train.lr 1e-3 --data.seq_len 8192
-With --debug an error shows its traceback.
+`tercet train --help` shows the common ones. --debug adds the traceback to an error.
 """
 
-# command -> "module:function" and a sentence. The function's signature is the command's options (those without a
-# default stand without a flag), its docstring its help, its result the exit code.
+# command -> ("module:function", summary). The signature defines the options; parameters without a default are
+# positional arguments. The docstring is the help, the result the exit code.
 FUNCTIONS = {
-    "report": ("tercet.report.commands:report", "judge runs: GO, NO-GO or NOT TESTED, with a page for each"),
-    "watch": ("tercet.report.commands:watch", "a live view of a run"),
-    "sweep": ("tercet.bench.sweep:sweep", "tokens/s and memory over lengths, batches, strategies; a process per cell"),
-    "flight": ("tercet.parallel.flight_recorder:flight", "which rank was in which collective when a run failed"),
-    "doctor": ("tercet.doctor.commands:doctor", "examine this machine: versions, devices, kernels, disk, data"),
-    "generate": ("tercet.inference.commands:generate", "text from a model: tercet generate RUN --prompt TEXT"),
+    "report": ("tercet.report.commands:report", "check runs: GO, NO-GO or NOT TESTED, with an HTML report for each"),
+    "watch": ("tercet.report.commands:watch", "follow a run live in the terminal"),
+    "sweep": ("tercet.bench.sweep:sweep", "measure tokens/s and memory over lengths, batch sizes and strategies"),
+    "flight": ("tercet.parallel.flight_recorder:flight", "show which rank was in which collective when a run failed"),
+    "doctor": ("tercet.doctor.commands:doctor", "check this machine: versions, devices, kernels, disk, data"),
+    "generate": ("tercet.inference.commands:generate", "generate text: tercet generate RUN --prompt TEXT"),
 }
-# `tercet GROUP NAME` calls a function of the module in the same way, all options with their flags.
+# `tercet GROUP NAME` calls a function of a module in the same way.
 GROUPS = {
-    "data": ("tercet.data.commands", "texts into tokens: prepare, train-tokenizer, inspect, bench"),
-    "bench": ("tercet.bench.commands", "measure attention and training"),
-    "eval": ("tercet.inference.eval_commands", "measure a model: perplexity, needle, recall, selection-map"),
-    "export": ("tercet.interop.export_commands", "a run for other libraries: tercet export hf RUN OUT"),
-    "import": ("tercet.interop.import_commands", "a model of theirs to train on: tercet import hf FOLDER OUT"),
+    "data": ("tercet.data.commands", "prepare, inspect and benchmark training data; train a tokenizer"),
+    "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
+    "eval": ("tercet.inference.eval_commands", "evaluate a model: perplexity, needle, recall, selection-map"),
+    "export": ("tercet.interop.export_commands", "export a run for Transformers: tercet export hf RUN OUT"),
+    "import": ("tercet.interop.import_commands", "import a Hugging Face checkpoint: tercet import hf FOLDER OUT"),
 }
-# Groups whose commands take what they work on without a flag.
+# Groups whose required parameters are positional arguments; in the others they are flags.
 POSITIONAL = {"eval", "export", "import"}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the configuration comes from."""
+    """Options of every command that takes a configuration."""
 
     preset: str | None = None
-    """A configuration to start from; `tercet presets` lists them."""
+    """Configuration to start from (`tercet presets` lists them)."""
     config: str | None = None
-    """A TOML file whose values go over the preset's, such as RUN/config.toml of an earlier run."""
+    """TOML file that overrides the preset, such as config.toml of an earlier run."""
 
 
 @dataclass(frozen=True)
 class TrainOptions(Sources):
-    """Options of `tercet train` itself."""
+    """Options of `tercet train` besides the configuration."""
 
     resume: str | None = None
-    """Go on from a checkpoint: auto (the newest in run.dir, or a fresh start if there is none) or a folder."""
+    """Resume from a folder, or from the newest checkpoint in run.dir (auto); auto starts fresh if there is none."""
     allow_single_rank: bool = False
-    """Train in one process on one GPU although this machine has several."""
+    """Use one GPU of a machine that has several."""
 
 
 @dataclass(frozen=True)
 class PlanOptions(Sources):
-    """Options of `tercet plan` itself."""
+    """Options of `tercet plan` besides the configuration."""
 
     gpu: str | None = None
-    """Plan for this GPU instead of what is in this machine: H200, A100, …"""
+    """Plan for this GPU instead of this machine: H200, A100, …"""
     json: bool = False
-    """Print one line of JSON instead."""
+    """Print one line of JSON."""
 
 
 @dataclass(frozen=True)
 class ShowOptions(Sources):
-    """Options of `tercet config show` itself."""
+    """Options of `tercet config show` besides the configuration."""
 
     changed: bool = False
-    """Only what is not a default, one line each."""
+    """Print only values that are not defaults, one per line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `tercet` command."""
+    """Run a command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
         return _dispatch([a for a in arguments if a != "--debug"])
     except TercetError as error:
         if debug:
+            import traceback
+
             traceback.print_exc()
-        elif not getattr(error, "reported_elsewhere", False):  # one of many ranks says it for all
+        elif not getattr(error, "reported_elsewhere", False):  # another rank prints it
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # `tercet presets | head`: whoever read has read enough.
+        # The reader stopped early, as in `tercet presets | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -132,7 +133,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     from tercet.config.environment import environment_warnings
 
-    # torchrun gives all processes of a machine the same environment: one of them speaks of it
+    # All ranks of a machine share their environment: warn once.
     for line in environment_warnings(os.environ) if os.environ.get("LOCAL_RANK", "0") == "0" else []:
         print(f"warning: {line}", file=sys.stderr)
     name, rest = arguments[0], arguments[1:]
@@ -153,9 +154,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    """Train a model. Begin with `tercet train --preset tiny`; `tercet plan` takes the same options and says what they
-    cost. The run folder keeps config.toml, from which --config repeats the run, and checkpoints, from which
-    --resume auto goes on."""
+    """Train a model. Start with `tercet train --preset tiny`. `tercet plan` takes the same options and estimates the
+    cost. The run folder keeps config.toml, which --config repeats, and checkpoints, which --resume auto continues."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
     print(f"tercet {tercet.__version__}: run {loaded.config.run.name}, loading torch …", flush=True)
     from tercet.train.trainer import train
@@ -164,7 +164,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    """What a run will cost, before anything is allocated: parameters, tokens, arithmetic, memory by part, time."""
+    """Estimate the cost of a run without allocating anything: parameters, tokens, FLOPs, memory by part, time."""
     loaded, options = _load(PlanOptions, arguments, "plan", _plan.__doc__)
     from tercet.plan import find_device, make_plan, render
 
@@ -182,11 +182,11 @@ def _presets(arguments: list[str]) -> int:
     from tercet.config.load import preset_about, preset_names
 
     if arguments and arguments[0] not in ("-h", "--help"):
-        raise _usage(f"tercet presets takes no arguments, not {arguments[0]}: see one with `tercet config show`")
+        raise _usage(f"tercet presets takes no arguments, got {arguments[0]}: print one with `{hints.show_preset()}`")
     names = preset_names()
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
-    print(f"\nUse one:  {typed()} train --preset NAME     See one:  {typed()} config show --preset NAME")
+    print(f"\nUse one:  {hints.train_preset('NAME')}     See one:  {hints.show_preset()}")
     return 0
 
 
@@ -201,7 +201,7 @@ def _config(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    """The configuration that these options mean, as TOML, each value with its origin."""
+    """Print the configuration of these options as TOML, with the origin of each value."""
     loaded, options = _load(ShowOptions, arguments, "config show", _show.__doc__)
     from tercet.config.load import describe, to_toml
 
@@ -213,11 +213,11 @@ def _show(arguments: list[str]) -> int:
 
 
 def _diff(arguments: list[str]) -> int:
-    """What differs between two configurations; each is a preset, a TOML file or a run folder."""
+    """Print the differences between two configurations; each is a preset, a TOML file or a run folder."""
     from tercet.config.load import differences, toml_value
 
     if len(arguments) != 2 or any(a.startswith("-") for a in arguments):
-        raise _usage("tercet config diff takes two presets, TOML files or run folders: tercet config diff A B")
+        raise _usage("tercet config diff compares two presets, TOML files or run folders: write tercet config diff A B")
     left, right = arguments
     found = differences(_named(left).config, _named(right).config)
     for path, (a, b) in found.items():
@@ -228,17 +228,13 @@ def _diff(arguments: list[str]) -> int:
 
 
 def _function(command: str, arguments: list[str]) -> int:
-    from tercet.config.flags import call
-
     function = _found(command)
     if function is None:
         raise _usage(f"tercet {command} is not part of this version")
-    return int(call(function, arguments, prog=f"tercet {command}", positional=True) or 0)
+    return _call(function, arguments, f"tercet {command}", positional=True)
 
 
 def _group(group: str, arguments: list[str]) -> int:
-    from tercet.config.flags import call
-
     functions = _members(group)
     if not functions:
         raise _usage(f"tercet {group} is not part of this version")
@@ -250,7 +246,18 @@ def _group(group: str, arguments: list[str]) -> int:
     name = arguments[0].replace("_", "-")
     if name not in functions:
         raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
-    return int(call(functions[name], arguments[1:], prog=f"tercet {group} {name}", positional=group in POSITIONAL) or 0)
+    return _call(functions[name], arguments[1:], f"tercet {group} {name}", positional=group in POSITIONAL)
+
+
+def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, positional: bool) -> int:
+    from tercet.config.flags import call, help_topic
+
+    if help_topic(arguments) is not None:
+        from tercet.config.help import function_help
+
+        print(function_help(function, prog=prog, positional=positional))
+        return 0
+    return int(call(function, arguments, prog=prog, positional=positional) or 0)
 
 
 def _found(command: str) -> Callable[..., Any] | None:
@@ -259,7 +266,7 @@ def _found(command: str) -> Callable[..., Any] | None:
 
 
 def _members(group: str) -> dict[str, Callable[..., Any]]:
-    """Functions that the group's module defines itself, by the names that they have on the command line."""
+    """Public functions defined in the group's module, by command name."""
     if not _exists(GROUPS[group][0]):
         return {}
     module = importlib.import_module(GROUPS[group][0])
@@ -272,8 +279,8 @@ def _first_line(function: Callable[..., Any]) -> str:
 
 
 def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
-    """Preset, file and flags of a command line as one configuration, and the options of the command itself."""
-    from tercet.config.flags import option_value, parse
+    """The configuration of a command line (preset, file, flags), and the command's own options."""
+    from tercet.config.flags import help_topic, option_value, parse
     from tercet.config.load import Layer, as_none, merge, read_layers
 
     preset, file = option_value(arguments, "preset"), option_value(arguments, "config")
@@ -281,18 +288,22 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
         file = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
     layers = read_layers(preset, file)
     values = {key: as_none(key, value) for layer in layers for key, value in layer.values.items()}
-    description = " ".join((about or "").split())
-    parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}", description=description)
+    if (topic := help_topic(arguments)) is not None:
+        from tercet.config.help import config_help
+
+        print(config_help(topic, options, values, prog=f"tercet {command}", about=about or ""))
+        raise SystemExit(0)
+    parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}")
     own = parsed.options
     if command == "train":
         _check_resume(own.resume)
     if command == "train" and own.preset is None and file is None:
-        raise _usage(_unconfigured(own.resume, parsed.overrides.get("run.dir")))
-    return merge([*layers, *(_launched(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
+        raise _usage(_no_configuration(own.resume, parsed.overrides.get("run.dir")))
+    return merge([*layers, *(_launch_layers(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
 
 
 def _resumed_config(resume: str | None, folder: str | None) -> str | None:
-    """The configuration that the run to go on with has kept, so that it need not be said again."""
+    """The config.toml of the run to resume, so that its options need not be repeated."""
     if resume == "auto":
         run = Path(folder) if folder else None
     else:
@@ -303,34 +314,33 @@ def _resumed_config(resume: str | None, folder: str | None) -> str | None:
 
 
 def _check_resume(resume: str | None) -> None:
-    """What can be no run, whatever the configuration."""
-    name = "auto (the newest of --run.dir), or name the folder of a run or of one of its checkpoints"
+    fix = "give auto (the newest checkpoint in --run.dir), or the folder of a run or of one of its checkpoints"
     if resume is not None and not resume.strip():
-        raise _usage(f"--resume {resume!r} names nothing: say {name}")
+        raise _usage(f"--resume {resume!r} is empty: {fix}")
     if resume is not None and resume != "auto" and Path(resume).is_file():
-        raise _usage(f"--resume {resume} is a file, not a folder: say {name}")
+        raise _usage(f"--resume {resume} is a file, not a folder: {fix}")
 
 
-def _unconfigured(resume: str | None, folder: str | None) -> str:
-    """Why there is nothing to train: no preset, no file, and no run to go on with that has kept its own."""
+def _no_configuration(resume: str | None, folder: str | None) -> str:
+    """The error when there is no preset, no file, and no run to resume that has a config.toml."""
+    presets = f"`{hints.list_presets()}` lists the presets"
     if resume is None:
-        return f"no configuration given: try `{typed()} train --preset tiny`, or `{typed()} presets` for the list"
+        return f"no configuration given: try `{hints.train_preset()}` ({presets})"
     if resume == "auto" and folder is None:
         return (
-            "--resume auto without --run.dir, a preset or a file names no run: give the folder of one with --run.dir, "
-            f"or begin one with `{typed()} train --preset tiny` (`{typed()} presets` lists them)"
+            "--resume auto needs --run.dir, a preset or a file: give the run folder with --run.dir, or start a new run "
+            f"with `{hints.train_preset()}` ({presets})"
         )
     given, where = ("auto", str(folder)) if resume == "auto" else (resume, resume)
-    said = "does not exist" if not Path(where).exists() else "has kept no config.toml"
-    new = shlex.quote(folder or "runs/NAME")
+    why = "does not exist" if not Path(where).exists() else "has no config.toml"
     return (
-        f"--resume {given}: there is no run to resume at {where}, which {said}: name the folder of a run, or begin one "
-        f"with `{typed()} train --preset tiny --run.dir {new}` (`{typed()} presets` lists them)"
+        f"--resume {given}: there is no run to resume at {where}, which {why}: give a run folder, or start a new run "
+        f"with `{hints.train_preset(run_dir=folder or 'runs/NAME')}` ({presets})"
     )
 
 
-def _launched(options: Any) -> list[Layer]:
-    """What the way of starting says: torchrun tells each process how many there are."""
+def _launch_layers(options: Any) -> list[Layer]:
+    """Values from the way the process was started: the number of ranks that torchrun reports, --allow-single-rank."""
     from tercet.config.load import Layer
 
     layers = []
@@ -342,7 +352,7 @@ def _launched(options: Any) -> list[Layer]:
 
 
 def _named(name: str) -> Loaded:
-    """A configuration by the name of its preset, its file or its run folder."""
+    """The configuration of a preset, a TOML file or a run folder."""
     from tercet.config.load import load, preset_names
 
     path = Path(name)
@@ -352,11 +362,11 @@ def _named(name: str) -> Loaded:
         return load(file=path / "config.toml")
     if path.is_file() or path.suffix == ".toml":
         return load(file=path)
-    raise _usage(f"{name} is neither a preset nor a TOML file nor a run folder: `tercet presets` lists the presets")
+    raise _usage(f"{name} is not a preset, a TOML file or a run folder: `{hints.list_presets()}` lists the presets")
 
 
 def _overview() -> str:
-    # What is not installed is not shown; nothing is imported to say so.
+    # Hide what is not installed. Looking for a module does not import it.
     commands = [(name, where.partition(":")[0], about) for name, (where, about) in FUNCTIONS.items()]
     groups = [(f"{name} …", where, about) for name, (where, about) in GROUPS.items()]
     lines = [f"  {name:<15}  {about}\n" for name, where, about in commands + groups if _exists(where)]
@@ -366,7 +376,7 @@ def _overview() -> str:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not there either
+    except ModuleNotFoundError:  # its package is missing too
         return False
 
 

@@ -17,7 +17,7 @@ from tercet.inference.extend_context import extend_context_command
 @pytest.fixture(autouse=True)
 def a_folder_to_stand_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tercet.inference.extend_context.typed", lambda program="tercet": program)
+    monkeypatch.setattr("tercet.hints.program", lambda name="tercet": name)
 
 
 def kept(folder: str, **changes: object) -> Path:
@@ -46,20 +46,20 @@ def test_the_command_in_the_warning_runs(capsys):
 @pytest.mark.parametrize(
     ("length", "changes", "sizes"),
     [
-        (128, {}, {"train.micro-batch": "1"}),
-        (96, {}, {"train.micro-batch": "1", "train.tokens-per-step": "192"}),
-        (512, {}, {"train.micro-batch": "1", "train.tokens-per-step": "512"}),
+        (128, {}, {"train.micro_batch": "1"}),
+        (96, {}, {"train.micro_batch": "1", "train.tokens_per_step": "192"}),
+        (512, {}, {"train.micro_batch": "1", "train.tokens_per_step": "512"}),
         (128, {"train__micro_batch": 1}, {}),
-        (128, {"train__micro_batch": 4, "train__tokens_per_step": 768}, {"train.micro-batch": "2"}),
-        (128, {"train__micro_batch": 8, "train__tokens_per_step": 512 * 9}, {"train.micro-batch": "4"}),
-        (128, {"train__micro_batch": 7, "train__tokens_per_step": 64 * 14}, {"train.micro-batch": "1"}),
+        (128, {"train__micro_batch": 4, "train__tokens_per_step": 768}, {"train.micro_batch": "2"}),
+        (128, {"train__micro_batch": 8, "train__tokens_per_step": 512 * 9}, {"train.micro_batch": "4"}),
+        (128, {"train__micro_batch": 7, "train__tokens_per_step": 64 * 14}, {"train.micro_batch": "1"}),
     ],
 )
 def test_only_the_batch_sizes_that_must_change_do(length, changes, sizes):
     file = kept("run", **changes) / "config.toml"
     words = shlex.split(extend_context_command(Path("run"), length))
     given = dict(zip([flag[2:] for flag in words[2::2]], words[3::2], strict=True))
-    usual = {"config": str(file), "run.dir": "NEW", "train.init-from": "run", "data.seq-len": str(length)}
+    usual = {"config": str(file), "run.dir": "NEW", "train.init_from": "run", "data.seq_len": str(length)}
     assert given == usual | sizes
     before = load(file=file).config
     now = load(file=file, flags={k.replace("-", "_"): v for k, v in given.items() if k != "config"}).config
@@ -71,11 +71,11 @@ def test_a_checkpoint_uses_its_run_config_and_a_weights_folder_its_own():
     checkpoint.mkdir(parents=True)
     said = shlex.split(extend_context_command(checkpoint, 128))
     assert said[:4] == ["tercet", "train", "--config", str(Path("run/config.toml").resolve())]
-    assert said[said.index("--train.init-from") + 1] == str(checkpoint)
+    assert said[said.index("--train.init_from") + 1] == str(checkpoint)
 
     (kept("imported") / "model.safetensors").touch()
     said = shlex.split(extend_context_command(Path("imported"), 128))
-    assert said[said.index("--train.init-from") + 1] == "imported/model.safetensors"
+    assert said[said.index("--train.init_from") + 1] == "imported/model.safetensors"
 
 
 def test_several_ranks_are_started_by_torchrun():

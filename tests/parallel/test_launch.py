@@ -13,8 +13,8 @@ from tercet.config.load import load
 from tercet.config.sections import ParallelConfig
 from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
+from tercet.shell import program
 from tercet.train import ranks
-from tercet.typed import typed
 
 ALONE = Launch()
 
@@ -59,7 +59,7 @@ def test_a_distributed_strategy_in_one_process_is_refused_with_the_torchrun_comm
     with pytest.raises(LaunchError, match=f"strategy={strategy} needs torchrun") as error:
         check_launch(ParallelConfig(strategy=strategy), ALONE, "cuda" if gpus else "cpu", gpus)
     # no --parallel.strategy: the preset or the file sets it already
-    line = f"{typed('torchrun')} --standalone --nproc-per-node={ranks} -m tercet train --preset m7c"
+    line = f"{program('torchrun')} --standalone --nproc-per-node={ranks} -m tercet train --preset m7c"
     assert str(error.value).endswith(f"\n  {line}")
 
 

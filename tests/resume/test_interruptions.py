@@ -21,11 +21,11 @@ from runs import losses, small
 from tercet.data import loader
 from tercet.doctor import machine
 from tercet.errors import TercetError
+from tercet.shell import program
 from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
 from tercet.train import trainer
 from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
-from tercet.typed import typed
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
 
@@ -260,7 +260,9 @@ def test_a_folder_that_holds_a_run_is_not_trained_over(fork_server: ForkServer, 
     before = losses(tmp_path / "run")
     child = fork_server.run(config)
     assert child.code == 2
-    assert f"already holds a run: pick another --run.dir, or resume with: {typed()} train --resume auto" in child.output
+    assert (
+        f"already holds a run: pick another --run.dir, or resume with: {program()} train --resume auto" in child.output
+    )
     assert losses(tmp_path / "run") == before
     child = fork_server.run(config, resume="auto")
     assert child.code == 0

@@ -17,11 +17,11 @@ from runs import losses, rows, small
 from tercet import cli
 from tercet.config.load import load
 from tercet.errors import TercetError
+from tercet.shell import program
 from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, events_file, read_events
 from tercet.train.dump import replay
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.trainer import train
-from tercet.typed import typed
 
 
 def newest(folder: Path) -> Path:
@@ -153,9 +153,7 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reprod
         train__max_skipped_in_row=2,
         log__every=10,
     )
-    with pytest.raises(
-        TercetError, match=r"were not finite.*`\S+ -m tercet\.train\.dump"
-    ) as error:
+    with pytest.raises(TercetError, match=r"were not finite.*`\S+ -m tercet\.train\.dump") as error:
         train(config, origins={})
     told = list(read_events(events_file(folder)))
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
@@ -297,7 +295,7 @@ def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_fur
     assert ("and the data ended" in last) == ("data" in ended)
     assert losses(run) == before
 
-    further = last.partition(f"train longer with: {typed()} ")[2]
+    further = last.partition(f"train longer with: {program()} ")[2]
     assert cli.main(shlex.split(further)) == 0
     assert "nothing left" not in capsys.readouterr().out
     assert len(losses(run)) > made

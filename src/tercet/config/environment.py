@@ -1,6 +1,6 @@
-"""Switches of the scripts that came before, which lived in the environment: none of them is read, each is answered.
+"""Warnings about `NSA_*` environment variables, which configured the scripts before Tercet.
 
-An `NSA_*` variable that is set gets one line that names what replaced it. docs/from-m7c.md tells the same at length.
+None of them is read. Each one that is set gets a warning that names its replacement; docs/from-m7c.md has the details.
 """
 
 from __future__ import annotations
@@ -9,42 +9,42 @@ from collections.abc import Mapping
 
 PREFIX = "NSA_"
 
-# variable -> (config key or flag that replaced it, or None; what to know)
+# variable -> (the configuration key that replaced it, or None; an explanation)
 ANSWERS: dict[str, tuple[str | None, str]] = {
-    "NSA_PREFILL_BATCHED": (None, "prefill is always batched; there is no slow path to choose"),
+    "NSA_PREFILL_BATCHED": (None, "prefill is always batched"),
     "NSA_DISABLE_AUX_STATS": (
         None,
-        "statistics stay on the device and are read at each log interval; log.every says how often",
+        "statistics stay on the device and are read at each log interval, set by log.every",
     ),
-    "NSA_SEL_RANGES_V2": (None, "there is one selection, the one of the specification"),
-    "NSA_USE_FA2": ("model.backend", "auto takes the fastest that can run here; the log says which one ran"),
+    "NSA_SEL_RANGES_V2": (None, "there is only one selection algorithm"),
+    "NSA_USE_FA2": ("model.backend", "auto picks the fastest backend that runs here, and the log names it"),
     "NSA_DDP_STATIC_GRAPH": (
         "parallel.static_graph",
-        "it is safe here: activation checkpointing recomputes the block that it belongs to",
+        "it is safe with activation checkpointing, which recomputes within a block",
     ),
-    "NSA_DDP_FIND_UNUSED": (None, "every parameter takes part in every step, so there are none to find"),
+    "NSA_DDP_FIND_UNUSED": (None, "every parameter is used in every step"),
     "NSA_DDP_BUCKET_MB": ("parallel.bucket_mb", "megabytes of gradients per all-reduce"),
     "NSA_DDP_COMPRESS": ("parallel.gradient_compression", "none, bf16 or fp16"),
     "NSA_FSDP_SHARDING": ("parallel.sharding", "full or grad_op, as before"),
-    "NSA_FSDP_FORWARD_PREFETCH": ("parallel.prefetch", "how many blocks ahead; 0 is off"),
+    "NSA_FSDP_FORWARD_PREFETCH": ("parallel.prefetch", "blocks to prefetch; 0 turns it off"),
     "NSA_FSDP_LIMIT_ALL_GATHERS": (None, "FSDP2 frees memory in stream order and needs no limiter"),
-    "NSA_ALLOW_SINGLE_RANK": ("parallel.allow_single_rank", "for those who mean it"),
+    "NSA_ALLOW_SINGLE_RANK": ("parallel.allow_single_rank", "to use one GPU on purpose"),
     "NSA_MEM_DUMP_EVERY": ("health.memory_every", "steps between mem_stepN.json files"),
     "NSA_TB_DISABLE": ("log.tensorboard", "--log.no_tensorboard turns it off"),
-    "NSA_NVTX": ("profile.steps", "a trace with balanced ranges, which ends by itself"),
+    "NSA_NVTX": ("profile.steps", "traces the given steps"),
     "NSA_ACCUM": ("train.tokens_per_step", "accumulation is derived from it"),
 }
 
 
 def environment_warnings(environment: Mapping[str, str]) -> list[str]:
-    """One line for each `NSA_*` variable that is set."""
+    """One warning for each `NSA_*` variable that is set."""
     return [answer(name, environment[name]) for name in sorted(environment) if name.startswith(PREFIX)]
 
 
 def answer(name: str, value: str) -> str:
-    """What became of one variable."""
+    """The warning for one variable."""
     if name not in ANSWERS:
         return f"{name}={value} is set but not read: Tercet takes no settings from the environment"
     key, why = ANSWERS[name]
-    instead = f"use {key} instead ({why})" if key else f"it has no successor: {why}"
+    instead = f"use {key} instead ({why})" if key else f"it has no replacement: {why}"
     return f"{name}={value} is set but not read: {instead}"

@@ -1,34 +1,34 @@
-"""Flags for every key of the configuration: `--train.lr 1e-3`. Parsing and help texts are tyro's.
+"""The command-line parser: flags for every configuration key, and commands made from function signatures.
 
-tyro fills plain dataclasses that mirror the configuration, whose defaults are the values of the chosen preset
-and file (so that `--help` shows what would really run). Only what was given on the command line is handed on:
-the one place where values are checked is the configuration itself.
+Options are read off type annotations, of the schema (`--train.lr 1e-3`), of a command's dataclass of options, or of a
+function's parameters. `-` and `_` are interchangeable, and so are `--flag value` and `--flag=value`. A switch has an
+opposite, `--no_cache` or `--log.no_tensorboard`. Of a flag given twice the last one counts, unless it may be repeated.
+
+Every error is a ConfigError: one line with the option, its value, the rule and the fix. help.py prints the help texts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import io
+import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-import tyro
+from pydantic import BaseModel, ValidationError
 
-from tercet.config.keys import Key, all_keys, docstrings, suggestion
-from tercet.config.load import ConfigError, as_none, in_our_words
-from tercet.config.misread import complaint, options_of, options_with_keys
-from tercet.config.schema import RunConfig
+from tercet.config.keys import all_keys, docstrings, fields_of, is_table, nest, suggestion
+from tercet.config.load import ConfigError, as_none, explain
 
 T = TypeVar("T")
 
-# The flags of the scripts that came before; each gets its answer instead of a guess by spelling.
+# Flags of the scripts before Tercet, with their replacements; guessing by spelling would mislead here.
 FORMER_FLAGS = {
-    "dataset": "--data.source (synthetic, python-source, fineweb-edu, or files of your own)",
+    "dataset": "--data.source (synthetic, python-source, fineweb-edu, or your own files)",
     "precision": "--train.precision bf16|fp32",
     "steps": "--train.steps (optimizer updates)",
     "seq_len": "--data.seq_len",
@@ -38,108 +38,256 @@ FORMER_FLAGS = {
     "ddp": "--parallel.strategy ddp",
 }
 
+_FLAG = re.compile(r"--[A-Za-z]")
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+
+
+@dataclass(frozen=True)
+class Arg:
+    """Metadata of a function parameter: `run: Annotated[Path, Arg("A run folder.")]`."""
+
+    help: str = ""
+    repeat: bool = False  # one value per flag; the flag may be given several times
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """What a flag accepts: `item` is bool, int, float, str, Path or a Literal."""
+
+    item: Any
+    container: type | None = None  # tuple or list
+    count: int | None = 1  # number of values; None: any number
+    optional: bool = False  # accepts none
+    unwrap: bool = False  # one value stands for itself, as in `str | tuple[str, ...]`
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return typing.get_args(self.item)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.item is bool and self.container is None
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag or positional argument."""
+
+    name: str
+    type: ValueType
+    default: Any = None
+    help: str = ""
+    required: bool = False
+    positional: bool = False
+    repeat: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def negative(self) -> str:
+        """The flag that turns a switch off: --log.no_tensorboard."""
+        table, dot, leaf = self.name.rpartition(".")
+        return f"--{table}{dot}no_{leaf}"
+
 
 @dataclass(frozen=True)
 class Parsed:
-    """Options of the command itself by name, and the configuration's keys that were given."""
+    """The command's own options, and the configuration keys that were given as flags."""
 
     options: Any
     overrides: dict[str, Any]
 
 
-def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any], prog: str, description: str) -> Parsed:
-    """Read `arguments` as options of a command (fields of the dataclass `options`) and as keys.
+def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any], prog: str) -> Parsed:
+    """Parse `arguments` into the dataclass `options` and overrides of configuration keys.
 
-    values: what help shows as a key's default, for keys that a preset or a file set.
+    values: defaults from the preset and the file, used in error messages.
     """
-    own = {f.name for f in dataclasses.fields(options)}
-    given = given_flags(arguments)
-    for written, name in given:
-        _check_known(written, name, own)
-    mirrored = _mirror(options, values)
-    result = _read(
-        mirrored,
-        _empty_as_tyro_writes_it(arguments),
-        prog=prog,
-        description=description,
-        complain=lambda: complaint(arguments, options_with_keys(options, values), prog=prog),
+    own = command_options(options)
+    given = read_arguments(arguments, {**key_options(values), **own}, prog=prog)
+    return Parsed(
+        options(**{name: value for name, value in given.items() if name in own}),
+        {name: value for name, value in given.items() if name not in own},
     )
-    overrides = {}
-    for _, name in given:
-        path = _positive(name)
-        if path in all_keys():
-            node: Any = result
-            for part in path.split("."):
-                node = getattr(node, part)
-            overrides[path] = node
-    return Parsed(result, overrides)
 
 
 def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, positional: bool = False) -> T:
-    """Call `function` with what `arguments` say: its signature is its options, its docstring their help.
+    """Call `function` with `arguments`. Its signature defines the options, its docstring the help.
 
-    positional: parameters without a default are given without a flag.
+    positional: parameters without a default are positional arguments.
     """
-
-    # Put off, so that the function runs outside of tyro, and what it says on stderr passes through.
-    @functools.wraps(function)
-    def put_off(*given: Any, **named: Any) -> Callable[[], T]:
-        return functools.partial(function, *given, **named)
-
-    markers = (tyro.conf.PositionalRequiredArgs,) if positional else ()
-    return _read(
-        put_off,
-        arguments,
-        prog=prog,
-        markers=markers,
-        complain=lambda: complaint(arguments, options_of(function), prog=prog, loose=positional),
-    )()
+    options = function_options(function, positional=positional)
+    given = read_arguments(arguments, options, prog=prog)
+    named = {name: value for name, value in given.items() if "." not in name}
+    hints = typing.get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if is_table(hints[name]):
+            named[name] = _build_table(name, hints[name], parameter.default, given)
+    return function(**named)
 
 
-def _read(
-    target: Callable[..., T],
-    arguments: Sequence[str],
-    *,
-    prog: str,
-    complain: Callable[[], str | None],
-    description: str | None = None,
-    markers: Sequence[Any] = (),
-) -> T:
-    """tyro, whose errors come in boxes: here each is one line, that of `complain` if it finds what is wrong."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                target,
-                args=list(arguments),
-                prog=prog,
-                description=description,
-                use_underscores=True,
-                config=markers,
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ConfigError(complain() or _in_one_line(said.getvalue(), prog)) from None
+# ------------------------------------------------------------------------------------------------
+# Options from types
 
 
-def _empty_as_tyro_writes_it(arguments: Sequence[str]) -> list[str]:
-    """`--run.threads none`, as files and the documentation have it; tyro knows None alone."""
-    found, name = [], ""
-    for argument in arguments:
-        flag, given, value = argument.partition("=")
-        if re.match(r"--[A-Za-z]", flag):
-            name = flag[2:].replace("-", "_")
-            empty = given and value == "none" and as_none(name, value) is None
-            found.append(f"{flag}=None" if empty else argument)
-        else:
-            found.append("None" if argument == "none" and as_none(name, argument) is None else argument)
-            name = ""
+def key_options(values: Mapping[str, Any]) -> dict[str, Option]:
+    """A flag for each configuration key, except tables in lists. `values` replace the schema's defaults."""
+    return {
+        path: Option(path, kind, values.get(path, key.default), key.about)
+        for path, key in all_keys().items()
+        if (kind := value_type(key.annotation))
+    }
+
+
+def command_options(options: type) -> dict[str, Option]:
+    """The fields of a dataclass of command options, inherited ones included."""
+    texts = {name: text for base in reversed(options.__mro__[:-1]) for name, text in docstrings(base).items()}
+    hints = typing.get_type_hints(options)
+    return {
+        f.name: Option(f.name, _known(hints[f.name]), f.default, texts.get(f.name, ""))
+        for f in dataclasses.fields(options)
+    }
+
+
+def function_options(function: Callable[..., Any], *, positional: bool = False) -> dict[str, Option]:
+    """The parameters of a function; those of a table parameter have dotted names."""
+    texts = parameter_docs(function)
+    hints, marked = typing.get_type_hints(function), typing.get_type_hints(function, include_extras=True)
+    found: dict[str, Option] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = hints[name]
+        arg = next((a for a in getattr(marked[name], "__metadata__", ()) if isinstance(a, Arg)), Arg())
+        required = parameter.default is inspect.Parameter.empty
+        if is_table(annotation):
+            found |= _table_options(name, annotation, None if required else parameter.default)
+            continue
+        found[name] = Option(
+            name,
+            _known(annotation),
+            None if required else parameter.default,
+            texts.get(name, arg.help),
+            required,
+            positional and required,
+            arg.repeat,
+        )
     return found
 
 
+def parameter_docs(function: Callable[..., Any]) -> dict[str, str]:
+    """Parameter descriptions from the `Args:` section of a docstring."""
+    section = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[2]
+    entries = re.split(r"^ {4}(\w+): ", section, flags=re.M)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
+
+
+def value_type(annotation: Any) -> ValueType | None:
+    """What a flag of this type accepts; None if flags cannot express it."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (bool, int, float, str, Path) or origin is Literal:
+        return ValueType(annotation)
+    if origin in (tuple, list):
+        item = value_type(parts[0])
+        fixed = origin is tuple and parts[-1] is not Ellipsis
+        return item and ValueType(item.item, origin, len(parts) if fixed else None)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [value_type(part) for part in parts if part is not type(None)]
+        widest = next((kind for kind in kinds if kind and kind.container), kinds[0])
+        if widest is None or None in kinds:
+            return None
+        return dataclasses.replace(widest, optional=type(None) in parts, unwrap=len(kinds) > 1)
+    return None
+
+
+def _known(annotation: Any) -> ValueType:
+    kind = value_type(annotation)
+    if kind is None:
+        raise TypeError(f"no flag can express {annotation}")
+    return kind
+
+
+def _table_options(prefix: str, table: Any, default: Any) -> dict[str, Option]:
+    found: dict[str, Option] = {}
+    for leaf, (annotation, text, value) in fields_of(table).items():
+        name, value = f"{prefix}.{leaf}", getattr(default, leaf, value)
+        if is_table(annotation):
+            found |= _table_options(name, annotation, value)
+        elif kind := value_type(annotation):
+            found[name] = Option(name, kind, value, text)
+    return found
+
+
+def _build_table(name: str, table: Any, default: Any, given: Mapping[str, Any]) -> Any:
+    flat = {path: value for path, value in given.items() if path.startswith(f"{name}.")}
+    values = nest(flat).get(name, {})
+    try:
+        if issubclass(table, BaseModel):
+            return table.model_validate(values)
+        return dataclasses.replace(default, **values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, flat, dict.fromkeys(flat, "flag"), table=name)) from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Parsing
+
+
+def read_arguments(arguments: Sequence[str], options: Mapping[str, Option], *, prog: str) -> dict[str, Any]:
+    """The values given on the command line, by option name."""
+    positional = [option for option in options.values() if option.positional]
+    needed = sum(option.type.count == 1 for option in positional)
+    given: dict[str, Any] = {}
+    free: list[str] = []  # positional arguments
+    switch_before: dict[int, tuple[str, bool]] = {}  # index in `free` -> the switch directly before, and if it negates
+    i = 0
+    while i < len(arguments):
+        flag, equals, value = arguments[i].partition("=")
+        i += 1
+        if flag == "--" and not equals:
+            free += arguments[i:]
+            break
+        if not _FLAG.match(flag):
+            free.append(arguments[i - 1])
+            continue
+        option, negated = _find(flag, options)
+        end = next((k for k in range(i, len(arguments)) if re.match(r"--([A-Za-z]|$)", arguments[k])), len(arguments))
+        words = [value] if equals else []
+        follow = arguments[i:end]
+        if option.type.is_switch:
+            if positional and not equals and follow:
+                switch_before[len(free)] = flag, negated
+            elif not equals:
+                words = list(follow[:1])
+                i += len(words)
+            given[option.name] = _read_switch(flag, words, option, negated)
+            continue
+        taken = _count(option, words, follow, missing=needed - len(free), greedy=not positional)
+        words += follow[:taken]
+        i += taken
+        result = _read_values(flag, words, option)
+        given[option.name] = (*given.get(option.name, ()), result) if option.repeat else result
+    _assign(free, positional, given, switch_before, prog)
+    if missing := [option for option in options.values() if option.required and option.name not in given]:
+        raise ConfigError(_missing(missing, options, prog))
+    return given
+
+
+def help_topic(arguments: Sequence[str]) -> str | None:
+    """The word after --help, "" if there is none, and None if no help was asked for."""
+    for i, argument in enumerate(arguments):
+        if argument == "--":
+            return None
+        if argument in ("-h", "--help") or argument.startswith("--help="):
+            following = next(iter(arguments[i + 1 : i + 2]), "")
+            return argument.partition("=")[2] or ("" if following.startswith("-") else following)
+    return None
+
+
 def option_value(arguments: Sequence[str], name: str) -> str | None:
-    """What `--name` was given, before anything is parsed: the preset must be known to show its help."""
+    """The value of `--name` before parsing: the preset and the file are needed first, for defaults."""
     found = None
     for i, argument in enumerate(arguments):
         if argument == f"--{name}" and i + 1 < len(arguments):
@@ -149,112 +297,144 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
     return found
 
 
-def given_flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """(as written, as a key) of everything that looks like a flag."""
-    flags = [a.partition("=")[0] for a in arguments if re.match(r"--[A-Za-z]", a)]
-    return [(flag, flag[2:].replace("-", "_")) for flag in flags]
+def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
+    """The option of a flag, and whether the flag turns it off."""
+    name = flag[2:].replace("-", "_")
+    if name in options and not options[name].positional:
+        return options[name], False
+    table, dot, leaf = name.rpartition(".")
+    switch = options.get(f"{table}{dot}{leaf.removeprefix('no_')}")
+    if switch and leaf.startswith("no_") and switch.type.is_switch:
+        return switch, True
+    if name in options:
+        raise ConfigError(f"{flag}: {name.upper()} is a positional argument: write it without --{name}")
+    if "train.lr" in options:  # a configuration command
+        if name in all_keys():
+            raise ConfigError(f"{name} is a table and has no flag: set it in a file given with --config")
+        if name in FORMER_FLAGS:
+            raise ConfigError(f"unknown option {flag}: it is now {FORMER_FLAGS[name]}")
+    near = re.sub(r"(?<=mean )|(?<= or )", "--", suggestion(name, [n for n, o in options.items() if not o.positional]))
+    raise ConfigError(f"unknown option {flag}: {near or '--help lists all options'}")
 
 
-def _in_one_line(box: str, prog: str) -> str:
-    """tyro's box: a title, what is wrong, and perhaps options that are spelt alike."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │╭╮╰╯") for line in box.splitlines()]
-    paragraphs: list[list[str]] = [[]]
-    for line in lines[1:]:
-        if set(line) <= {"─", "-"}:  # where the terminal knows ASCII only, the frame is of hyphens
-            paragraphs += [[]] if paragraphs[-1] else []
-        else:
-            paragraphs[-1].append(line)
-    said = " ".join(paragraphs[0]).removeprefix("Error parsing ")
-    # What a section says is framed by pydantic: how many errors, in which class, the whole input, a link.
-    framed = re.search(r"validation errors? for \w+ (.*?) \[type=\w+, input_value=(.*?), input_type=", said)
-    if framed:
-        section = said.partition(":")[0]
-        key, of_a_value, rule = framed[1].partition(" Input should ")
-        if of_a_value:
-            return f"{section}.{key}={framed[2]} (flag): {in_our_words(of_a_value.lstrip() + rule)}"
-        return f"{section}: {framed[1].replace('Value error, ', '')}"
-    if said.startswith("Unrecognized options: "):
-        return f"{said.partition(': ')[2]} is nothing that {prog} takes: `{prog} --help` lists what it does"
-    return said
+def _count(option: Option, words: Sequence[str], follow: Sequence[str], *, missing: int, greedy: bool) -> int:
+    """How many of the words behind a flag are its values.
+
+    missing: positional arguments not given yet; they may be the last words, if the option cannot take those.
+    greedy: the command has no positional arguments, so a surplus word is an error of this option.
+    """
+    if option.repeat or option.type.count == 1:
+        return min(1 - len(words), len(follow))
+    if option.type.count is not None:
+        return len(follow) if greedy else min(option.type.count - len(words), len(follow))
+    taken = len(follow)
+    while taken > max(0, len(follow) - missing) and not _accepts(option.type, follow[taken - 1]):
+        taken -= 1
+    return taken
 
 
-def _check_known(written: str, name: str, own: set[str]) -> None:
-    keys = all_keys()
-    path = _positive(name)
-    if name in own or path in keys or name == "help":
-        if path in keys and not _has_flag(keys[path]):
-            raise ConfigError(f"{path} is a table, which no flag can say: set it in a file given with --config")
-        return
-    if name in FORMER_FLAGS:
-        raise ConfigError(f"unknown option {written}: it is now {FORMER_FLAGS[name]}")
-    hint = suggestion(name, [*keys, *sorted(own)])
-    hint = re.sub(r"(?<=mean )|(?<= or )", "--", hint)
-    raise ConfigError(f"unknown option {written}: {hint or '--help lists all options'}")
-
-
-def _positive(name: str) -> str:
-    """`log.no_tensorboard` is the key `log.tensorboard`, set to false."""
-    if name in all_keys():
-        return name
-    table, _, leaf = name.rpartition(".")
-    path = f"{table}.{leaf.removeprefix('no_')}"
-    known = all_keys().get(path)
-    return path if known is not None and known.annotation is bool else name
-
-
-def _has_flag(key: Key) -> bool:
-    def simple(kind: Any) -> bool:
-        if typing.get_origin(kind) is Literal or kind in (bool, int, float, str, type(None), Ellipsis):
-            return True
-        return (
-            bool(typing.get_args(kind))
-            and typing.get_origin(kind) is not dict
-            and all(map(simple, typing.get_args(kind)))
+def _read_switch(flag: str, words: Sequence[str], option: Option, negated: bool) -> bool:
+    if not words:
+        return not negated
+    value = _BOOLEANS.get(words[0].lower())
+    if negated:
+        raise ConfigError(f"{flag} {words[0] or repr('')}: {option.negative} takes no value")
+    if value is None:
+        raise ConfigError(
+            f"{flag} {words[0] or repr('')}: expected true or false, or {option.flag} or {option.negative} alone"
         )
-
-    return simple(key.annotation)
-
-
-def _mirror(options: type, values: Mapping[str, Any]) -> type:
-    """A dataclass with the fields of `options` and, nested, one for each key that a flag can say."""
-    tables: dict[str, list[Any]] = {"": _own_fields(options)}
-    for path, key in all_keys().items():
-        if not _has_flag(key):
-            continue
-        table, _, leaf = path.rpartition(".")
-        default = values.get(path, key.default)
-        default = tuple(default) if isinstance(default, list) else default
-        tables.setdefault(table, []).append((leaf, _flag(key), dataclasses.field(default=default)))
-    # Deepest tables first, each then a field of the one above it.
-    for table in sorted(filter(None, tables), key=lambda t: -t.count(".")):
-        above, _, leaf = table.rpartition(".")
-        made = dataclasses.make_dataclass(leaf, tables[table], frozen=True)
-        made.__doc__ = _about_table(table)
-        tables.setdefault(above, []).append((leaf, made, dataclasses.field(default_factory=made)))
-    order = {name: i for i, name in enumerate([*RunConfig.model_fields])}
-    tables[""].sort(key=lambda f: order.get(f[0], -1))
-    return dataclasses.make_dataclass(options.__name__, tables[""], frozen=True)
+    return value
 
 
-def _flag(key: Key) -> Any:
-    return Annotated.__class_getitem__((key.annotation, tyro.conf.arg(help=key.about)))  # type: ignore[attr-defined]
+def _read_values(flag: str, words: Sequence[str], option: Option) -> Any:
+    kind, shown = option.type, " ".join([flag, *(word or "''" for word in words)])
+    example = _example(option.default) + (", or none" if _takes_none(option) else "")
+    if len(words) == 1 and kind.optional and (words[0] == "None" or (words[0] == "none" and _takes_none(option))):
+        return None
+    if kind.container is None or option.repeat:
+        if not words:
+            raise ConfigError(f"{flag} needs a value: expected {_expected(kind)}{example}")
+        return _convert(shown, words[0], kind, example)
+    if (kind.count is not None and len(words) != kind.count) or (kind.unwrap and not words):
+        raise ConfigError(f"{shown}: expected {kind.count or 'one or more'} values{example}, got {len(words)}")
+    values = [_convert(f"{shown}: {word or repr('')}", word, kind, example) for word in words]
+    return values[0] if kind.unwrap and len(values) == 1 else kind.container(values)
 
 
-def _own_fields(options: type) -> list[tuple[str, Any, Any]]:
-    abouts = {name: about for base in reversed(options.__mro__[:-1]) for name, about in docstrings(base).items()}
-    hints = typing.get_type_hints(options)
-    return [
-        (
-            f.name,
-            _flag(Key(f.name, hints[f.name], abouts.get(f.name, ""), f.default)),
-            dataclasses.field(default=f.default),
-        )
-        for f in dataclasses.fields(options)
-    ]
+def _convert(shown: str, word: str, kind: ValueType, example: str) -> Any:
+    if kind.choices:
+        if word not in kind.choices:
+            pick = "pick from" if kind.container else "pick one of"
+            raise ConfigError(f"{shown} is unknown: {pick} {', '.join(kind.choices)}")
+        return word
+    try:
+        return kind.item(word)
+    except ValueError:
+        whole = _as_integer(word) if kind.item is int else None
+        fix = f"write {whole}" if whole is not None else f"give {'numbers' if kind.container else 'one'}{example}"
+        raise ConfigError(f"{shown} is not {_expected(kind)}: {fix}") from None
 
 
-def _about_table(path: str) -> str:
-    table: Any = RunConfig
-    for name in path.split("."):
-        table = typing.get_type_hints(table)[name]
-    return (table.__doc__ or "").strip().splitlines()[0]
+def _accepts(kind: ValueType, word: str) -> bool:
+    try:
+        _convert("", word, kind, "")
+    except ConfigError:
+        return False
+    return True
+
+
+def _takes_none(option: Option) -> bool:
+    """Whether `none` means null, as in files. For text that is no configuration key it may be a file name."""
+    return option.type.optional and (option.type.item not in (str, Path) or as_none(option.name, "none") is None)
+
+
+def _as_integer(word: str) -> int | None:
+    """1e6 and 1,000 are integers to people."""
+    try:
+        number = float(word.replace(",", ""))
+        return int(number) if number == int(number) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _assign(
+    free: Sequence[str],
+    positional: Sequence[Option],
+    given: dict[str, Any],
+    switch_before: Mapping[int, tuple[str, bool]],
+    prog: str,
+) -> None:
+    """Hand the words that belong to no flag to the positional arguments, in order."""
+    used = 0
+    for option in positional:
+        words = free[used:] if option.type.count is None else free[used : used + 1]
+        used += len(words)
+        if words or option.type.count is None:
+            given[option.name] = _read_values(option.name.upper(), words, option)
+    if used < len(free):
+        for i, (flag, negated) in switch_before.items():
+            if (word := free[i]).lower() in _BOOLEANS:
+                raise ConfigError(f"{flag} {word}: write {f'{flag} alone' if negated else f'{flag}={word}'}")
+        rule = "" if positional else "options start with --; "
+        raise ConfigError(f"unexpected argument {free[used]}: {rule}`{prog} --help` lists the options")
+
+
+def _missing(missing: Sequence[Option], options: Mapping[str, Option], prog: str) -> str:
+    def usage(option: Option) -> str:
+        return option.name.upper() if option.positional else f"{option.flag} {option.name.upper()}"
+
+    names = " and ".join(option.name.upper() if option.positional else option.flag for option in missing)
+    needed = " ".join(usage(option) for option in options.values() if option.required)
+    return f"{prog} needs {names}: write {prog} {needed} (see {prog} --help)"
+
+
+def _expected(kind: ValueType) -> str:
+    if kind.choices:
+        return f"one of {', '.join(kind.choices)}"
+    return {int: "an integer", float: "a number", Path: "a path"}.get(kind.item, "text")
+
+
+def _example(default: Any) -> str:
+    if isinstance(default, (tuple, list)):
+        default = " ".join(map(str, default))
+    return f", such as {default}" if isinstance(default, (int, float, str)) and default != "" else ""

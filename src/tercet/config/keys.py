@@ -1,4 +1,4 @@
-"""The keys of a configuration, dotted, and what to say when a key is not one of them."""
+"""Configuration keys by dotted name, and suggestions for misspelled ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tercet.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the configuration."""
+    """One value of the configuration."""
 
     path: str
     annotation: Any
@@ -30,7 +30,7 @@ class Key:
 
 
 def is_table(annotation: Any) -> bool:
-    """Whether values of this type are tables of keys rather than values."""
+    """Whether this type is a table of keys rather than a value."""
     return isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation))
 
 
@@ -46,7 +46,7 @@ def fields_of(table: Any) -> dict[str, tuple[Any, str, Any]]:
 
 @lru_cache(maxsize=1)
 def all_keys() -> dict[str, Key]:
-    """Every leaf of RunConfig by its dotted name, in the order of the schema."""
+    """Every key of RunConfig by dotted name, in schema order."""
     return {key.path: key for key in _walk(RunConfig, "")}
 
 
@@ -62,7 +62,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 
 def flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value of a nested table; a key is whole once it is the name of a leaf, known or not."""
+    """Dotted name -> value of a nested table. A key whose value is a table stays whole; unknown keys are kept."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         path = f"{prefix}{name}"
@@ -74,7 +74,7 @@ def flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of flattening: dotted names become tables."""
+    """The inverse of flatten_table: dotted names become nested tables."""
     root: dict[str, Any] = {}
     for path, value in flat.items():
         *tables, leaf = path.split(".")
@@ -86,14 +86,14 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(wrong: str, among: Iterable[str]) -> str:
-    """`did you mean …?`, or nothing. A right name in a wrong place (`lr` for `train.lr`) is closest of all."""
+    """`did you mean …?`, or "". The right name in another section (`lr` for `train.lr`) ranks first."""
 
-    def likeness(known: str) -> float:
+    def similarity(known: str) -> float:
         leaves = known.rpartition(".")[2], wrong.rpartition(".")[2]
         alike = difflib.SequenceMatcher(None, *leaves).ratio()
         return 1 + (known == wrong) if alike == 1 else (alike + difflib.SequenceMatcher(None, known, wrong).ratio()) / 2
 
-    ranked = sorted(((likeness(known), known) for known in among), key=lambda pair: -pair[0])
+    ranked = sorted(((similarity(known), known) for known in among), key=lambda pair: -pair[0])
     near = [known for score, known in ranked[:3] if score >= 0.6 and score >= ranked[0][0] - 0.1]
     return f"did you mean {' or '.join(near)}?" if near else ""
 
@@ -108,7 +108,7 @@ def _walk(table: type, prefix: str) -> Iterable[Key]:
 
 
 def docstrings(table: type) -> dict[str, str]:
-    """The texts under a class's fields. pydantic reads its own models' only, and NSAConfig is a plain dataclass."""
+    """Docstrings of a class's fields. pydantic reads them only for its models; NSAConfig is a plain dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {

@@ -74,7 +74,7 @@ def merge(layers: list[Layer]) -> Loaded:
     try:
         config = RunConfig.model_validate(nest(values))
     except ValidationError as error:
-        raise ConfigError(_one_line(error, values, origins)) from None
+        raise ConfigError(explain(error, values, origins)) from None
     return Loaded(config, origins)
 
 
@@ -210,10 +210,11 @@ def in_our_words(message: str) -> str:
     return f"must be {rule}"
 
 
-def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str], table: str = "") -> str:
+    """A validation error in one line: key, value, origin and rule. `table`: the section that was validated."""
     problems: dict[str, str] = {}
     for problem in error.errors(include_url=False):
-        path = ".".join(str(part) for part in problem["loc"])
+        path = ".".join([*filter(None, [table]), *map(str, problem["loc"])])
         key = next((k for k in all_keys() if path == k or path.startswith(k + ".")), None)
         message = problem["msg"].removeprefix("Value error, ")
         if key is None:

@@ -26,7 +26,6 @@ NEEDED = (
     ("torch", (2, 11), (2, 14)),
     ("numpy", (2, 0), None),
     ("pydantic", (2, 10), None),
-    ("tyro", (1, 0), None),
     ("rich", (13,), None),
     ("safetensors", (0, 5), None),
 )

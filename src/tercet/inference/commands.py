@@ -6,31 +6,27 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
+from tercet.config.flags import Arg
 
-Run = Annotated[
-    Path, tyro.conf.arg(help="A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.")
-]
-Device = Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="Device to run on.")]
+Run = Annotated[Path, Arg("A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Arg("Device to run on.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    tyro.conf.arg(
-        help="Weights and arithmetic; auto: bfloat16 on a GPU if the model was trained in bfloat16, else float32."
-    ),
+    Arg("Weights and arithmetic; auto: bfloat16 on a GPU if the model was trained in bfloat16, else float32."),
 ]
-Plot = Annotated[Path | None, tyro.conf.arg(help="Write a plot to this SVG file.")]
+Plot = Annotated[Path | None, Arg("Write a plot to this SVG file.")]
 
 
 def generate(
     run: Run,
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    prompt: Annotated[tuple[str, ...], Arg(repeat=True)] = (),
     prompt_file: Path | None = None,
     max_new_tokens: int = 128,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    stop: Annotated[tuple[str, ...], Arg(repeat=True)] = (),
     seed: int = 0,
     context: int | None = None,
     prefill_chunk: int = 8192,

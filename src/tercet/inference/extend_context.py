@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
+from tercet import hints
 from tercet.config.load import ConfigError, load
 from tercet.config.schema import RunConfig
 from tercet.inference.load import CONFIG, WEIGHTS
 from tercet.train import manifest
-from tercet.typed import typed
 
 
 def extend_context_command(run: Path, length: int) -> str:
@@ -33,11 +32,7 @@ def _train_command(file: Path, weights: Path, length: int) -> str:
     config = load(file=file).config
     keys = {"run.dir": "NEW", "train.init_from": str(weights), "data.seq_len": length, **_batch_sizes(config, length)}
     parallel = load(file=file, flags=keys).config.parallel  # raises ConfigError if the command would be invalid
-    torchrun = f"{typed('torchrun')} --standalone --nproc-per-node={parallel.world_size} -m tercet"
-    words = ["train", "--config", str(file)]
-    for key, value in keys.items():
-        words += [f"--{key.replace('_', '-')}", str(value)]
-    return f"{torchrun if parallel.strategy != 'single' else typed()} {shlex.join(words)}"
+    return hints.train_config(file, keys, ranks=None if parallel.strategy == "single" else parallel.world_size)
 
 
 def _batch_sizes(config: RunConfig, length: int) -> dict[str, Any]:

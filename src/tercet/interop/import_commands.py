@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shlex import quote
 from typing import Literal
 
+from tercet import hints
 from tercet.attention.config import NSAConfig
-from tercet.typed import typed
 
 
 def hf(
@@ -54,6 +53,6 @@ def hf(
     if imported.exact_length is not None:
         length = f"{imported.exact_length:,} tokens"
         print(f"gates start with the {cover} branch open: equal to the dense model up to {length}")
-    print(f"Wrote {out}. To train it:  {typed()} train --config {quote(str(out / 'config.toml'))}")
-    print(f"To use it as it is:  {typed()} generate {quote(str(out))} --prompt TEXT")
+    print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml')}")
+    print(f"To use it as it is:  {hints.generate(out)}")
     return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import socket
 import sys
 import time
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tercet import hints
 from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
-from tercet.typed import typed
 from tercet.version import __version__
 
 _FOLDER_KEY = "tercet/run_folder"
@@ -107,12 +106,7 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
 
 def torchrun_command(ranks: int, local_ranks: int, strategy: str) -> str:
     """The torchrun command that repeats this one on `ranks` ranks; with 0, it says N for the user to replace."""
-    arguments = [a for a in sys.argv[1:] if a != "--allow-single-rank"]
-    has_strategy = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
-    added = [] if has_strategy else ["--parallel.strategy", "ddp"]
-    nodes = ["--standalone"] if ranks == local_ranks else [f"--nnodes={-(-ranks // local_ranks)}"]
-    words = [*nodes, f"--nproc-per-node={local_ranks or 'N'}", "-m", "tercet", *arguments, *added]
-    return f"{typed('torchrun')} {shlex.join(words)}"
+    return hints.relaunch(sys.argv[1:], ranks=ranks, per_machine=local_ranks, strategy=strategy)
 
 
 def backend_of(parallel: ParallelConfig, device: str) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tercet import hints
 from tercet.config.sections import ParallelConfig
 from tercet.parallel.launch import Launch, World, WrongLaunch, check_launch, join
-from tercet.typed import typed
 
 # Logs of ranks whose clocks differ by more cannot be compared.
 MAX_CLOCK_SECONDS = 1.0
@@ -33,7 +33,7 @@ def probe(folder: str | None = None, backend: str = "auto", *, share_gpus: bool 
     if not launch.by_torchrun:
         raise WrongLaunch(
             "doctor --distributed checks several ranks: start it with "
-            f"{typed('torchrun')} --nproc-per-node=N -m tercet doctor --distributed"
+            + hints.torchrun("doctor", "--distributed", ranks="N", nodes=None)
         )
     parallel = ParallelConfig.model_validate(
         {"strategy": "ddp", "world_size": launch.world_size, "backend": backend, "share_gpus": share_gpus}

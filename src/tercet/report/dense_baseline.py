@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from shlex import quote
-
+from tercet import hints
 from tercet.config.keys import flatten
 from tercet.config.schema import RunConfig
 from tercet.model.config import NSA_ONLY
 from tercet.report.read import Run, is_fastest
-from tercet.typed import typed
 
 # A baseline must have the same values for these keys …
 _SAME_MODEL = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.precision",
@@ -61,9 +59,4 @@ def slow_routes(baseline: Run) -> str:
 def dense_baseline_command(run: Run) -> str:
     """How to train the dense baseline of a run and compare the two."""
     preset = next((o.removeprefix("preset ") for o in run.origins.values() if o.startswith("preset ")), None)
-    source = f"--preset {preset}" if preset else f"--config {quote(f'{run.folder}/config.toml')}"
-    dense = quote(f"{run.folder}-dense")
-    return (
-        f"{typed()} train {source} --model.attention dense --run.dir {dense}, then "
-        f"{typed()} report {quote(str(run.folder))} --baseline {dense}"
-    )
+    return hints.train_dense_baseline(run.folder, preset)

@@ -6,8 +6,8 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
+from tercet import hints
 from tercet.report.dense_baseline import baseline_mismatch, dense_baseline_command, slow_routes
 from tercet.report.gates import Gate, GateBuilder, Thresholds, plural
 from tercet.report.integrity import checkpoint_problem
@@ -23,7 +23,6 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
 )
-from tercet.typed import typed
 
 PARITY = "kernel parity"  # the doctor's check
 DIED = "died"  # a process that left no end event
@@ -260,7 +259,7 @@ def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gat
 
 
 def resume_command(folder: Path) -> str:
-    return f"{typed()} train --config {quote(f'{folder}/config.toml')} --run.dir {quote(str(folder))} --resume auto"
+    return hints.tercet("train", "--config", f"{folder}/config.toml", "--run.dir", folder, "--resume", "auto")
 
 
 def times(count: int) -> str:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from shlex import quote
 from typing import Any
 
+from tercet import hints
 from tercet.report import attention_gates, training_gates
 from tercet.report.gates import GO, INCOMPLETE_RECORD_FIX, NO_GO, NOT_TESTED, Gate, GateBuilder, Thresholds, plural
 from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
 from tercet.telemetry.health import health_findings
-from tercet.typed import typed
 
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
 # Losses, gradients and speed are the same on every rank: count their findings once, from rank 0.
@@ -127,24 +126,21 @@ def _multi_device_gate(run: Run) -> tuple[Gate, ...]:
 
 def two_rank_command(run: Run) -> str:
     """How to train the same configuration on two ranks."""
-    return (
-        f"{typed('torchrun')} --standalone --nproc-per-node=2 -m tercet train "
-        f"--config {quote(f'{run.folder}/config.toml')} "
-        f"--run.dir {quote(f'{run.folder}-2')} --parallel.strategy fsdp{_two_rank_batch_flags(run)}"
-    )
+    flags = {"run.dir": f"{run.folder}-2", "parallel.strategy": "fsdp", **_two_rank_batch(run)}
+    return hints.train_config(f"{run.folder}/config.toml", flags, ranks=2)
 
 
-def _two_rank_batch_flags(run: Run) -> str:
-    """The batch size flags that make a step divisible by two ranks, if it is not already."""
+def _two_rank_batch(run: Run) -> dict[str, int]:
+    """The batch size that makes a step divisible by two ranks, if it is not already."""
     keys = ("train.tokens_per_step", "train.micro_batch", "data.seq_len")
     tokens, micro_batch, seq_len = (run.config.get(key) for key in keys)
     if not (isinstance(tokens, int) and isinstance(micro_batch, int) and isinstance(seq_len, int)):
-        return ""  # config.toml is unreadable, which the record gate reports
+        return {}  # config.toml is unreadable, which the record gate reports
     if tokens % (2 * micro_batch * seq_len) == 0:
-        return ""
+        return {}
     if micro_batch % 2 == 0:
-        return f" --train.micro_batch {micro_batch // 2}"
-    return f" --train.tokens_per_step {2 * tokens}"
+        return {"train.micro_batch": micro_batch // 2}
+    return {"train.tokens_per_step": 2 * tokens}
 
 
 def _reasons(gates: tuple[Gate, ...], verdict: str) -> list[Reason]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from shlex import quote
 
 import torch
 
+from tercet import hints
 from tercet.atomic_io import write_json
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
@@ -25,9 +24,8 @@ from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
-from tercet.train.run_folder import RunFolder, resume_command
+from tercet.train.run_folder import RunFolder
 from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
-from tercet.typed import typed
 
 METRICS = "metrics.json"
 
@@ -151,7 +149,7 @@ def print_summary(
         return
     if not completed:
         screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
-        screen.say(f"resume with: {resume_command(folder.path)}")
+        screen.say(f"resume with: {hints.resume(folder.path)}")
         return
     if state.step == first_step > 0:
         screen.say(_nothing_left(config, folder, state.step, reason))
@@ -161,7 +159,7 @@ def print_summary(
     metrics = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
     losses = [f"{n} {metrics[k]:.4f}" for n, k in (("loss", "loss"), ("validation loss", "val_loss")) if metrics[k]]
     screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join(losses)}; run folder {folder.path}")
-    screen.say(f"check the run with: {report_command(folder.path)}")
+    screen.say(f"check the run with: {hints.report(folder.path)}")
 
 
 def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) -> str:
@@ -173,12 +171,7 @@ def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) 
     else:
         why = f"{done} of {planned} steps are done"
         more = f"--train.steps {2 * done}"
-    return f"nothing left to do: {why}; train longer with: {resume_command(folder.path)} {more}"
-
-
-def report_command(path: Path) -> str:
-    """The command that reports on the run in this folder."""
-    return f"{typed()} report {quote(str(path))}"
+    return f"nothing left to do: {why}; train longer with: {hints.resume(folder.path)} {more}"
 
 
 def newest_checkpoint(folder: RunFolder) -> str:
@@ -190,6 +183,4 @@ def newest_checkpoint(folder: RunFolder) -> str:
 def disk_error(error: OSError, folder: RunFolder) -> str:
     """Error message for a failed write: what failed, what is safe, and how to resume."""
     where = error.filename or folder.path
-    return (
-        f"{where}: {error.strerror or error}; {newest_checkpoint(folder)}: resume with: {resume_command(folder.path)}"
-    )
+    return f"{where}: {error.strerror or error}; {newest_checkpoint(folder)}: resume with: {hints.resume(folder.path)}"

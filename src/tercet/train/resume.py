@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tercet import hints
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import Tokenizer
@@ -38,7 +39,7 @@ from tercet.telemetry.sinks import import_tensorboard, import_wandb
 from tercet.train import manifest
 from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
 from tercet.train.manifest import CheckpointError
-from tercet.train.run_folder import RunFolder, resume_command
+from tercet.train.run_folder import RunFolder
 
 # Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
 MAY_CHANGE = (
@@ -91,7 +92,7 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
         if folder.has_run:
             raise UsageError(
                 f"{folder.path} already holds a run: pick another --run.dir, or resume with: "
-                f"{resume_command(folder.path)}"
+                f"{hints.resume(folder.path)}"
             )
         return None, []
     manifest.remove_leftovers(folder.checkpoints)
@@ -112,7 +113,7 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     if not start.is_in(folder.checkpoints) and folder.has_run and not _is_same_fork(folder, start):
         raise UsageError(
             f"{folder.path} already holds a run, and --resume {resume} belongs to another one: pick another "
-            f"--run.dir, or resume the run in this folder with: {resume_command(folder.path)}"
+            f"--run.dir, or resume the run in this folder with: {hints.resume(folder.path)}"
         )
     now = config.model_dump(mode="json")
     allow = config.checkpoint.allow_config_change

@@ -6,7 +6,6 @@ import fcntl
 import os
 import platform
 import re
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +21,6 @@ from tercet.config.schema import RunConfig
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
-from tercet.typed import typed
 from tercet.version import __version__
 
 LOCK = "lock"
@@ -91,11 +89,6 @@ class RunFolder:
                 except OSError:
                     break  # not empty
         os.close(self._lock)
-
-
-def resume_command(path: Path) -> str:
-    """The command that resumes the run in this folder with its saved configuration."""
-    return f"{typed()} train --resume auto --run.dir {shlex.quote(str(path))}"
 
 
 def locate(config: RunConfig, resume: str | None) -> Path:

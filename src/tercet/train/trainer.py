@@ -21,6 +21,7 @@ from tercet.model.cost import flops_per_token
 from tercet.model.sampling import NOTHING
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
+from tercet.shell import python
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, read_events
 from tercet.telemetry.hardware import peak_flops
@@ -46,7 +47,6 @@ from tercet.train.run_folder import RunFolder, environment
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
-from tercet.typed import python
 
 
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tercet.typed import python, typed
+from tercet.shell import program, python
 
 
-def program(path: Path) -> Path:
+def make_program(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
@@ -25,8 +25,8 @@ def bin_folder(tmp_path, monkeypatch) -> Path:
     """An environment in the current folder that is not active, whose tercet has been started by its path."""
     theirs, own = tmp_path / "usr" / "bin", tmp_path / "here" / ".venv" / "bin"
     for name in ("tercet", "torchrun"):
-        program(own / name)
-    (own / "python").symlink_to(program(theirs / "python"))
+        make_program(own / name)
+    (own / "python").symlink_to(make_program(theirs / "python"))
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PATH", str(theirs))
     monkeypatch.setattr(sys, "executable", str(own / "python"))
@@ -35,50 +35,50 @@ def bin_folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_what_is_not_on_the_path_is_named_by_where_it_lies(bin_folder, tmp_path, monkeypatch):
-    assert (typed(), typed("torchrun"), python()) == (".venv/bin/tercet", ".venv/bin/torchrun", ".venv/bin/python")
+    assert (program(), program("torchrun"), python()) == (".venv/bin/tercet", ".venv/bin/torchrun", ".venv/bin/python")
     monkeypatch.chdir(bin_folder)
     monkeypatch.setattr(sys, "argv", ["tercet"])
-    assert typed() == "./tercet"
+    assert program() == "./tercet"
     (tmp_path / "else where").mkdir()
     monkeypatch.chdir(tmp_path / "else where")
-    assert typed() == str(bin_folder / "tercet")
+    assert program() == str(bin_folder / "tercet")
 
 
 def test_a_folder_with_a_space_is_quoted(bin_folder, tmp_path, monkeypatch):
-    program(tmp_path / "my tools" / "tercet")
+    make_program(tmp_path / "my tools" / "tercet")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "my tools" / "tercet")])
-    assert typed() == f"'{tmp_path}/my tools/tercet'"
+    assert program() == f"'{tmp_path}/my tools/tercet'"
 
 
 def test_in_an_active_environment_the_name_is_enough(bin_folder, monkeypatch):
     monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
-    assert (typed(), typed("torchrun"), python()) == ("tercet", "torchrun", "python")
+    assert (program(), program("torchrun"), python()) == ("tercet", "torchrun", "python")
 
 
 def test_what_is_linked_from_the_path_is_found_there(bin_folder, tmp_path, monkeypatch):
     (tmp_path / "usr" / "bin" / "tercet").symlink_to(bin_folder / "tercet")
-    assert typed() == "tercet"
+    assert program() == "tercet"
 
 
 def test_another_environments_program_is_not_taken_for_this_ones(bin_folder, tmp_path):
-    program(tmp_path / "usr" / "bin" / "tercet")
-    assert typed() == ".venv/bin/tercet"
+    make_program(tmp_path / "usr" / "bin" / "tercet")
+    assert program() == ".venv/bin/tercet"
 
 
 def test_what_was_started_as_a_module_is_named_as_one(bin_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "src" / "tercet" / "__main__.py")])
-    assert typed() == ".venv/bin/python -m tercet"
-    assert typed("torchrun") == ".venv/bin/torchrun"
+    assert program() == ".venv/bin/python -m tercet"
+    assert program("torchrun") == ".venv/bin/torchrun"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "usr" / "bin" / "python"))
-    assert typed() == "python -m tercet"
+    assert program() == "python -m tercet"
 
 
 def test_without_scripts_modules_are_named(bin_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["a_program_of_mine.py"])
-    assert typed() == ".venv/bin/tercet"
+    assert program() == ".venv/bin/tercet"
     for name in ("tercet", "torchrun"):
         (bin_folder / name).unlink()
-    assert (typed(), typed("torchrun")) == (
+    assert (program(), program("torchrun")) == (
         ".venv/bin/python -m tercet",
         ".venv/bin/python -m torch.distributed.run",
     )

@@ -1,0 +1,71 @@
+"""Commands that messages suggest to the user, quoted so that they can be pasted into a shell as they are."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tercet.shell import program
+
+
+def tercet(*words: object) -> str:
+    """`tercet WORDS`, with the program named as it can be started here."""
+    return f"{program()} {shlex.join(map(str, words))}"
+
+
+def torchrun(*words: object, ranks: int | str, nodes: int | None = 1) -> str:
+    """The same on `ranks` ranks per machine. nodes: machines; None leaves them to torchrun's defaults."""
+    where = [] if nodes is None else ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}"]
+    module = [f"--nproc-per-node={ranks}", "-m", "tercet"]
+    return f"{program('torchrun')} {shlex.join([*where, *module, *map(str, words)])}"
+
+
+def list_presets() -> str:
+    return tercet("presets")
+
+
+def show_preset(name: str = "NAME") -> str:
+    return tercet("config", "show", "--preset", name)
+
+
+def train_preset(name: str = "tiny", run_dir: str | None = None) -> str:
+    return tercet("train", "--preset", name, *([] if run_dir is None else ["--run.dir", run_dir]))
+
+
+def train_config(file: str | Path, flags: Mapping[str, object] | None = None, *, ranks: int | None = None) -> str:
+    """Train with a saved configuration and `flags` (dotted key -> value); ranks: start them with torchrun."""
+    words: list[object] = ["train", "--config", file]
+    for key, value in (flags or {}).items():
+        words += [f"--{key}", value]
+    return tercet(*words) if ranks is None else torchrun(*words, ranks=ranks)
+
+
+def resume(folder: str | Path) -> str:
+    """Resume the run in `folder`; its configuration is read from there."""
+    return tercet("train", "--resume", "auto", "--run.dir", folder)
+
+
+def report(folder: str | Path, *, baseline: str | Path | None = None) -> str:
+    return tercet("report", folder, *([] if baseline is None else ["--baseline", baseline]))
+
+
+def generate(folder: str | Path) -> str:
+    return tercet("generate", folder, "--prompt", "TEXT")
+
+
+def train_dense_baseline(folder: str | Path, preset: str | None) -> str:
+    """Train the dense baseline of the run in `folder`, then compare the two."""
+    source = ("--preset", preset) if preset else ("--config", f"{folder}/config.toml")
+    dense = f"{folder}-dense"
+    train = tercet("train", *source, "--model.attention", "dense", "--run.dir", dense)
+    return f"{train}, then {report(folder, baseline=dense)}"
+
+
+def relaunch(arguments: Sequence[str], *, ranks: int, per_machine: int, strategy: str) -> str:
+    """The command line `arguments` again, under torchrun. per_machine: 0 for a number that the user fills in."""
+    arguments = [a for a in arguments if a != "--allow-single-rank"]
+    chosen = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
+    added = [] if chosen else ["--parallel.strategy", "ddp"]
+    nodes = 1 if ranks == per_machine else -(-ranks // per_machine)
+    return torchrun(*arguments, *added, ranks=per_machine or "N", nodes=nodes)

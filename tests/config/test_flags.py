@@ -1,0 +1,336 @@
+"""The command-line parser: which spellings it accepts, what it makes of them, and what it says of the others."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tercet import cli
+from tercet.config import help as help_texts
+from tercet.config.flags import call, help_topic, parse
+from tercet.config.keys import all_keys
+from tercet.config.load import preset_layers
+
+TINY = preset_layers("tiny")[-1].values
+
+
+def keys(flags: str) -> dict[str, object]:
+    """The configuration keys that a command line sets."""
+    return parse(shlex.split(flags), options=cli.PlanOptions, values=TINY, prog="tercet plan").overrides
+
+
+def arguments(command: str) -> dict[str, object]:
+    """The arguments with which a command line calls its function."""
+    words = shlex.split(command)
+    if words[0] in cli.FUNCTIONS:
+        function, count, positional = cli._found(words[0]), 1, True
+    else:
+        function, count, positional = cli._members(words[0])[words[1]], 2, words[0] in cli.POSITIONAL
+    seen: dict[str, object] = {}
+    recorder = functools.wraps(function)(lambda **given: seen.update(given))
+    call(recorder, words[count:], prog=f"tercet {' '.join(words[:count])}", positional=positional)
+    return seen
+
+
+def error(capsys, *words: str) -> str:
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    return err.strip()
+
+
+# ------------------------------------------------------------------------------------------------
+# Spellings
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--train.micro_batch 4", {"train.micro_batch": 4}),
+        ("--train.micro-batch 4", {"train.micro_batch": 4}),
+        ("--train.micro-batch=4", {"train.micro_batch": 4}),
+        ("--train.steps 1_000", {"train.steps": 1000}),
+        ("--train.steps ' 7 '", {"train.steps": 7}),
+        ("--train.steps 1 --train.steps 2", {"train.steps": 2}),
+        ("--train.lr -1e-3", {"train.lr": -1e-3}),
+        ("--model.nsa.select-count 8", {"model.nsa.select_count": 8}),
+        ("--log.tensorboard", {"log.tensorboard": True}),
+        ("--log.no_tensorboard", {"log.tensorboard": False}),
+        ("--log.no-tensorboard", {"log.tensorboard": False}),
+        ("--model.no-tie-embeddings", {"model.tie_embeddings": False}),
+        ("--log.no_tensorboard --log.tensorboard", {"log.tensorboard": True}),
+        ("--log.tensorboard false", {"log.tensorboard": False}),
+        ("--log.tensorboard=off --log.wandb yes", {"log.tensorboard": False, "log.wandb": True}),
+        ("--train.betas 0.8 0.9", {"train.betas": (0.8, 0.9)}),
+        ("--train.betas=0.8 0.9", {"train.betas": (0.8, 0.9)}),
+        ("--model.attention dense", {"model.attention": "dense"}),
+        ("--model.attention nsa dense", {"model.attention": ("nsa", "dense")}),
+        ("--data.path a 'b c'", {"data.path": ("a", "b c")}),
+        ("--data.path=a b", {"data.path": ("a", "b")}),
+        ("--data.path", {"data.path": ()}),
+        ("--data.path a --data.path b", {"data.path": ("b",)}),
+        ("--model.value-dim None", {"model.value_dim": None}),
+        ("--model.value_dim=none", {"model.value_dim": None}),
+        ("--run.dir none --train.init-from None", {"run.dir": None, "train.init_from": None}),
+        ("--train.activation-checkpointing none", {"train.activation_checkpointing": "none"}),
+        ("--train.sample_prompt None", {"train.sample_prompt": "None"}),
+        ("--train.sample_prompt=--hello", {"train.sample_prompt": "--hello"}),
+        ("--train.sample_prompt ''", {"train.sample_prompt": ""}),
+        ("--preset tiny --json --gpu None", {}),
+    ],
+)
+def test_spellings_of_keys(flags, expected):
+    assert keys(flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("generate run", {"run": Path("run")}),
+        ("generate -- run", {"run": Path("run")}),
+        ("generate --json run", {"run": Path("run"), "json": True}),
+        ("generate run --no-cache --no_graph", {"run": Path("run"), "cache": False, "graph": False}),
+        ("generate run --cache=false", {"run": Path("run"), "cache": False}),
+        ("generate --prompt a run --prompt b", {"run": Path("run"), "prompt": ("a", "b")}),
+        ("generate run --prompt=--x --stop y", {"run": Path("run"), "prompt": ("--x",), "stop": ("y",)}),
+        ("generate run --prompt_file -", {"run": Path("run"), "prompt_file": Path("-")}),
+        ("generate run --prompt-file None", {"run": Path("run"), "prompt_file": None}),
+        ("generate run --context none", {"run": Path("run"), "context": None}),
+        ("generate run --context None --top-k 5", {"run": Path("run"), "context": None, "top_k": 5}),
+        ("report", {"runs": []}),
+        ("report a b --out c", {"runs": [Path("a"), Path("b")], "out": Path("c")}),
+        ("report --out c a b", {"runs": [Path("a"), Path("b")], "out": Path("c")}),
+        ("eval recall --length 5 a", {"runs": (Path("a"),), "length": 5}),
+        ("eval needle run --lengths 64 128", {"run": Path("run"), "lengths": (64, 128)}),
+        ("eval needle --lengths 64 128 run", {"run": Path("run"), "lengths": (64, 128)}),
+        ("eval needle run --lengths", {"run": Path("run"), "lengths": ()}),
+        ("eval selection-map r o --query -1", {"run": Path("r"), "out": Path("o"), "query": -1}),
+        ("sweep --lengths 1 2 --bucket_mb 1 2.5", {"lengths": (1, 2), "bucket_mb": (1.0, 2.5)}),
+        ("doctor --short --no-short", {"short": False}),
+        ("bench train --no_statistics --out None", {"statistics": False, "out": None}),
+    ],
+)
+def test_spellings_of_function_commands(command, expected):
+    assert arguments(command) == expected
+
+
+def test_a_table_parameter_is_built_from_dotted_flags():
+    given = arguments("data prepare --out o --data.source text --data.path a b --data.no_shuffle --data.seq-len 8")
+    data = given["data"]
+    assert (data.source, data.path, data.shuffle, data.seq_len) == ("text", ("a", "b"), False, 8)
+    assert arguments("data inspect --data.synthetic.length 9")["data"].synthetic.length == 9
+    assert arguments("import hf a b --nsa.window 64")["nsa"].window == 64
+
+
+@pytest.mark.parametrize("name", [name for name in all_keys() if name != "data.mixture"])
+def test_every_key_is_a_flag_in_both_spellings(name, capsys):
+    for flag in (name, name.replace("_", "-")):
+        cli.main(["plan", "--preset", "tiny", f"--{flag}", "!", "!", "!"])
+        err = capsys.readouterr().err
+        assert "unknown option" not in err
+        assert "Traceback" not in err
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def documented_flags() -> set[str]:
+    """Flags of configuration sections in the documentation, scripts and printed messages."""
+    files = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
+    files += [file for folder in ("scripts", "examples", "src") for file in (ROOT / folder).rglob("*.py")]
+    pattern = rf"--((?:{'|'.join({key.partition('.')[0] for key in all_keys()})})\.[a-z_][\w.-]*\w)"
+    return {
+        flag for file in files for flag in re.findall(pattern, file.read_text(encoding="utf-8").replace("\\_", "_"))
+    }
+
+
+def test_documented_flags_exist():
+    found = {flag.replace("-", "_") for flag in documented_flags()}
+    assert len(found) > 30
+    known = {*all_keys(), *(re.sub(r"(\w+)$", r"no_\1", k) for k, v in all_keys().items() if v.annotation is bool)}
+    assert found - known == set()
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors
+
+INTEGERS = [
+    ("--train.steps three", "--train.steps three is not an integer: give one, such as 500"),
+    ("--train.steps 3.5", "--train.steps 3.5 is not an integer: give one, such as 500"),
+    ("--train.steps=", "--train.steps '' is not an integer: give one, such as 500"),
+    ("--train.steps 1e3", "--train.steps 1e3 is not an integer: write 1000"),
+    ("--train.steps 1,000", "--train.steps 1,000 is not an integer: write 1000"),
+    ("--train.steps none", "--train.steps none is not an integer: give one, such as 500"),
+    ("--train.steps", "--train.steps needs a value: expected an integer, such as 500"),
+    ("--train.steps 5 7", "unexpected argument 7"),
+    ("--run.threads none 5", "unexpected argument 5"),
+    ("--model.value-dim x", "--model.value-dim x is not an integer: give one, or none"),
+]
+NUMBERS = [
+    ("--train.lr fast", "--train.lr fast is not a number: give one, such as 0.003"),
+    ("--train.lr", "--train.lr needs a value: expected a number, such as 0.003"),
+]
+SWITCHES = [
+    (
+        "--log.tensorboard maybe",
+        "--log.tensorboard maybe: expected true or false, or --log.tensorboard or --log.no_tensorboard alone",
+    ),
+    ("--log.no-tensorboard yes", "--log.no-tensorboard yes: --log.no_tensorboard takes no value"),
+]
+CHOICES = [
+    ("--train.precision fp8", "--train.precision fp8 is unknown: pick one of auto, bf16, fp32"),
+    ("--train.precision", "--train.precision needs a value: expected one of auto, bf16, fp32, such as auto"),
+    ("--model.attention nsa flash", "--model.attention nsa flash: flash is unknown: pick from nsa, dense"),
+    ("--model.branches foo", "--model.branches foo: foo is unknown: pick from compressed, selected, window"),
+]
+LISTS = [
+    ("--train.betas 0.9", "--train.betas 0.9: expected 2 values, such as 0.9 0.95, got 1"),
+    ("--train.betas 0.9 1 1", "--train.betas 0.9 1 1: expected 2 values, such as 0.9 0.95, got 3"),
+    ("--train.betas 0.9 x", "--train.betas 0.9 x: x is not a number: give numbers, such as 0.9 0.95"),
+    ("--model.attention", "--model.attention: expected one or more values, such as nsa, got 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), [*INTEGERS, *NUMBERS, *SWITCHES, *CHOICES, *LISTS])
+def test_errors_name_the_option_its_value_the_rule_and_the_fix(capsys, flags, message):
+    assert error(capsys, "plan", "--preset", "tiny", *flags.split()).startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan --preset tiny --run.threads none --train.steps x", "--train.steps x is not an integer: give one"),
+        ("generate x --context None --top_k x", "--top_k x is not an integer: give one, such as 0"),
+        ("eval needle x --trials many", "--trials many is not an integer: give one, such as 8"),
+        ("eval needle x --lengths 64 b", "--lengths 64 b: b is not an integer: give numbers"),
+        ("eval needle --lengths b x", "--lengths b: b is not an integer: give numbers"),
+        ("eval needle x --depths 0 half", "--depths 0 half: half is not a number: give numbers, such as 0.0 0.25 0.5"),
+        ("eval needle x --style foo", "--style foo is unknown: pick one of auto, recall, text"),
+        ("eval perplexity x --seq-len long", "--seq-len long is not an integer: give one"),
+        ("eval perplexity x y", "unexpected argument y: `tercet eval perplexity --help`"),
+        ("bench train x", "unexpected argument x: options start with --"),
+        ("generate x --temperature hot", "--temperature hot is not a number: give one, such as 1.0"),
+        ("generate x --no-cache true", "--no-cache true: write --no-cache alone"),
+        ("generate --cache false x", "--cache false: write --cache=false"),
+        ("generate --run x", "--run: RUN is a positional argument: write it without --run"),
+        ("generate x --max_tokens 3", "unknown option --max_tokens: did you mean --max_new_tokens?"),
+        ("generate x --frobnicate 3", "unknown option --frobnicate: --help lists all options"),
+        ("data inspect --data.seq_len x", "--data.seq_len x is not an integer: give one, such as 2048"),
+        ("data inspect --data.seq_len -1", "data.seq_len=-1 (flag): must be at least 2"),
+        ("data inspect --data.source text", "data: source=text has no path"),
+        ("data inspect --data.synthetic.task foo", "--data.synthetic.task foo is unknown: pick one of random, recall"),
+        ("data inspect --data.mixture x", "unknown option --data.mixture"),
+        ("import hf a b --nsa.window 0", "nsa: window=0 must be at least 1"),
+        ("bench train --steps x", "--steps x is not an integer: give one, such as 10"),
+        ("generate x --prompt", "--prompt needs a value: expected text"),
+        ("generate x --prompt a --prompt", "--prompt needs a value: expected text"),
+        ("generate x --stop --seed 3", "--stop needs a value: expected text"),
+        ("generate", "tercet generate needs RUN: write tercet generate RUN"),
+        ("generate --prompt x", "tercet generate needs RUN: write"),
+        ("generate --json", "tercet generate needs RUN: write"),
+        ("eval needle --lengths 64 128 --trials 2", "tercet eval needle needs RUN: write"),
+        (
+            "eval selection-map x --query 3",
+            "tercet eval selection-map needs OUT: write tercet eval selection-map RUN OUT",
+        ),
+        (
+            "eval selection-map",
+            "tercet eval selection-map needs RUN and OUT: write tercet eval selection-map RUN OUT",
+        ),
+        ("data prepare --workers 1", "tercet data prepare needs --out: write tercet data prepare --out OUT"),
+        ("train --help trian", "--help trian: unknown section: did you mean train?"),
+    ],
+)
+def test_errors_of_other_commands(capsys, command, message):
+    assert error(capsys, *command.split()).startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --preset tiny --train.steps x",
+        "plan --train.steps x",
+        "sweep --steps x",
+        "flight",
+        "doctor --what",
+        "generate x --top_k x",
+        "watch x --every x",
+        "data prepare --workers x",
+        "bench train --steps x",
+        "eval needle x --trials x",
+        "export hf x",
+        "import hf x",
+        "train --help all",
+        "generate --help",
+    ],
+)
+def test_arguments_are_checked_before_torch_is_loaded(command):
+    code = f"import sys; from tercet.cli import main; main({command.split()!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_key_that_may_be_empty_takes_none(capsys):
+    given = "--preset tiny --run.threads none --model.value_dim=none --train.activation-checkpointing none"
+    assert cli.main(["config", "show", *given.split()]) == 0
+    out = capsys.readouterr().out
+    for line in ("threads", "value_dim", "activation_checkpointing"):
+        assert f'{line} = "none"  # flag' in out
+
+
+# ------------------------------------------------------------------------------------------------
+# Help
+
+
+def shown(capsys, command: str) -> str:
+    assert cli.main(command.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_common_options_with_the_presets_values(capsys):
+    out = shown(capsys, "train --preset m7c --help")
+    assert len(re.findall(r"^  --", out, re.M)) in range(9, 13)
+    assert "--preset TEXT" in out
+    assert re.search(r"--train.steps INT .*\(default: 50000\)", out)
+    assert "tercet train --help all" in out
+    assert "run, model, data, train, checkpoint" in out
+
+
+@pytest.mark.parametrize("words", ["--help model", "--help=model", "-h model"])
+def test_help_of_a_section_lists_its_keys(capsys, words):
+    out = shown(capsys, f"plan --preset m7c {words}")
+    flags = {re.sub(r"\[no_\]", "", flag) for flag in re.findall(r"^  --([\w.\[\]]+)", out, re.M)}
+    assert flags == {name for name in all_keys() if name.startswith("model.")}
+
+
+def test_help_all_lists_every_key(capsys):
+    out = shown(capsys, "config show --help all")
+    flags = {re.sub(r"\[no_\]", "", flag) for flag in re.findall(r"^  --([\w.\[\]]+)", out, re.M)}
+    assert flags == {*all_keys(), "preset", "config", "changed"} - {"data.mixture"}
+    assert "one of python-source, synthetic" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_help_fits_the_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for command in ("train --help", "train --help all", "generate --help", "data prepare --help"):
+        assert max(map(len, shown(capsys, command).splitlines())) <= width
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert help_texts._width() == 200
+
+
+def test_help_of_a_function_command_describes_every_parameter(capsys):
+    for name in ("generate", "report", "sweep", "doctor", "watch", "flight"):
+        out = shown(capsys, f"{name} --help")
+        assert out.startswith(f"usage: tercet {name}")
+    assert "--prompt TEXT" in shown(capsys, "generate x --help")
+    assert "RUNS ..." in shown(capsys, "report --help")
+    prepare = shown(capsys, "data prepare --help")
+    assert "--out PATH" in prepare
+    assert "--data.seq_len INT" in prepare
+    assert help_topic(["--prompt", "x"]) is None
