@@ -51,11 +51,11 @@ def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
 
 
 def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None, turns: Turns) -> Projected:
-    from tercet.attention.kernels import heads
+    from tercet.attention.kernels import qkv_split
 
     assert turns.compressed is not None
     weights = [layer.q_proj.weight, layer.kv_proj.weight, layer.gate.proj.weight]
-    width = heads.columns(layer.heads, layer.kv_heads, layer.head_dim, layer.key_sets)
+    width = qkv_split.columns(layer.heads, layer.kv_heads, layer.head_dim, layer.key_sets)
     weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), layer.dim))
     bias = None
     if layer.q_proj.bias is not None:
@@ -64,7 +64,7 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
     y = F.linear(x, torch.cat(weights), bias)
     maps = (None,) * 4 if packing is None else tuple(packing.into_chunks)
     sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride, layer.key_sets]
-    q, ks, vs, kw, vw, chunks, logits = heads.apart(y, turns.tokens, maps, sizes)
+    q, ks, vs, kw, vw, chunks, logits = qkv_split.split_qkv(y, turns.tokens, maps, sizes)
     k_compressed, v_compressed = compress_both(chunks, layer.compress_k, layer.compress_v, packing)
     gates = layer.gate.opened(logits, layer.gate.proj.bias)
     return Projected(q, rotate(k_compressed, turns.compressed), v_compressed, ks, vs, kw, vw, gates)

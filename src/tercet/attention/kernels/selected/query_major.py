@@ -1,14 +1,13 @@
-"""Selected attention, query tile by query tile: each tile walks a list of blocks, some rows sitting out some blocks.
+"""The query-major design of the selected branch: each query tile loops over its tile list.
 
-Two lists exist per tile of QT tokens: the *union* of all blocks that its tokens selected, and the *forced* ones
-among them (first and local blocks, which neighbours share). Each entry is the absolute first token of a block and a
-bit per token of the tile. Lists of absolute tokens need no document-aligned tiles: where a tile straddles two
-documents, each document's blocks carry the bits of its own tokens only.
+A tile of QT queries has two lists: all blocks that its queries selected, and the *forced* ones among them (initial and
+local blocks, which neighbouring queries share). An entry is the absolute first token of a block and one bit per query
+of the tile that selected it; rows whose bit is 0 are masked. Since tokens are absolute, tiles need not align with
+documents: in a tile that straddles two documents, each document's blocks carry the bits of its own queries only.
 
-Tokens are flattened over the batch: t in [0, B*T). Rows of a tile are (query, head of the group). Strides come as
-token and head strides and, for the batch, the excess of its stride over T token strides (0 when contiguous).
-Queries may be a stretch of the tokens (documents.py): query i of all N is then token `token_of(i)`, and everything that
-belongs to queries, lists and tiles included, is addressed by i.
+Tokens are flat over the batch: t in [0, B·T). Rows of a tile are (query, head of the group). Batch strides are given as
+the excess over T token strides (0 when contiguous). With a query range (varlen.py), query i is token `token_of(i)`;
+whatever belongs to queries, lists and tiles included, is addressed by i.
 """
 
 import triton
@@ -17,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def in_columns(rows, d, D: tl.constexpr, DP: tl.constexpr):
-    """Mask of a tile of which D of DP columns are real: none over columns when all are."""
+    """Mask of a tile with D real columns of DP; without a column mask if D = DP."""
     mask = rows[:, None]
     if D != DP:
         mask = mask & (d < D)[None, :]
@@ -28,7 +27,7 @@ def in_columns(rows, d, D: tl.constexpr, DP: tl.constexpr):
 def load_block(
     X, XD, first, T, g, batch, token, head, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """The keys or values of one block. What stands past the block's sequence is never seen by any of its queries."""
+    """K or V of one block. No query sees what lies past the end of the block's sequence."""
     if TMA:
         x = XD.load([first, g * D])
     else:
@@ -43,9 +42,9 @@ def load_block(
 
 @triton.jit
 def document_start(t, CU, documents, steps, T, PACKED: tl.constexpr):
-    """Number and first token of the document (packed) or sequence (plain) that token t belongs to."""
+    """(number, first token) of the document (packed) or sequence (plain) of token t."""
     if PACKED:
-        # The last d with CU[d] <= t: of documents that share a start, all but the last are empty.
+        # the last d with CU[d] <= t: of documents with the same start, all but the last are empty
         lo = t * 0
         hi = lo + documents
         for _ in range(steps):
@@ -61,39 +60,24 @@ def document_start(t, CU, documents, steps, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def token_of(i, T, queries, first_query, STRETCH: tl.constexpr):
-    """The token that query i is: itself, unless queries are the stretch of each sequence that begins at first_query."""
-    if STRETCH:
+def token_of(i, T, queries, first_query, QUERY_RANGE: tl.constexpr):
+    """The token of query i: i itself, unless q holds a query range that starts at first_query of each sequence."""
+    if QUERY_RANGE:
         i += i // queries * (T - queries) + first_query
     return i
 
 
 @triton.jit(do_not_specialize=["documents", "steps", "queries", "first_query"])
-def build_lists(
-    IDX,  # int32 [N, G, n]
-    CU,
-    LISTS,  # int32 [G, tiles, LENGTH]: union's first tokens and bits (QT * n each), then forced ones (QT * F each)
-    COUNTS,  # int32 [2, G, tiles]
-    N,
-    T,
-    queries,
-    first_query,
-    documents,
-    steps,
-    tiles,
-    G: tl.constexpr,
-    n: tl.constexpr,
-    QT: tl.constexpr,
-    QP: tl.constexpr,
-    TILES: tl.constexpr,
-    BS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    F: tl.constexpr,
-    PACKED: tl.constexpr,
-    STRETCH: tl.constexpr,
-):
-    # Merges the ascending lists of QT tokens; TILES tiles advance together. F = 0: no forced lists are wanted.
+def build_tile_lists(
+    IDX, CU, LISTS, COUNTS, N, T, queries, first_query, documents, steps, tiles,
+    G: tl.constexpr, n: tl.constexpr, QT: tl.constexpr, QP: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, F: tl.constexpr, PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    """Merge the ascending block lists of a tile's QT queries; TILES tiles advance together.
+
+    IDX: int32 [N, G, n]. LISTS: int32 [G, tiles, LENGTH]: first tokens and bits (QT·n each) of all blocks, then of the
+    forced ones (QT·F each; F = 0: none). COUNTS: int32 [2, G, tiles].
+    """
     LENGTH: tl.constexpr = 2 * QT * (n + F)
     END: tl.constexpr = 2147483647
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -101,10 +85,10 @@ def build_lists(
     qi = tl.arange(0, QP)
     i = tile[:, None] * QT + qi[None, :]
     ok = (tile < tiles)[:, None] & (qi < QT)[None, :] & (i < N)
-    t = token_of(tl.minimum(i, N - 1), T, queries, first_query, STRETCH)
+    t = token_of(tl.minimum(i, N - 1), T, queries, first_query, QUERY_RANGE)
     _, start = document_start(t, CU, documents, steps, T, PACKED)
-    own = (t - start) // BS  # of given blocks after this one t reads nothing; ascending, they end its list
-    last_free = own - LOCAL  # blocks after this one are local to t
+    own = (t - start) // BS  # blocks after this one are not attended; they are last in the ascending list
+    last_free = own - LOCAL  # blocks after this one are local, hence forced
     row = (i.to(tl.int64) * G + g) * n
     position = tl.zeros([TILES, QP], tl.int32)
     block = tl.load(IDX + row, mask=ok, other=-1)
@@ -137,49 +121,15 @@ def build_lists(
 
 
 @triton.jit(do_not_specialize=["queries", "first_query"])
-def tile_forward(
-    Q,
-    K,
-    V,
-    KD,
-    VD,
-    LISTS,
-    COUNTS,
-    DECISION,  # int32 [ranges]: 1 where the KV-major design runs; only forced blocks are attended here then
-    O,
-    LSE,
-    N,
-    T,
-    queries,
-    first_query,
-    tiles,
-    range_tokens,
-    scale,
-    qb,
-    qt,
-    qh,
-    kb,
-    kt,
-    kg,
-    vb,
-    vt,
-    vg,
-    G: tl.constexpr,
-    h: tl.constexpr,
-    HT: tl.constexpr,
-    QT: tl.constexpr,
-    M: tl.constexpr,
-    n: tl.constexpr,
-    F: tl.constexpr,
-    BS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    TMA: tl.constexpr,
-    STRETCH: tl.constexpr,
-):
-    # Program (tile, KV head, head tile). F > 0: each range's decision says which of the two lists to walk.
+def query_major_forward(
+    Q, K, V, KD, VD, LISTS, COUNTS, DECISION, O, LSE, N, T, queries, first_query, tiles, range_tokens, scale, qb, qt,
+    qh, kb, kt, kg, vb, vt, vg,
+    G: tl.constexpr, h: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, n: tl.constexpr,
+    F: tl.constexpr, BS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    TMA: tl.constexpr, QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head, head tile). DECISION, int32 [ranges], is 1 where the KV-major design runs: then only the
+    forced blocks are attended here. F = 0: it is not read."""
     tile = tl.program_id(0)
     g = tl.program_id(1)
     r = tl.arange(0, M)
@@ -187,8 +137,8 @@ def tile_forward(
     hh = tl.program_id(2) * HT + r % HT
     i = tile * QT + qi
     ok = (qi < QT) & (hh < h) & (i < N)
-    t = token_of(i, T, queries, first_query, STRETCH)
-    earliest = token_of(tile * QT, T, queries, first_query, STRETCH)
+    t = token_of(i, T, queries, first_query, QUERY_RANGE)
+    earliest = token_of(tile * QT, T, queries, first_query, QUERY_RANGE)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
@@ -216,7 +166,7 @@ def tile_forward(
         bits = tl.load(entry + length + j)
         k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        # Which rows take part is a matter of row vectors; only blocks that end after the tile begins need a mask.
+        # rows that did not select the block are masked by row; only blocks that end after the tile starts need more
         on = ((bits >> qi) & 1) == 1
         if first + BS - 1 > earliest:
             s = tl.where(key[None, :] <= (t - first)[:, None], s, -1e30)
@@ -233,66 +183,21 @@ def tile_forward(
     tl.store(
         O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=in_columns(ok, dv, DV, DVP)
     )
-    tl.store(LSE + row, tl.where(some, m + tl.log2(l), 1e30), mask=ok)
+    tl.store(LSE + row, tl.where(some, m + tl.log2(l), float("inf")), mask=ok)
 
 
 @triton.jit(do_not_specialize=["queries", "first_query"])
-def tile_dq(
-    Q,
-    K,
-    V,
-    KD,
-    VD,
-    DOUT,
-    LSE,
-    ROW_SUM,
-    GATE,
-    LISTS,
-    COUNTS,
-    DECISION,
-    DQ,
-    RECORDS,  # fp32 [N, G * h, 4]: log-sum-exp, gate, row sum, number of the query: for kv_keys.py, or None
-    N,
-    T,
-    queries,
-    first_query,
-    tiles,
-    range_tokens,
-    scale,
-    softmax_scale,
-    qb,
-    qt,
-    qh,
-    kb,
-    kt,
-    kg,
-    vb,
-    vt,
-    vg,
-    ob,
-    ot,
-    oh,
-    gb,
-    gt,
-    gh,
-    G: tl.constexpr,
-    h: tl.constexpr,
-    HT: tl.constexpr,
-    QT: tl.constexpr,
-    M: tl.constexpr,
-    n: tl.constexpr,
-    F: tl.constexpr,
-    BS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    TMA: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    STRETCH: tl.constexpr,
-):
-    # dq over the union lists, of the ranges whose dq the KV-major design does not compute.
+def query_major_dq(
+    Q, K, V, KD, VD, DOUT, LSE, DELTA, GATE, LISTS, COUNTS, DECISION, DQ, RECORDS, N, T, queries, first_query, tiles,
+    range_tokens, scale, softmax_scale, qb, qt, qh, kb, kt, kg, vb, vt, vg, ob, ot, oh, gb, gt, gh,
+    G: tl.constexpr, h: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, M: tl.constexpr, n: tl.constexpr,
+    F: tl.constexpr, BS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    TMA: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    """dq over the tile lists, for the ranges whose dq the KV-major design does not compute. Adds to DQ if ADD.
+
+    RECORDS, fp32 [N, G·h, 4] or None, receives (log-sum-exp, gate, delta, query number) per row for the dK/dV
+    kernels."""
     tile = tl.program_id(0)
     g = tl.program_id(1)
     r = tl.arange(0, M)
@@ -300,8 +205,8 @@ def tile_dq(
     hh = tl.program_id(2) * HT + r % HT
     i = tile * QT + qi
     ok = (qi < QT) & (hh < h) & (i < N)
-    t = token_of(i, T, queries, first_query, STRETCH)
-    earliest = token_of(tile * QT, T, queries, first_query, STRETCH)
+    t = token_of(i, T, queries, first_query, QUERY_RANGE)
+    earliest = token_of(tile * QT, T, queries, first_query, QUERY_RANGE)
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
@@ -319,17 +224,17 @@ def tile_dq(
         do = tl.load(
             DOUT + (i64 * ot + b64 * ob + head * oh)[:, None] + dv[None, :], mask=in_columns(ok, dv, DV, DVP), other=0.0
         )
-        lse = tl.load(LSE + row, mask=ok, other=1e30)
-        row_sum = tl.load(ROW_SUM + row, mask=ok, other=0.0)
+        lse = tl.load(LSE + row, mask=ok, other=float("inf"))
+        delta = tl.load(DELTA + row, mask=ok, other=0.0)
         if RECORDS is not None:
-            # The gate is read again after the loop, which is short of registers.
+            # reloaded after the loop, which is short of registers
             gate = tl.full([M], 1.0, tl.float32)
             if GATED:
                 gate = tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0).to(tl.float32)
             record = RECORDS + row * 4
             tl.store(record, lse, mask=ok)
             tl.store(record + 1, gate, mask=ok)
-            tl.store(record + 2, row_sum, mask=ok)
+            tl.store(record + 2, delta, mask=ok)
             tl.store(record + 3, i.to(tl.float32, bitcast=True), mask=ok)
         slot = g * tiles + tile
         count = tl.load(COUNTS + slot)
@@ -343,10 +248,10 @@ def tile_dq(
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             on = ((bits >> qi) & 1) == 1
-            p = tl.exp2(s * scale - tl.where(on, lse, 1e30)[:, None])
+            p = tl.exp2(s * scale - tl.where(on, lse, float("inf"))[:, None])
             if first + BS - 1 > earliest:
                 p = tl.where(key[None, :] <= (t - first)[:, None], p, 0.0)
-            ds = (p * (dp - row_sum[:, None])).to(k.dtype)
+            ds = (p * (dp - delta[:, None])).to(k.dtype)
             acc = tl.dot(ds, k, acc, input_precision="ieee")
         factor = tl.full([M], softmax_scale, tl.float32)
         if GATED:

@@ -1,15 +1,12 @@
-"""One query per row against keys that are split over many programs; each leaves a part for the merge.
+"""Attention of one query per row, split over many programs; each writes one part (common.Parts) for the merge.
 
-A tile's rows are the h heads of a group, padded to what a matrix product takes. A part is (o, lse) of the keys that its
-program read, o normalised over them and lse in powers of two, -inf where it read none. How many keys a program takes
-follows from the row's own length on the device: the grid is the same for every length, as a CUDA graph needs.
+A tile's rows are the h heads of a group, padded to what a matrix product takes. How many keys a program reads follows
+from the row's length on the device: the grid is the same for every length, as a CUDA graph requires.
 
-q: [B, H, Dk]   o: fp32 [B, H, parts, Dv]   lse: fp32 [B, H, parts]   read: int32 [B, G, parts], keys read
+q: [B, H, Dk]
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,23 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import settings
-from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, padded
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Where the programs of a step leave what they read: compressed (or all) keys first, then selected, then window."""
-
-    o: Tensor
-    lse: Tensor
-    read: Tensor
-
-    @property
-    def count(self) -> int:
-        return self.lse.shape[2]
+from tercet.attention.kernels import table
+from tercet.attention.kernels.decode.common import Parts, row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.launch import LOG2E, call, padded
+from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
@@ -57,9 +41,9 @@ def _vectors(X, slot, some, stride, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _step(s, v, some, m, l, acc):
-    """One step of the online softmax; s: scores in powers of two."""
+    """One step of the online softmax; s: scores in base 2."""
     s = tl.where(some[None, :], s, float("-inf"))
-    # finite where a whole tile is hidden: -inf less -inf is no number
+    # finite even if a whole tile is masked: -inf - -inf is NaN
     top = tl.maximum(tl.maximum(m, tl.max(s, 1)), -1e30)
     fade = tl.exp2(m - top)
     p = tl.exp2(s - top[:, None])
@@ -68,34 +52,36 @@ def _step(s, v, some, m, l, acc):
 
 
 @triton.jit
-def _leave(O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr,
-           DV: tl.constexpr, DVP: tl.constexpr):  # fmt: skip
+def _write_part(
+    O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
     r = tl.arange(0, RP)
     d = tl.arange(0, DVP)
     at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
     share = tl.where(l > 0, l, 1.0)
     tl.store(LSE + at, tl.where(l > 0, m + tl.log2(share), float("-inf")), mask=r < HEADS)
     tl.store(READ + (b.to(tl.int64) * G + g) * parts + part, read)
-    # what read nothing leaves no o: the merge does not look at it
+    # a part that read nothing writes no o; the merge ignores it
     tl.store(O + at[:, None] * DV + d[None, :], acc / share[:, None],
              mask=((r < HEADS) & (l > 0))[:, None] & (d < DV)[None, :])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots", "room", "splits", "parts"])
-def _attend(
+def decode_prefix_kernel(
     Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, splits, parts, scale,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
     DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys 0 … of a store: L = S = 1 for all tokens up to the query, else the compressed tokens that it sees. With
-    SCORES the scores themselves are kept for the selection; without OUT values are not read."""
+    """Keys 0, 1, … of a cache tensor: all tokens up to the query (L = S = 1), or the compressed tokens that it sees.
+    SCORES: write the scores, for the selection. Without OUT values are not read."""
     split = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
     after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
-    real = goes_on(COUNTS, b, MASKED)
-    wait_for_the_launch_before(OVERLAP)
+    real = row_is_active(COUNTS, b, MASKED)
+    wait_for_previous_launch(OVERLAP)
     if real:
         seen = tl.where(after < L, 0, (after - L) // S + 1)
         share = tl.cdiv(tl.cdiv(seen, N), splits) * N
@@ -129,13 +115,13 @@ def _attend(
                 m = top
             K += N * G * DK
             V += N * G * DV
-        _leave(O, LSE, READ, b, g, split, parts, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
+        _write_part(O, LSE, READ, b, g, split, parts, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
     else:
         tl.store(READ + (b.to(tl.int64) * G + g) * parts + split, 0)
 
 
 @triton.jit(do_not_specialize=["slots", "window_slots", "after", "selected_parts", "parts"])
-def _read(
+def decode_selected_window_kernel(
     Q, KS, VS, KW, VW, INDICES, LENGTHS, COUNTS, O, LSE, READ,
     slots, window_slots, after, selected_parts, parts, scale,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, WINDOW: tl.constexpr,
@@ -144,15 +130,15 @@ def _read(
     SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The selected blocks, PER of them to a program, and the window, PER·N keys to a program. AHEAD: the tokens were
-    kept by an earlier launch than the one before."""
+    """The selected blocks, PER of them per program, and the window, PER·N keys per program. AHEAD: the previous launch
+    was not the one that wrote q and the tokens."""
     part = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
     t = tl.load(LENGTHS + b).to(tl.int32)
-    real = goes_on(COUNTS, b, MASKED)
-    # q and the window's keys are the first launch's: where another has come since, they are there without waiting
-    wait_for_the_launch_before(OVERLAP and not AHEAD)
+    real = row_is_active(COUNTS, b, MASKED)
+    # the first launch wrote q and the window's keys: if another came in between, they are complete without waiting
+    wait_for_previous_launch(OVERLAP and not AHEAD)
     if real:
         q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
         m = tl.full([RP], float("-inf"), tl.float32)
@@ -161,7 +147,7 @@ def _read(
         read = 0
         if SELECTED:
             if part < selected_parts:
-                wait_for_the_launch_before(OVERLAP and AHEAD)
+                wait_for_previous_launch(OVERLAP and AHEAD)
                 i = tl.arange(0, BLOCK)
                 pair = b.to(tl.int64) * G + g
                 at = b.to(tl.int64) * slots * G + g
@@ -180,9 +166,9 @@ def _read(
                 i = tl.arange(0, N)
                 held = tl.minimum(t + 1, WINDOW)
                 at = b.to(tl.int64) * window_slots * G + g
-                if not RING:  # the window is the end of the selected branch's store
+                if not RING:  # the window is the end of the selected branch's keys
                     at += (t + 1 - held).to(tl.int64) * G
-                # the order of keys is nothing to a softmax: a ring is read as it lies
+                # softmax does not depend on the order of keys: read the ring as it is
                 first = (part - selected_parts) * (PER * N)
                 for j in tl.range(first, tl.minimum(first + PER * N, held), N):
                     some = j + i < held
@@ -191,55 +177,55 @@ def _read(
                     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                     m, l, acc = _step(s, v, some, m, l, acc)
                     read += tl.sum(some.to(tl.int32), 0)
-        wait_for_the_launch_before(OVERLAP and AHEAD)
-        _leave(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
+        wait_for_previous_launch(OVERLAP and AHEAD)
+        _write_part(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
     else:
-        wait_for_the_launch_before(OVERLAP and AHEAD)
+        wait_for_previous_launch(OVERLAP and AHEAD)
         tl.store(READ + (b.to(tl.int64) * G + g) * parts + after + part, 0)
 
 
-def tile(q: Tensor, value_size: int) -> int:
-    """Keys of a tile: fp32 and long vectors take less of them."""
+def tile_keys(q: Tensor, value_size: int) -> int:
+    """Keys per tile: fewer for fp32 and long vectors."""
     bytes_ = max(padded(q.shape[-1]), padded(value_size)) * q.element_size()
     return 64 if bytes_ <= 256 else 32 if bytes_ <= 512 else 16
 
 
-def attend(
+def attend_prefix(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
     config: NSAConfig | None, logits: Tensor | None, *, out: bool = True,
 ) -> None:  # fmt: skip
-    """Every key of a store (config None), or the compressed tokens, as the first `splits` parts."""
+    """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts."""
     batch, heads, size = q.shape
     slots, groups, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
-    early = overlap(q, batch * groups)
+    early = overlap_launches(q, batch * groups)
     call(
-        _attend, (splits, groups, batch),
+        decode_prefix_kernel, (splits, groups, batch),
         (q, keys, values, lengths, counts, parts.o, parts.lse, parts.read, logits),
         (slots, 0 if logits is None else logits.shape[2], splits, parts.count),
         (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
-         value_size, padded(value_size), tile(q, value_size), counts is not None,
+         value_size, padded(value_size), tile_keys(q, value_size), counts is not None,
          logits is not None, out, early),
         num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip
 
 
-def read(
+def attend_selected_window(
     q: Tensor, selected: tuple[Tensor, Tensor] | None, window: tuple[Tensor, Tensor] | None, ring: bool,
     indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
     after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig,
 ) -> None:  # fmt: skip
-    """Selected blocks and window: the parts from `after` on. indices: int32 [B, G, n]"""
+    """Selected blocks and window, as the parts from `after` on. indices: int32 [B, G, n]."""
     batch, heads, size = q.shape
     keys, values = selected or window  # type: ignore[misc]
     ks, vs = selected or (None, None)
     kw, vw = window or (None, None)
     groups, value_size = keys.shape[2], values.shape[3]
     stages = read_stages(q.device, q.dtype, heads // groups, size, value_size, config)
-    assert stages is not None  # decode.unsupported has refused it
-    early = overlap(q, batch * groups)
+    assert stages is not None  # step.unsupported has rejected it
+    early = overlap_launches(q, batch * groups)
     call(
-        _read, (selected_parts + window_parts, groups, batch),
+        decode_selected_window_kernel, (selected_parts + window_parts, groups, batch),
         (q, ks, vs, kw, vw, indices, lengths, counts, parts.o, parts.lse, parts.read),
         (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1], after, selected_parts, parts.count),
         (size**-0.5 * LOG2E, config.select_block, config.select_count, config.window, groups, heads // groups,
@@ -253,17 +239,17 @@ def read(
 def read_stages(
     device: torch.device, dtype: torch.dtype, heads: int, size: int, value_size: int, config: NSAConfig
 ) -> int | None:
-    """How many tiles `read` has on their way at once: as many as shared memory holds. None where it does not hold one.
+    """Pipeline stages of `attend_selected_window`: as many as fit shared memory; None if not even one tile fits.
 
-    heads: of a group"""
+    heads: per group."""
     most = 2 if _wide(dtype, size, value_size) else 3
-    limit = settings.shared_memory(device)
+    limit = table.shared_memory(device)
     return next((n for n in range(most, 1, -1) if read_bytes(dtype, heads, size, value_size, config, n) <= limit), None)
 
 
 def read_bytes(dtype: torch.dtype, heads: int, size: int, value_size: int, config: NSAConfig, stages: int = 2) -> int:
-    """Shared memory of `read`, at most: tiles of keys and values, one less than stages; the queries, and the wider of
-    probabilities and sums, which pass through it from one layout to another."""
+    """Upper bound on its shared memory: stages - 1 tiles of keys and values; the queries; and the larger of
+    probabilities and accumulator, which pass through it to change layout."""
     n, dk, dv = window_tile(config), padded(size), padded(value_size)
     tiles = n * (dk + dv) * dtype.itemsize * (stages - 1)
     return tiles + padded(heads) * (dk * dtype.itemsize + max(n, dv) * 4)
@@ -274,7 +260,7 @@ def _wide(dtype: torch.dtype, size: int, value_size: int) -> bool:
 
 
 def window_tile(config: NSAConfig) -> int:
-    """As large as a selected block, so that the parts are alike."""
+    """Keys per tile of the window: a selected block's, so that all parts are alike."""
     return max(16, config.select_block)
 
 

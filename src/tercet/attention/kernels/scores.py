@@ -1,13 +1,12 @@
-"""Importance of selection blocks (Eq. 9, 10) and the exact choice of the best (Eq. 11), without gradients.
+"""Block importance (Eq. 9, 10) and the exact selection of the best blocks (Eq. 11). No gradients.
 
-A second pass over q and kc, with the log-sum-exp of the first known: p comes out normalised, the h heads of a group are
-added in registers as they come, and only [tokens, G, blocks] is written, in ranges of queries that bound the memory.
-A program holds all heads of its queries in a few tiles of rows, some heads each, and walks the keys: queries read again
-for every tile of keys do not stay in the cache where heads are many. Pooling the sum over blocks is a product with a
-constant matrix on the tensor cores. It is split into two fp16 numbers there: a single fp16 loses the order of near-ties
-in up to 5 slots of 10,000.
+A second pass over q and kc with the log-sum-exp of the first: p comes out normalised, the heads of a group are added in
+registers, and only scores of [queries, G, blocks] are written, for as many queries at a time as the scratch holds. A
+program holds all heads of its queries in a few row tiles and loops over the keys; re-reading the queries for every key
+tile would miss the cache where heads are many. Pooling p over blocks is a product with a constant matrix on the tensor
+cores. p is split into two fp16 numbers for it: a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
 
-scores: fp32 [rows of the range, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
+scores: fp32 [queries, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.copy_engine import row_descriptors
-from tercet.attention.kernels.documents import Documents, locate_queries, visible
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2, settings
+from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import load_tile
+from tercet.attention.kernels.tma import descriptors
+from tercet.attention.kernels.varlen import Documents, locate_queries, visible
 
 SCRATCH_BYTES = 256 << 20
-_SIDE_BY_SIDE = 4  # rows that one program chooses for at once, where they are short
-WIDEST = 1024  # scores that one program chooses from; longer rows are chosen from in two rounds
+_SIDE_BY_SIDE = 4  # most rows that one program selects for at once
+WIDEST = 1024  # most scores that one program selects from; longer rows take two rounds
 _PER_BATCH = [
     "docs",
     "length",
@@ -44,7 +43,7 @@ _PER_BATCH = [
 
 @triton.jit
 def _pool(p, weights, carry, NBP: tl.constexpr, SPLIT: tl.constexpr):
-    """p over blocks; what the tile before it left for the first block is `carry`."""
+    """Pool p over blocks. `carry`: what the previous tile adds to the first block."""
     high = p.to(weights.dtype)
     pool = tl.dot(high, weights, input_precision="ieee")
     if SPLIT:
@@ -57,7 +56,7 @@ def _heads_tile(
     Q, LSE, row0, first, size, g, tile, rows, q_t, q_h, shift,
     HEADS: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a tile, QT queries of each of HT heads, and their lse - shift; idle ones get +inf, hence p = 0."""
+    """A row tile, QT queries of each of HT heads, and its lse - shift; idle rows get +inf, hence p = 0."""
     r = tl.arange(0, HT * QT)
     h = tile * HT + r // QT
     t = r % QT
@@ -95,21 +94,21 @@ def _score_step(
 
 
 @triton.jit(do_not_specialize=_PER_BATCH)
-def _score(
+def scores_kernel(
     Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
     rows, q_t, q_h, k_t, k_h, scale, shift,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr,
     TILES: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr, STRETCH: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
     doc, _, row0, size, first = locate_queries(
-        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
     )
     last = tl.minimum(first + QT, size) - 1
-    # a query that has no more than COUNT blocks selects them all: nothing to score
+    # a query with at most COUNT blocks selects them all and needs no scores
     if (first < size) & (last // BLOCK >= COUNT):
         if PACKED:
             c0 = tl.load(CCU + doc)
@@ -121,7 +120,7 @@ def _score(
             q, lse = _heads_tile(Q, LSE, row0, first, size, g, x, rows, q_t, q_h, shift, HEADS, HT, QT, DK, DKP)
             qs = qs + (q,)
             lses = lses + (lse,)
-        # blocks that are forced for every query of the tile need no score
+        # blocks that are forced for every query of the tile need no scores
         end = tl.minimum(visible(last, L, S), (last // BLOCK - LOCAL + 1) * (BLOCK // S))
         seen = tl.minimum(visible(first + tl.arange(0, HT * QT) % QT, L, S), end)
         whole = tl.minimum(visible(first, L, S), end) // N * N
@@ -152,18 +151,18 @@ def _score(
 
 
 @triton.jit
-def _best(key, wanted):
-    """Which keys of each row are its `wanted` largest, the lowest place first among equals. key: int32, -1 for none.
+def largest(key, wanted):
+    """Mask of each row's `wanted` largest keys, lowest index first among equals. key: int32, -1 for none.
 
-    Bisection on the value of the last one taken: a dozen counts, whatever the number wanted. Taking the maximum
-    `wanted` times costs the same at 13 and grows with it. Rows go side by side: a count waits for its own result, and
-    the others' run meanwhile."""
+    Binary search for the value of the smallest key taken: a dozen counts, whatever the number wanted. Taking the
+    maximum `wanted` times costs as much at 13 and grows with it. Several rows overlap the latency of each other's
+    counts."""
     high = tl.max(key, 1)
     low = tl.minimum(high, 0)
     while tl.max(high - low, 0) > 0:
         middle = low + (high - low + 1) // 2
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        # a row that is done has low = high = middle, and both stay
+        # a finished row has low = high = middle, and keeps them
         high = tl.where((low < high) & (count < wanted), middle - 1, tl.where(count == wanted, middle, high))
         low = tl.where(count >= wanted, middle, low)
     above = key > low[:, None]
@@ -174,16 +173,16 @@ def _best(key, wanted):
 
 @triton.jit
 def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr):
-    """Scores as whole numbers of the same order; -1 where a block is forced or not there.
+    """Scores as integers of the same order; -1 for forced and absent blocks.
 
-    A row has `blocks` scores, which are all that it needs unless a packed document is longer than the caller promised.
-    Blocks after those count as 0 then: it costs the choice's quality, and no other row's memory is read."""
+    A row has `blocks` scores. That suffices unless a packed document is longer than the caller's upper bound; then
+    blocks beyond count as 0, which selects worse but reads no other row's memory."""
     if PACKED:
         there = tl.minimum(end, blocks)
-    else:  # the host knows the length itself; a bound would cost registers here
+    else:  # the host knows the length; a bound would cost registers
         there = end
     score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=0.0)
-    score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
+    score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
     return tl.where((block >= INITIAL) & (block < end[:, None]), score.to(tl.int32, bitcast=True), -1)
 
 
@@ -192,22 +191,23 @@ def _choose_range(
     SCORES, OUT, end, blocks, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     block = tl.arange(0, NP)[None, :]
-    taken = _best(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
+    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
     to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
     tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
-def _choose(
+def select_kernel(
     SCORES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
-    G: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, STRETCH: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+    QUERY_RANGE: tl.constexpr,
 ):  # fmt: skip
     # R queries of one tile
     row = tl.program_id(0) * R
     g = tl.program_id(1)
     _, _, rows, size, first = locate_queries(
-        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
     )
     first += row % QT
     if first < size:
@@ -239,18 +239,18 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
-def _shortlist(
+def shortlist_kernel(
     SCORES, KEYS, PLACES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr,
-    PACKED: tl.constexpr, STRETCH: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
 ):  # fmt: skip
-    # round one of long rows: the best of each NP scores, in ascending order, with their scores
+    # first round of long rows: the best of each NP scores, in ascending order, with their scores
     row = tl.program_id(0)
     g = tl.program_id(1)
     chunk = tl.program_id(2)
     _, _, _, size, first = locate_queries(
-        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
     )
     position = first + row % QT
     WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
@@ -262,7 +262,7 @@ def _shortlist(
         alone = tl.arange(0, 1)
         scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4) + alone
         key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED)
-        taken = _best(key, WANTED)
+        taken = largest(key, WANTED)
         place = tl.cumsum(taken.to(tl.int32), 1) - 1
         number = tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
         tl.store(KEYS + out + slot, -1, mask=(slot >= number) & (slot < WANTED))
@@ -271,16 +271,16 @@ def _shortlist(
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:6])
-def _choose_shortlisted(
+def select_shortlisted_kernel(
     KEYS, PLACES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, LISTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
-    STRETCH: tl.constexpr,
+    QUERY_RANGE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     g = tl.program_id(1)
     _, _, rows, size, first = locate_queries(
-        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, STRETCH
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
     )
     position = first + row % QT
     if position < size:
@@ -296,7 +296,7 @@ def _choose_shortlisted(
             i = tl.arange(0, NP)[None, :]
             listed = (row.to(tl.int64) * G + g) * LISTED + i
             key = tl.load(KEYS + listed, mask=i < LISTED, other=-1)
-            taken = _best(key, WANTED)
+            taken = largest(key, WANTED)
             block = tl.load(PLACES + listed, mask=taken, other=0)
             tl.store(out + INITIAL + tl.cumsum(taken.to(tl.int32), 1) - 1, block, mask=taken)
 
@@ -310,9 +310,9 @@ def select(
     G = k.shape[2]
     heads = H // G
     count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
-    launch = launch or settings("score", q, k)
+    launch = launch or triton_launch("score", q, k)
     keys = max(launch.keys, block // config.compress_stride)
-    # the group's heads in at most launch.held tiles of rows: so many heads of so many queries in each
+    # the heads of a group in at most launch.held row tiles, of `together` heads of `queries` queries each
     together = min(launch.rows, power_of_2(-(-heads // launch.held)))
     held = -(-heads // together)
     queries = launch.rows // together
@@ -324,13 +324,13 @@ def select(
     per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
     step = max(1, min(tiles, scratch_bytes // per_tile))
     scored = wanted > 0 and blocks > count
-    blocks = -(-blocks // 4) * 4  # rows of scores begin at 16 bytes
+    blocks = -(-blocks // 4) * 4  # rows of scores start at multiples of 16 bytes
     scores = torch.empty(step * queries * G * blocks if scored else 0, dtype=torch.float32, device=q.device)
     listed = chunks * wanted
     if chunks > 1:
         shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
-    (kd,) = row_descriptors(launch.tma, keys, k)
-    # 2^15 p over the heads' number: their sum fits fp16, which then keeps eleven bits of it down to 2^-29 of them
+    (kd,) = descriptors(launch.tma, keys, k)
+    # scale p by 2^15 / heads: the sum over heads fits fp16, which then keeps 11 bits of values down to 2^-29 of it
     shift = 15.0 - math.ceil(math.log2(heads))
     cu, *bounds = documents.query_tokens(queries)
     sizes = (block, count, initial, local)
@@ -338,34 +338,35 @@ def select(
         here = min(step, tiles - tile0)
         if scored:
             call(
-                _score, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
+                scores_kernel, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
                 (*bounds, tile0, blocks, documents.compressed_length, B * T),
                 (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E, shift,
                 config.compress_block, config.compress_stride, block, count, local, G, heads, DK, padded(DK),
-                together, queries, held, keys, documents.packed, documents.stretch, kd is not None,
+                together, queries, held, keys, documents.packed, documents.query_range, kd is not None,
                 q.dtype != torch.float32),
                 **launch.options,
             )  # fmt: skip
         slots = power_of_2(count)
         if chunks > 1:
             call(
-                _shortlist, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
+                shortlist_kernel, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
                 (*bounds, tile0, blocks),
-                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed, documents.stretch),
+                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed, documents.query_range),
                 num_warps=1,
             )  # fmt: skip
             call(
-                _choose_shortlisted, (here * queries, G), (shortlist[0], shortlist[1], indices, cu), (*bounds, tile0),
-                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed, documents.stretch),
+                select_shortlisted_kernel, (here * queries, G), (shortlist[0], shortlist[1], indices, cu),
+                (*bounds, tile0),
+                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed, documents.query_range),
                 num_warps=1,
             )  # fmt: skip
         else:
-            # at least as many as are wanted, also where fewer blocks are promised than there are
+            # at least as many as wanted, also if documents are longer than the upper bound
             wide = power_of_2(max(32, wanted + initial, blocks - local))
             side = min(_SIDE_BY_SIDE, queries, max(1, 512 // wide))
             call(
-                _choose, (here * queries // side, G), (scores, indices, cu),
+                select_kernel, (here * queries // side, G), (scores, indices, cu),
                 (*bounds, tile0, blocks if scored else 0),
-                (*sizes, slots, G, queries, side, wide, documents.packed, documents.stretch), num_warps=1,
+                (*sizes, slots, G, queries, side, wide, documents.packed, documents.query_range), num_warps=1,
             )  # fmt: skip
     return indices

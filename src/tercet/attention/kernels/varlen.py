@@ -1,15 +1,16 @@
-"""Tiles that never cross a document, found by each program for itself: no table, no launch, no synchronisation.
+"""Packed documents and query ranges: how each program finds the document of its tile.
 
-A *tile* is `ROWS` consecutive rows (tokens, selection blocks' tokens, compressed tokens) of one document. In a plain
-batch every sequence is a document and the tile's place is arithmetic. In a packed batch document i owns the tiles from
-`cu[i] // ROWS + i` on: that leaves each document at least ceil(size / ROWS) tiles, and the last of them may be
-idle. A program finds its document by bisection of `cu`, which is small and soon in L1.
+There is no table of tiles, no extra launch and no synchronisation. A *tile* is `ROWS` consecutive rows (tokens or
+compressed tokens) of one document; tiles never cross documents. In a plain batch every sequence is a document, and the
+tile's position is arithmetic. In a packed batch document i owns the tiles from `cu[i] // ROWS + i` on: at least
+ceil(size / ROWS) of them, the last of which may be idle. A program finds its document by binary search in `cu`, which
+is small and soon in L1.
 
-Rows are *flat*: token t of sequence b is row b·T + t, and documents of a packed batch stand one after another.
+Rows are *flat*: token t of sequence b is row b·T + t. Packed documents follow one another.
 
-A *stretch* of queries: q and all that comes with it may hold only the tokens first_query … first_query + queries - 1 of
-those that the keys hold (of each sequence of a plain batch). Keys know nothing of it: their tiles and documents stay as
-they are. A flag that is off compiles the code of whole sequences.
+*Query range*: q, and everything of its shape, may hold only tokens first_query … first_query + queries - 1 of those
+that the keys hold (in a plain batch: of each sequence). Tiles of keys are unaffected. Kernels take a QUERY_RANGE flag;
+when it is off, the code of whole sequences is compiled.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from torch import Tensor
 def locate(CU, docs, tile, length, per_sequence, ROWS: tl.constexpr, PACKED: tl.constexpr):
     """The document of a tile: (doc, start, size, first).
 
-    doc: its number; start: flat row of the document's first row; size: its rows; first: the place within the
-    document of the tile's first row, a multiple of ROWS. `first >= size` marks an idle tile: the program must leave,
-    or mask all rows. CU is None and docs unused unless PACKED.
+    doc: its number. start: flat row of its first row. size: its rows. first: position within the document of the tile's
+    first row, a multiple of ROWS; `first >= size` marks an idle tile. CU is None and docs unused unless PACKED.
     """
     if PACKED:
         doc = 0
@@ -52,16 +52,16 @@ def locate(CU, docs, tile, length, per_sequence, ROWS: tl.constexpr, PACKED: tl.
 
 @triton.jit
 def locate_queries(CU, docs, tile, length, per_sequence, first_query, queries, ROWS: tl.constexpr,
-                   PACKED: tl.constexpr, STRETCH: tl.constexpr):  # fmt: skip
+                   PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr):  # fmt: skip
     """The document of a tile of queries: (doc, start, rows, end, first).
 
-    As `locate`, but for queries that may be a stretch: `rows + position` is the row in q of the query at `position` of
-    its document, `end` the position after the document's last query at hand, and `first` any position where the
-    stretch begins within the document. start: the flat row of the document's first key.
+    Like `locate`, for q that may be a query range. `rows + position` is the row in q of the query at `position` of its
+    document; `end` is one past the document's last query in q; `first` is the position of the tile's first query, not
+    necessarily a multiple of ROWS. start: flat row of the document's first key.
     """
-    if STRETCH:
+    if QUERY_RANGE:
         if PACKED:
-            # the documents cut at the stretch's ends are documents themselves
+            # documents that the query range cuts count as documents of their own
             doc = 0
             above = docs
             while above - doc > 1:
@@ -88,10 +88,10 @@ def locate_queries(CU, docs, tile, length, per_sequence, first_query, queries, R
 
 
 @triton.jit
-def queries_at_hand(doc, start, size, first_query, queries, PACKED: tl.constexpr, STRETCH: tl.constexpr):
-    """For a document of keys: (rows, begin, end). `rows + position` is the row in q of the query at `position`; those
-    from begin to end - 1 are at hand. With begin >= end there are none."""
-    if STRETCH:
+def queries_of_keys(doc, start, size, first_query, queries, PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr):
+    """The queries of a document of keys that q holds: (rows, begin, end). Positions begin … end - 1; none if
+    begin >= end. `rows + position` is the row in q of the query at `position`."""
+    if QUERY_RANGE:
         if PACKED:
             rows = start - first_query
             begin = tl.maximum(first_query - start, 0)
@@ -115,7 +115,7 @@ def visible(position, L: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _compressed_bounds(CU, CCU, docs, L: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr):
-    # one program: documents are few, and a running sum over chunks of them keeps their number a run-time value
+    # one program with a running sum over chunks of documents, so that the document count stays a run-time value
     index = tl.arange(0, CHUNK)
     total = 0
     tl.store(CCU, 0)
@@ -130,21 +130,21 @@ def _compressed_bounds(CU, CCU, docs, L: tl.constexpr, S: tl.constexpr, CHUNK: t
 
 @dataclass(frozen=True)
 class Documents:
-    """What a launch must know of a batch's documents: host numbers and device bounds, never device values.
+    """What a launch needs to know of a batch's documents: host numbers and device bounds, never device values.
 
-    Kernels take `*documents.tokens(rows)` as (CU, docs, length, per_sequence) and a grid of
-    `documents.token_tiles(rows)`; `compressed` / `compressed_tiles` are the same over compressed tokens, and
-    `query_tokens(rows)`, with first_query and queries at its end, and `query_tiles` over the queries.
+    Kernels take `*documents.tokens(rows)` as (CU, docs, length, per_sequence) with a grid of
+    `documents.token_tiles(rows)`. `compressed` and `compressed_tiles` are the same over compressed tokens;
+    `query_tokens`, which ends with first_query and queries, and `query_tiles` over queries.
     """
 
     batch: int
-    length: int  # T: tokens of a sequence, as keys
+    length: int  # T: keys per sequence
     compressed_length: int  # Tc, padding included
-    cu: Tensor | None  # int32 [docs + 1], None in a plain batch; over the keys
+    cu: Tensor | None  # int32 [docs + 1], bounds of the keys; None in a plain batch
     ccu: Tensor | None  # int32 [docs + 1], bounds of the compressed tokens
-    first_query: int = 0  # the token of the first query: see above
-    queries: int = -1  # of a sequence; all of T unless given
-    longest: int = -1  # no document is longer; T unless a packed batch's caller knows better
+    first_query: int = 0  # token of the first query
+    queries: int = -1  # per sequence; T unless given
+    longest: int = -1  # upper bound on document lengths; T unless given
 
     def __post_init__(self) -> None:
         if self.queries < 0:
@@ -157,7 +157,7 @@ class Documents:
         return self.cu is not None
 
     @property
-    def stretch(self) -> bool:
+    def query_range(self) -> bool:
         return self.first_query != 0 or self.queries != self.length
 
     @property
@@ -193,7 +193,7 @@ class Documents:
 
 
 def compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
-    """NSAConfig.compressed_cu_seqlens in one launch: eager PyTorch needs six, and short batches wait for the host."""
+    """NSAConfig.compressed_cu_seqlens in one launch; eager PyTorch needs six."""
     ccu = torch.empty_like(cu)
     _compressed_bounds[(1,)](cu, ccu, cu.shape[0] - 1, block, stride, 256, num_warps=1)
     return ccu

@@ -1,36 +1,49 @@
-"""The selected branch: softmax over the tokens of each query's blocks (Eq. 12), forward and backward.
+"""Launches of the selected branch (Eq. 12): plan, lists, forward and backward.
 
-Two designs compute the same thing. *Union tiles* (union.py) win where neighbouring queries agree and on short
-sequences; *KV-major* (kv_major.py) wins where selections are scattered over a long sequence. The mean size of a
-tile's union, known on the device, decides for each range of tokens of this very call: both designs are launched and
-one leaves at once. Where even the largest possible union is small, shapes alone decide and the other is not launched.
+q: [B, Q, H, Dk]   k: [B, T, G, Dk]   v: [B, T, G, Dv]   block_indices: int32 [B, Q, G, n]   N = B·Q
 
-Queries may be a stretch of the keys' tokens (documents.py): with Q of them to a sequence,
-# q: [B, Q, H, Dk]   k: [B, T, G, Dk]   v: [B, T, G, Dv]   block_indices: int32 [B, Q, G, n]   N = B * Q
+Q < T where q holds a query range (varlen.py). The two designs and the words used here: selected/__init__.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tercet.attention.kernels import index, kv_keys, kv_major, kv_sums, union
-from tercet.attention.kernels import settings as launch_settings
-from tercet.attention.kernels.copy_engine import key_descriptors
-from tercet.attention.kernels.hopper import overlapped
-from tercet.attention.kernels.launching import launch
-from tercet.attention.kernels.selected_plan import Plan, SelectedSettings, default_settings, make_plan
-from tercet.attention.kernels.settings import LOG2E, Launch, padded, power_of_2
+from tercet.attention.kernels import table
+from tercet.attention.kernels.combine import row_shape
+from tercet.attention.kernels.launch import LOG2E, launch, padded, power_of_2
+from tercet.attention.kernels.selected import inverted_lists, kv_major, query_major, reduce
+from tercet.attention.kernels.selected.plan import Plan, make_plan
+from tercet.attention.kernels.table import Launch, SelectedSettings, gluon_launch, selected_settings
+from tercet.attention.kernels.tma import descriptors
 
-SAVED = 7  # at most so many tensors pass from forward to backward
+
+class Saved(NamedTuple):
+    """Index tensors that the forward hands to the backward. The query-major design alone needs only the first two."""
+
+    tile_lists: Tensor | None = None  # int32 [G, tiles, 2 · queries · (n + forced)]
+    tile_counts: Tensor | None = None  # int32 [2, G, tiles]
+    decision: Tensor | None = None  # int32 [2, ranges]: 1 where KV-major runs, forward and backward
+    order: Tensor | None = None  # int64 [entries]
+    lists: Tensor | None = None  # int32 [4, ranges · G · L]
+    pieces: Tensor | None = None  # int32 [2, ranges, slots]
+    spans: Tensor | None = None  # int32 [N, G]
+
+
+class InvertedLists(NamedTuple):
+    order: Tensor
+    lists: Tensor
+    pieces: Tensor
+    spans: Tensor
 
 
 class Call:
-    """One call: its plan, its tensors, and what Triton would specialise its kernels on."""
+    """One call: its plan, its tensors, and the key of its compiled kernels."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
@@ -40,8 +53,8 @@ class Call:
         T, G, dv = v.shape[1:]
         cu = None if documents is None else documents.cu
         self.first_query = 0 if documents is None else documents.first_query
-        self.stretch = Q != T
-        self.settings = settings or default_settings(dk, dv, q.dtype, config.select_block)
+        self.query_range = Q != T
+        self.settings = settings or selected_settings(dk, dv, q.dtype, config.select_block)
         self.plan = make_plan(
             (B, Q, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
             (config.select_block, config.select_initial, config.select_local), self.settings,
@@ -55,27 +68,27 @@ class Call:
         self.strides = tuple(s for x in tensors for s in _strides(x))
         pointers = (*tensors, *contiguous, self.indices, self.cu)
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers) if q.is_cuda else ()
-        # A number stands for it: launches look it up time and again.
+        # a small number instead of the tuple: every launch looks it up
         self.key = _layouts.setdefault((self.plan.identity, self.strides, layout, q.device), len(_layouts))
         self.k_tiles, self.v_tiles = self._descriptors()
 
     def _descriptors(self) -> tuple[Any, Any]:
         s, flat = self.settings, self.strides[3] == 0 == self.strides[6]
-        if not (s.tma and flat and launch_settings.generation(self.q) >= 9):
+        if not (s.tma and flat and table.generation(self.q) >= 9):
             return None, None
-        return key_descriptors(Launch(keys=self.plan.select_block, tma=True), self.k, self.v)
+        return descriptors(True, self.plan.select_block, self.k, self.v)
 
     @property
     def tma(self) -> bool:
         return self.k_tiles is not None
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], args: tuple, *variant: Any, **options: Any) -> None:
-        """`variant`: what this launch's constants depend on besides the plan and the inputs' layout."""
+        """`variant`: what the constants depend on besides the plan and the layout of the inputs."""
         launch(_compiled, (kernel.__name__, self.key, self.tma, variant), kernel, grid, args, options)
 
     @property
     def tokens(self) -> tuple[int, int, int]:
-        """Where queries stand among the keys, as `token_of` takes it."""
+        """Arguments of `query_major.token_of`."""
         return self.plan.T, self.plan.queries, self.first_query
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -87,7 +100,7 @@ _layouts: dict[tuple, int] = {}
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch excess, token and head strides of [B, T, heads, ...]."""
+    """(excess of the batch stride over T token strides, token stride, head stride) of [B, T, heads, ...]."""
     if x.dim() == 4 and x.stride(3) != 1:
         raise ValueError(f"last dimension has stride {x.stride(3)}: the kernels need 1, call .contiguous()")
     b, t, h = x.stride()[:3]
@@ -97,14 +110,14 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 def selected_saved_like(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
     settings: SelectedSettings | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Saved:  # fmt: skip
     """Uninitialised tensors shaped like what `selected_forward` saves, for fake implementations.
 
-    The number of documents, new in every batch, may be symbolic: it only ever adds to sizes.
+    The document count may be symbolic: it only adds to sizes.
     """
     B, Q, H, dk, T, G, dv, n = map(int, (*q.shape, *v.shape[1:], block_indices.shape[-1]))
     cu = None if documents is None else documents.cu
-    settings = settings or default_settings(dk, dv, q.dtype, config.select_block)
+    settings = settings or selected_settings(dk, dv, q.dtype, config.select_block)
     p = make_plan(
         (B, Q, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
         (config.select_block, config.select_initial, config.select_local), settings,
@@ -115,15 +128,20 @@ def selected_saved_like(
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    lists = (new(*p.tile_lists), new(2, p.G, p.tiles))
-    if p.union_only:
-        return lists
-    order = new(p.entries, dtype=torch.int64)
-    table = new(4, p.lists + p.ranges * p.G * more)
-    return (*lists, new(2, p.ranges), order, table, new(2, p.ranges, p.slots + p.G * more), new(p.N, p.G))
+    tile_lists = (new(*p.tile_lists), new(2, p.G, p.tiles))
+    if p.query_major_only:
+        return Saved(*tile_lists)
+    return Saved(
+        *tile_lists,
+        decision=new(2, p.ranges),
+        order=new(p.entries, dtype=torch.int64),
+        lists=new(4, p.lists + p.ranges * p.G * more),
+        pieces=new(2, p.ranges, p.slots + p.G * more),
+        spans=new(p.N, p.G),
+    )
 
 
-def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
+def _build_tile_lists(c: Call) -> tuple[Tensor, Tensor]:
     p = c.plan
     lists, counts = c.empty(*p.tile_lists), c.empty(2, p.G, p.tiles)
     wide = power_of_2(p.tile_tokens)
@@ -131,74 +149,72 @@ def _build_lists(c: Call) -> tuple[Tensor, Tensor]:
     args = (
         c.indices, c.cu, lists, counts, p.N, *c.tokens, p.documents, p.steps, p.tiles,
         p.G, p.n, p.tile_tokens, wide, together, p.select_block, p.initial, p.local, p.forced, p.packed,
-        c.stretch,
+        c.query_range,
     )  # fmt: skip
-    c.launch(union.build_lists, (-(-p.tiles // together), p.G, 1), args, num_warps=max(1, together * wide // 32))
+    c.launch(
+        query_major.build_tile_lists, (-(-p.tiles // together), p.G, 1), args, num_warps=max(1, together * wide // 32)
+    )
     return lists, counts
 
 
-def _decide(c: Call, counts: Tensor) -> Tensor:
+def _choose_design(c: Call, counts: Tensor) -> Tensor:
     p = c.plan
     decision = c.empty(2, p.ranges)
     args = (counts, decision, p.tiles, p.range_tokens // p.tile_tokens, *p.limits, p.G, 1024)
-    c.launch(index.decide, (p.ranges, 1, 1), args)
+    c.launch(inverted_lists.choose_design, (p.ranges, 1, 1), args)
     return decision
 
 
-def _build_index(c: Call) -> tuple[Tensor, ...]:
+def _build_inverted_lists(c: Call) -> InvertedLists:
     p = c.plan
-    # Two bytes, where they hold every key, take half the passes of the sort.
+    # int16 keys, where they fit, halve the passes of the sort
     short = 2 * p.lists < 1 << 15
     keys = c.empty(p.entries, dtype=torch.int16 if short else torch.int32)
-    lists, span = c.empty(4, p.lists), c.empty(p.N, p.G)
+    lists, spans = c.empty(4, p.lists), c.empty(p.N, p.G)
     pieces = torch.zeros(2, p.ranges, p.slots, dtype=torch.int32, device=c.device)
     slots = power_of_2(p.n)
     rows = max(1, 1024 // slots)
     args = (
-        c.indices, c.cu, keys, span, p.N, *c.tokens, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
-        p.G, p.n, slots, rows, p.select_block, p.initial, p.local, p.packed, c.stretch,
+        c.indices, c.cu, keys, spans, p.N, *c.tokens, p.documents, p.steps, p.blocks_per_sequence, p.L, p.range_tokens,
+        p.G, p.n, slots, rows, p.select_block, p.initial, p.local, p.packed, c.query_range,
     )  # fmt: skip
-    c.launch(index.make_keys, (-(-p.N * p.G // rows), 1, 1), args, short)
+    c.launch(inverted_lists.make_sort_keys, (-(-p.N * p.G // rows), 1, 1), args, short)
     keys, order = torch.sort(keys, stable=True)
     steps = (p.range_tokens * p.G * p.n).bit_length()
     args = (
         c.indices, c.cu, keys, order, lists, pieces, p.lists, p.slots, p.N, *c.tokens, p.range_tokens, p.documents,
-        p.steps, steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed, c.stretch,
+        p.steps, steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed, c.query_range,
     )  # fmt: skip
-    c.launch(index.cut_lists, (-(-p.lists // 128), 1, 1), args, short)
-    return order, lists, pieces, span
+    c.launch(inverted_lists.cut_lists, (-(-p.lists // 128), 1, 1), args, short)
+    return InvertedLists(order, lists, pieces, spans)
 
 
 def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
     settings: SelectedSettings | None = None,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Output [B, T, H, Dv], log-sum-exp fp32 [B, T, H], and what the backward reuses.
-
-    The log-sum-exp is base 2 of logits times Dk^-½; a query without blocks has output 0 and 1e30 there.
-    """
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """(output [B, Q, H, Dv], log-sum-exp [B, Q, H], tensors that the backward reuses)."""
     c = Call(q, k, v, block_indices, config, documents, settings)
     p, s = c.plan, c.settings
     o = c.empty(*q.shape[:3], p.dv, dtype=q.dtype)
-    lse = c.empty(*q.shape[:3], dtype=torch.float32)
+    lse = c.empty(*row_shape("selected", *q.shape[:3]), dtype=torch.float32)
     scale = LOG2E / math.sqrt(p.dk)
     sizes = (p.n, p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
-    saved: tuple[Tensor, ...] = _build_lists(c)
-    lists, counts = saved
-    decision = counts
-    if not p.union_only:
-        decision = _decide(c, counts)
-        saved = (lists, counts, decision, *_build_index(c))
+    lists, counts = _build_tile_lists(c)
+    if p.query_major_only:
+        decision, saved = counts, Saved(lists, counts)  # the kernel does not read the decision
+    else:
+        decision = _choose_design(c, counts)
+        saved = Saved(lists, counts, decision, *_build_inverted_lists(c))
     args = (
         q, k, v, c.k_tiles, c.v_tiles, lists, counts, decision, o, lse, p.N, *c.tokens, p.tiles, p.range_tokens,
         scale, *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes[1:], c.tma,
-        c.stretch,
+        c.query_range,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(union.tile_forward, grid, args, **_options(s.warps, s.union_stages, s.union_registers))
-    if p.union_forward:
+    c.launch(query_major.query_major_forward, grid, args, **_options(s.warps, s.forward_stages, s.forward_registers))
+    if p.query_major_forward_only:
         return o, lse, saved
-    order, list_table, pieces, span = saved[3:]
     rows = min(p.range_tokens, p.N) * p.G * p.n * p.h
     partial = c.empty(rows, p.dv, dtype=q.dtype)
     partial_lse = c.empty(rows, dtype=torch.float32)
@@ -206,122 +222,122 @@ def selected_forward(
     heads, pairs = _sum_tile(p.h)
     for r, begin, end in p.each_range():
         args = (
-            q, k, v, order, pieces, list_table, decision, partial, partial_lse, r, begin,
-            p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile, s.attend_rows // p.kv_head_tile,
-            s.attend_rows, *sizes, p.segment, wide,
+            q, k, v, saved.order, saved.pieces, saved.lists, decision, partial, partial_lse, r, begin,
+            p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile,
+            s.kv_forward_rows // p.kv_head_tile, s.kv_forward_rows, *sizes, p.segment, wide,
         )  # fmt: skip
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
-        c.launch(kv_major.attend, grid, args, num_warps=s.warps, num_stages=s.attend_stages)
+        c.launch(kv_major.kv_major_forward, grid, args, num_warps=s.warps, num_stages=s.kv_forward_stages)
         total = (end - begin) * p.G
         args = (
-            partial, partial_lse, span, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv), heads,
-            pairs, 16,
+            partial, partial_lse, saved.spans, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv),
+            heads, pairs, 16,
         )  # fmt: skip
-        c.launch(kv_sums.merge, _sum_grid(total, pairs, p.h, heads), args, num_warps=_sum_warps(p, p.dv))
+        c.launch(reduce.merge_partials, _sum_grid(total, pairs, p.h, heads), args, num_warps=_sum_warps(p, p.dv))
     return o, lse, saved
 
 
 def selected_backward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, lse: Tensor, dout: Tensor, gate: Tensor | None,
-    row_sum: Tensor, config: Any, documents: Any, saved: Sequence[Tensor] = (),
+    delta: Tensor, config: Any, documents: Any, saved: Sequence[Tensor | None] = (),
     settings: SelectedSettings | None = None, dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv for the gated branch: dout is the gradient of gate * output, row_sum = dout · output (ungated).
+    """(dq, dk, dv) of the gated branch: dout is the gradient of gate · output, delta = dout · output, ungated.
 
-    A given dq (contiguous) is added to in place.
+    `saved`: a Saved, or empty to rebuild it. A given dq must be contiguous and is added to in place.
     """
     gated, add = gate is not None, dq is not None
     gates = dout if gate is None else gate
-    given = (lse, row_sum) if dq is None else (lse, row_sum, dq)
+    given = (lse, delta) if dq is None else (lse, delta, dq)
     c = Call(q, k, v, block_indices, config, documents, settings, (dout, gates), given)
     p, s = c.plan, c.settings
-    lists, counts = saved[:2] if saved else _build_lists(c)
-    if p.union_only:
-        decision, (order, list_table, piece_table, span) = counts, _build_index(c)
+    kept = Saved(*saved) if saved else Saved(*_build_tile_lists(c))
+    lists, counts = kept.tile_lists, kept.tile_counts
+    if p.query_major_only:
+        chosen, inverted = counts, _build_inverted_lists(c)  # the kernels do not read the decision
     elif saved:
-        decision, order, list_table, piece_table, span = saved[2:SAVED]
+        chosen, inverted = kept.decision[1], InvertedLists(*kept[3:])
     else:
-        decision, (order, list_table, piece_table, span) = _decide(c, counts), _build_index(c)
-    chosen = decision if p.union_only else decision[1]
+        chosen, inverted = _choose_design(c, counts)[1], _build_inverted_lists(c)
     dq = c.empty(*q.shape, dtype=q.dtype) if dq is None else dq
     dk, dv = c.empty(*k.shape, dtype=k.dtype), c.empty(*v.shape, dtype=v.dtype)
     scale, softmax_scale = LOG2E / math.sqrt(p.dk), 1 / math.sqrt(p.dk)
     sizes = (p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
-    inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, row_sum, gates)
-    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if s.keys_down else None
+    inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, delta, gates)
+    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if s.dkv_transposed else None
     args = (
         *inputs, lists, counts, chosen, dq, records, p.N, *c.tokens, p.tiles, p.range_tokens, scale, softmax_scale,
         *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
-        c.stretch,
+        c.query_range,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(union.tile_dq, grid, args, gated, add, **_options(s.warps, s.union_dq_stages, s.union_dq_registers))
+    c.launch(query_major.query_major_dq, grid, args, gated, add, **_options(s.warps, s.dq_stages, s.dq_registers))
     sums = c.empty(p.slots + p.G * p.L, p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
-    partial = dq if p.union_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
+    partial = dq if p.query_major_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
     heads, pairs = _sum_tile(p.h)
     wide = _wide(c, q, dout, gates, *(() if records is None else (records,)))
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
-    hopper = _overlapped_keys(c, dout) if records is not None else None
+    hopper = _gluon_dkv(c, dout) if records is not None else None
     for r, begin, end in p.each_range():
         known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
-        tables = (order, piece_table, list_table, chosen)
+        tables = (inverted.order, inverted.pieces, inverted.lists, chosen)
         where = (r, begin, known, p.lists, p.slots, p.L, *c.tokens, scale)
         if hopper is not None:
-            from tercet.attention.kernels.hopper_selected import GATHERING, LANES, hopper_selected_key_gradients
+            from tercet.attention.kernels.hopper.selected_dkv import GATHERING, LANES, hopper_selected_dkv
 
             qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
             args = (
                 q, k, v, dout, records, *tables, sums, r, known, *where[3:], qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
-                hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, LANES, GATHERING, not p.union_only,
-                c.stretch,
+                hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, LANES, GATHERING,
+                not p.query_major_only, c.query_range,
             )  # fmt: skip
-            c.launch(hopper_selected_key_gradients, grid, args, **hopper.overlapped)
+            c.launch(hopper_selected_dkv, grid, args, **hopper.gluon_options)
         elif records is not None:
             args = (
                 q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
-                s.backward_rows, p.n, *sizes, p.segment, wide, not p.union_only, c.stretch,
+                s.dkv_rows, p.n, *sizes, p.segment, wide, not p.query_major_only, c.query_range,
             )  # fmt: skip
-            c.launch(kv_keys.key_gradients, grid, args, wide, num_warps=s.warps, num_stages=s.backward_stages)
-        designs = [(False, s.backward_rows, s.backward_stages)] if records is None else []
-        if not p.union_only:
-            designs.append((True, s.fused_rows, s.fused_stages))
+            c.launch(kv_major.kv_major_dkv_transposed, grid, args, wide, num_warps=s.warps, num_stages=s.dkv_stages)
+        designs = [(False, s.dkv_rows, s.dkv_stages)] if records is None else []
+        if not p.query_major_only:
+            designs.append((True, s.dkv_dq_rows, s.dkv_dq_stages))
         for with_dq, rows, stages in designs:
             args = (
-                q, k, v, dout, lse, row_sum, gates, *tables, partial, sums, *where, *c.strides, p.G, p.h,
-                p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.union_only, with_dq,
-                gated, c.stretch,
+                q, k, v, dout, lse, delta, gates, *tables, partial, sums, *where, *c.strides, p.G, p.h,
+                p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.query_major_only,
+                with_dq, gated, c.query_range,
             )  # fmt: skip
-            c.launch(kv_major.backward, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
-        if not p.union_only:
+            c.launch(kv_major.kv_major_dkv, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
+        if not p.query_major_only:
             total = (end - begin) * p.G
             args = (
-                partial, span, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk), heads,
-                pairs, 16, add,
+                partial, inverted.spans, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk),
+                heads, pairs, 16, add,
             )  # fmt: skip
             grid = _sum_grid(total, pairs, p.h, heads)
-            c.launch(kv_sums.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
+            c.launch(reduce.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
         last = r == p.ranges - 1
         args = (
-            sums, list_table, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T, p.documents,
-            p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv, p.kv_head_tiles, p.segment,
-            chunk, 4, p.packed, last,
+            sums, inverted.lists, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T,
+            p.documents, p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv,
+            p.kv_head_tiles, p.segment, chunk, 4, p.packed, last,
         )  # fmt: skip
-        c.launch(kv_sums.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
+        c.launch(reduce.sum_dkv, (p.L - 1, p.G, -(-size // chunk)), args, last, num_warps=8)
     return dq, dk, dv
 
 
-def _overlapped_keys(c: Call, dout: Tensor) -> Launch | None:
-    """Launch parameters where the Gluon kernel takes dk and dv, or None: then kv_keys.py does."""
+def _gluon_dkv(c: Call, dout: Tensor) -> Launch | None:
+    """Launch settings if the Gluon kernel takes this call; else None, and kv_major.py takes it."""
     p, (q, k, v) = c.plan, (c.q, c.k, c.v)
     if not c.settings.gluon or p.select_block != 64 or p.kv_head_tiles > 1:
         return None
-    # It addresses rows, and their records of four numbers, by 32 bits from the first token of all, and copies 16 bytes
-    # at a time, which the batches' strides must let the compiler see.
+    # The kernel addresses rows, and their records of four numbers, with 32 bits from the first token of the batch, and
+    # copies 16 bytes at a time, which the compiler must see from the batch strides.
     if p.N * max(q.stride(1), dout.stride(1), 4 * p.G * p.h) >= 1 << 31 or c.strides[0] % 16 or c.strides[9] % 16:
         return None
-    return overlapped("selected_key_gradients", q, dout, k, v)
+    return gluon_launch("selected_key_gradients", q, dout, k, v)
 
 
 def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
@@ -330,7 +346,7 @@ def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
 
 
 def _sum_tile(h: int) -> tuple[int, int]:
-    """Heads and (token, KV head) pairs that one program of a sum over slots takes."""
+    """(heads, (token, KV head) pairs) per program of a reduction over slots."""
     heads = min(power_of_2(h), 64)
     return heads, max(1, 16 // heads)
 
@@ -340,11 +356,11 @@ def _sum_grid(total: int, pairs: int, h: int, heads: int) -> tuple[int, int, int
 
 
 def _sum_warps(p: Plan, d: int) -> int:
-    """Eight elements a thread: 4.1 ms against 5.2 with sixteen, merging at 64k tokens of 64 heads."""
+    """Eight elements per thread: 4.1 ms against 5.2 with sixteen, for the merge at 64k tokens and 64 heads."""
     heads, pairs = _sum_tile(p.h)
     return max(1, min(16, heads * pairs * padded(d) // 256))
 
 
 def _wide(c: Call, *tensors: Tensor) -> bool:
-    """Whether offsets within a range need 64 bits for some tensor."""
+    """Whether offsets within a range need 64 bits for any of the tensors."""
     return any(c.plan.range_tokens * x.stride(1) + c.plan.h * x.stride(2) >= 1 << 31 for x in tensors)

@@ -1,15 +1,14 @@
-"""Importance of blocks for one query per row, from the scores that compressed attention left (Eq. 9, 10), and the
-choice of the best (Eq. 11).
+"""Block importance for one query per row (Eq. 9, 10), from the scores of compressed attention, and selection (Eq. 11).
 
-Scores are normalised with the log-sum-exp over all parts here, not part by part there: equal keys then give equal
-numbers to the last bit wherever they stand, and ties are decided by index.
+Scores are normalised here, with the log-sum-exp over all parts, not part by part: equal keys then have equal importance
+to the last bit wherever they are, and ties are broken by index.
 
-The last program of a row and KV head to have its scores chooses. Where that leaves few to choose among, or spares a
-long bisection, programs first name the best of their own blocks, comparing each with each; at 1,024 blocks that took
-two microseconds more than it saved.
+The last program of a (row, KV head) pair to finish its scores selects. If that leaves few candidates, or saves a long
+binary search, programs first pick the best of their own blocks by comparing all pairs; at 1,024 blocks that took 2 µs
+more than it saved.
 
-logits: fp32 [B, H, room], in powers of two   keys, places: int32 [B, G, programs · kept]: blocks to choose among, in
-their order, -1 for none   arrived: int32 [B·G], 0 between steps
+logits: fp32 [B, H, room], base 2   keys, places: int32 [B, G, programs · kept]: candidate blocks in order, -1 for none
+arrived: int32 [B·G], 0 between steps
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.score import _best
-from tercet.attention.kernels.settings import power_of_2
+from tercet.attention.kernels.decode.common import row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.launch import call, power_of_2
+from tercet.attention.kernels.scores import largest
+from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
@@ -37,8 +36,8 @@ def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.const
 
 @triton.jit
 def _best_of_few(key, WANTED: tl.constexpr, N: tl.constexpr):
-    """Which of N keys are the WANTED largest, the lowest place first among equals: those that fewer are better than.
-    No round waits for another, as those of a bisection do."""
+    """Mask of the WANTED largest of N keys, lowest index first among equals: those with fewer better ones. Unlike a
+    binary search, it has no dependent rounds."""
     i = tl.arange(0, N)
     mine = key[:, None]
     other = key[None, :]
@@ -47,7 +46,7 @@ def _best_of_few(key, WANTED: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["room", "listed", "splits", "parts"])
-def _score(
+def decode_scores_kernel(
     LOGITS, LSE, KEYS, PLACES, INDICES, LENGTHS, COUNTS, ARRIVED, room, listed, splits, parts,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
@@ -59,21 +58,21 @@ def _score(
     g = tl.program_id(1)
     b = tl.program_id(2)
     after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
-    real = goes_on(COUNTS, b, MASKED)
-    wait_for_the_launch_before(OVERLAP)
+    real = row_is_active(COUNTS, b, MASKED)
+    wait_for_previous_launch(OVERLAP)
     if real:
         current = (after - 1) // BLOCK
         WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
         pair_of = b.to(tl.int64) * G + g
         INDICES += pair_of * COUNT
         if first == 0:
-            # the list but for those that are chosen by score: all blocks, or the forced ones at both ends
+            # slots not filled by score: all blocks if there are few, else the forced ones at both ends
             slot = tl.arange(0, CP)
             forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
             known = tl.where(current >= COUNT, forced, tl.where(slot <= current, slot, -1))
             free = (current >= COUNT) & (slot >= INITIAL) & (slot < COUNT - LOCAL)
             tl.store(INDICES + slot, known, mask=(slot < COUNT) & (free == 0))
-        # a query with no more than COUNT blocks selects them all, and the last LOCAL are forced
+        # a query with at most COUNT blocks selects them all; the last LOCAL are forced
         if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
             seen = tl.where(after < L, 0, (after - L) // S + 1)
             pair = (b.to(tl.int64) * G + g) * HEADS
@@ -85,7 +84,7 @@ def _score(
             top = tl.where(top > float("-inf"), top, 0.0)
             lse = top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
             lse = tl.where(r < HEADS, lse, 0.0)
-            # In units of S tokens: a compressed token covers A of them, a block has U.
+            # in units of S tokens: a compressed token covers A, a block U
             A: tl.constexpr = L // S
             U: tl.constexpr = BLOCK // S
             x = tl.arange(0, NB * U)
@@ -95,17 +94,17 @@ def _score(
             weight = (tl.minimum(u + A, U) - u).to(tl.float32) / A
             score = tl.sum((own * weight).reshape(NB, U), 1)
             if A > 1:
-                # what reaches over from the block before
+                # what reaches over from the previous block
                 over = tl.maximum(u + A - U, 0)
                 mask = (over > 0) & (i >= U) & (i - U < seen)
                 other = _probabilities(LOGITS + pair * room, i - U, mask, lse, room, HEADS, RP)
                 score += tl.sum((other * (over.to(tl.float32) / A)).reshape(NB, U), 1)
             block = first + tl.arange(0, NB)
-            score = tl.where(score >= 0, score, 0.0)  # not-a-number counts as 0: indices stay valid whatever the input
-            # whole numbers of the same order; -1 where a block is forced or not there
+            score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
+            # integers of the same order; -1 for forced and absent blocks
             free = (block >= INITIAL) & (block <= current - LOCAL)
             key = tl.where(free, score.to(tl.int32, bitcast=True), -1)
-            # where programs name their best, one alone names the answer
+            # where programs pick their best, a single program picks the answer
             NAMED: tl.constexpr = KEPT < NB
             alone = False
             if NAMED:
@@ -124,7 +123,7 @@ def _score(
                     tl.store(PLACES + program * KEPT + to, block, mask=taken)
                 else:
                     tl.store(KEYS + block, key)
-                tl.debug_barrier()  # all threads have written before one of them says so
+                tl.debug_barrier()  # all threads have written before the counter is incremented
                 last = (current - LOCAL) // NB
                 if tl.atomic_add(ARRIVED + pair_of, 1, sem="acq_rel") == last:
                     tl.store(ARRIVED + pair_of, 0)
@@ -133,18 +132,17 @@ def _score(
                     if NP <= 64:
                         best = _best_of_few(keys, WANTED, NP)
                     else:
-                        best = _best(keys[None, :], WANTED).reshape(NP)
+                        best = largest(keys[None, :], WANTED).reshape(NP)
                     if NAMED:
                         place = tl.load(PLACES + place, mask=best, other=0)
                     tl.store(INDICES + INITIAL + tl.cumsum(best.to(tl.int32), 0) - 1, place, mask=best)
 
 
-def score(
+def select_blocks(
     logits: Tensor, lse: Tensor, indices: Tensor, lengths: Tensor, counts: Tensor | None, arrived: Tensor, splits: int,
     blocks: int, config: NSAConfig,
 ) -> None:  # fmt: skip
-    """Fills indices, int32 [B, G, n]: ascending, -1 at the end. The last program of a pair to have its scores
-    chooses."""
+    """Fill indices, int32 [B, G, n]: ascending, -1 at the end."""
     batch, groups, count = indices.shape
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block
@@ -154,11 +152,11 @@ def score(
     if programs * kept > 64 and blocks <= 1024:
         kept = per
     named = torch.empty(2, batch, groups, programs * kept, dtype=torch.int32, device=logits.device)
-    # sizes a factor of four apart: a handful of variants for all lengths
+    # a factor of four apart: a handful of compiled variants for all lengths
     listed = next(n for n in (64, 256, 1024, 4096, 16384) if n >= programs * kept)
-    early = overlap(logits, batch * groups)
+    early = overlap_launches(logits, batch * groups)
     call(
-        _score, (programs, groups, batch), (logits, lse, *named, indices, lengths, counts, arrived),
+        decode_scores_kernel, (programs, groups, batch), (logits, lse, *named, indices, lengths, counts, arrived),
         (logits.shape[2], programs * kept, splits, lse.shape[2]),
         (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
          power_of_2(heads),

@@ -1,12 +1,12 @@
-"""dk and dv of the selected branch for Hopper, in Gluon (see hopper.py): what kv_keys.py computes, to the same bits.
+"""dK/dV of the selected branch: the same bits as kv_major.kv_major_dkv_transposed. Words: selected/__init__.py.
 
-One program holds a block's K and V and walks the rows (entry, head) of its piece, counted through; rows past the end
-repeat the last entry and get weight 0. Rows come from anywhere, so that the copy engine cannot fetch them: four warps
-do nothing but ask for one step's rows after another, as slots come free, and four others do products and exponentials.
-dPᵀ runs during the exponentials; dV and dK run on into the next step's Sᵀ.
+A program holds a block's K and V and loops over the (entry, head) rows of its piece. Rows past the end repeat the last
+entry and get weight 0. Rows are scattered in memory, so that TMA cannot fetch them: four warps only gather, step by
+step as slots become free, and four others multiply and exponentiate. dPᵀ runs during the exponentials; dV and dK
+overlap with the next step's Sᵀ.
 
-Two barriers a slot: `full` counts the gathering threads, each of which arrives when its copies are there; `empty` the
-one thread that says that all warps are done with the slot.
+Each slot has two barriers: every gathering thread arrives at `full` when its copies have landed; one thread arrives at
+`empty` when all multiplying warps are done with the slot.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels.hopper import meet
+from tercet.attention.kernels.hopper.common import barrier
 
-LANES = 4  # threads that copy a row: fewer work out fewer places, and copy more from each
-GATHERING = 40  # registers of a thread that gathers; those that multiply get what is left
+LANES = 4  # threads that copy a row: fewer threads compute fewer addresses and copy more from each
+GATHERING = 40  # registers of a gathering thread; multiplying threads get the rest
 
 
 @gluon.constexpr_function
 def _bases(M):
-    """A thread's columns of a score tile with M of them: two neighbours of every eight; two numbers for each."""
+    """A thread's columns in a score tile of M columns: two adjacent ones of every eight; two numbers for each."""
     return [[0, 1], [1, 0]] + [[8 << i, 0] for i in range((M // 8).bit_length() - 1)]
 
 
 @gluon.jit
 def _tokens(ORDER, x, start, last, h: gl.constexpr, SLOTS: gl.constexpr):
-    """Queries of a piece's rows."""
+    """The queries of a piece's rows."""
     return (gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.uint32) // SLOTS).to(gl.int32)
 
 
@@ -46,7 +46,7 @@ def _gather(
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr, G: gl.constexpr, h: gl.constexpr,
     M: gl.constexpr, n: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that fetch: q, dout, and their records in halves."""
+    """The gathering warps: q, dout, and the records in two halves."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     by_record: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
     SLOTS: gl.constexpr = G * n
@@ -55,7 +55,7 @@ def _gather(
     c = gl.arange(0, 2, layout=gl.SliceLayout(0, by_record))
     x = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
     y = gl.arange(0, M, layout=gl.SliceLayout(1, by_record))
-    # the queries of a step are read while the copies of the step before run
+    # load the entries of a step while the copies of the previous step run
     t = _tokens(ORDER, x, start, last, h, SLOTS)
     own = _tokens(ORDER, y, start, last, h, SLOTS)
     slot = gl.to_tensor(0)
@@ -85,7 +85,7 @@ def _multiply(
     k_s, v_s, q_s, do_s, first_s, second_s, full, empty, steps, partly, wholly, count, ahead, scale,
     M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply: the piece's dk and dv."""
+    """The multiplying warps: dk and dv of the piece."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
@@ -111,21 +111,21 @@ def _multiply(
         dp = warpgroup_mma(v_s, do_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         lse, gate = gl.split(first_s.index(slot).load(pairs))
         score, dv_, dk_ = warpgroup_mma_wait(1, deps=(s, dv, dk))
-        # the step before is done with its slot
-        meet()
+        # the previous step is done with its slot
+        barrier()
         mbarrier.arrive(empty.index(before), count=1, pred=j > 0)
         p = gl.exp2(score * scale - gl.convert_layout(lse, column, assert_trivial=True)[None, :])
         p = p * gl.convert_layout(gate, column, assert_trivial=True)[None, :]
-        row_sum, query = gl.split(second_s.index(slot).load(pairs))
+        delta, query = gl.split(second_s.index(slot).load(pairs))
         if ((j >= partly) & (j < wholly)) | (j == steps - 1):
             number = gl.convert_layout(query.to(gl.int32, bitcast=True), column, assert_trivial=True)
             past = gl.where(j * M + m < count, number + ahead, -1)
             p = gl.where(past[None, :] >= key[:, None], p, 0.0)
-        row_sum = gl.convert_layout(row_sum, column, assert_trivial=True)
-        # registers that a product reads must be written while none runs
+        delta = gl.convert_layout(delta, column, assert_trivial=True)
+        # registers that feed a product must be written while none runs
         dp_, p = warpgroup_mma_wait(0, deps=(dp, p))
         weights = gl.convert_layout(p.to(dtype), operand)
-        ds = gl.convert_layout((p * (dp_ - row_sum[None, :])).to(dtype), operand)
+        ds = gl.convert_layout((p * (dp_ - delta[None, :])).to(dtype), operand)
         dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
         dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
         before = slot
@@ -136,13 +136,13 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["r", "seen", "lists", "slots", "L", "queries", "first_query"])
-def hopper_selected_key_gradients(
+def hopper_selected_dkv(
     Q, K, V, DOUT, RECORDS, ORDER, PIECE, LISTS, DECISION, SUMS,
     r, seen, lists, slots, L, T, queries, first_query, scale, qb, ob, kb, kt, kg, vb, vt, vg,
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
     G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
     SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, GATHERING: gl.constexpr,
-    DECIDE: gl.constexpr, STRETCH: gl.constexpr,
+    DECIDE: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -162,15 +162,15 @@ def hopper_selected_key_gradients(
         b64 = b.to(gl.int64)
         count = (last - start + 1) * h
         steps = (count + M - 1) // M
-        # Of a block's own queries some see only a part of it, and they stand first among the forced ones, which stand
-        # last: from this step to before that one, places matter.
+        # Only the block's own queries see it in part. They are the first of the forced entries, which come last: steps
+        # from `partly` to before `wholly` need the causal mask.
         partly = gl.maximum(forced - start, 0) * h // M
         wholly = (gl.maximum(forced - start + BS, 0) * h + M - 1) // M
         rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
         q_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], rows)
         do_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], rows)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        # log-sum-exp and gate; row sum and the query's number
+        # log-sum-exp and gate; delta and query number
         first_s = gl.allocate_shared_memory(gl.float32, [STAGES, M, 2], plain)
         second_s = gl.allocate_shared_memory(gl.float32, [STAGES, M, 2], plain)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -183,11 +183,11 @@ def hopper_selected_key_gradients(
         q_base = Q + (b64 * qb + head * QH)
         do_base = DOUT + (b64 * ob + head * OH)
         record_base = RECORDS + head * 4
-        # what query 0 would be past the block's first token; the same for every query of the block's sequence
+        # position of query 0 relative to the block's first token, for all queries of the block's sequence
         ahead = -first
-        if STRETCH:
+        if QUERY_RANGE:
             ahead += b * (T - queries) + first_query
-        # the block's K and V stay
+        # the block's K and V stay in shared memory
         i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_key))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_key))
         inside = (first + i < (b + 1) * T)[:, None]
@@ -199,7 +199,7 @@ def hopper_selected_key_gradients(
         k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
         v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
         fence_async_shared()
-        meet()
+        barrier()
         dk, dv = gl.warp_specialize(
             [
                 (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, full, empty, steps, partly, wholly, count, ahead,
@@ -209,7 +209,7 @@ def hopper_selected_key_gradients(
             ],
             [4], [GATHERING],
         )  # fmt: skip
-        # An uncut list adds to its sum at once: earlier ranges were earlier launches.
+        # a list of one piece adds to its sum directly: earlier ranges were earlier launches
         whole = list_end - gl.load(LISTS + lst) <= SEGMENT
         place = gl.where(whole, slots + lst % (G * L), gl.program_id(0))
         key = gl.arange(0, BS, layout=gl.SliceLayout(1, sums))

@@ -1,4 +1,4 @@
-"""dQ of the compressed and the window branch for Hopper, in Gluon (see hopper.py): one walk over the tiles of both."""
+"""dQ of the compressed and the window branch in one loop over the key tiles of both. Whole, unpacked sequences only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.documents import Documents
-from tercet.attention.kernels.hopper import descriptor, meet
-from tercet.attention.kernels.hopper_forward import visible
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch
+from tercet.attention.kernels.hopper.common import barrier, descriptor, visible
+from tercet.attention.kernels.launch import LOG2E, call
+from tercet.attention.kernels.table import Launch
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents
 
 
 @gluon.jit
@@ -45,8 +45,8 @@ def _fetch(
 
 
 @gluon.jit
-def _row_values(SUM, GATE, at, inside, M: gl.constexpr, GATED: gl.constexpr, scores: gl.constexpr):
-    total = gl.load(SUM + at, mask=inside, other=0.0)
+def _row_values(DELTA, GATE, at, inside, M: gl.constexpr, GATED: gl.constexpr, scores: gl.constexpr):
+    total = gl.load(DELTA + at, mask=inside, other=0.0)
     if GATED:
         gate = gl.load(GATE + at, mask=inside, other=0.0)
     else:
@@ -55,8 +55,8 @@ def _row_values(SUM, GATE, at, inside, M: gl.constexpr, GATED: gl.constexpr, sco
 
 
 @gluon.jit(do_not_specialize=["length", "per_sequence", "rows", "compressed_length"])
-def hopper_query_gradients(
-    DQ, QD, DOD, KCD, VCD, LSEC, SUMC, GATEC, KWD, VWD, LSEW, SUMW, GATEW,
+def hopper_dq(
+    DQ, QD, DOD, KCD, VCD, LSE_C, DELTA_C, GATE_C, KWD, VWD, LSE_W, DELTA_W, GATE_W,
     length, per_sequence, rows, compressed_length, scale, softmax_scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr,
@@ -90,7 +90,7 @@ def hopper_query_gradients(
         for b in gl.static_range(STAGES):
             mbarrier.init(k_bars.index(b), count=1)
             mbarrier.init(v_bars.index(b), count=1)
-        meet()
+        barrier()
         mbarrier.expect(q_bar, 2 * M * D)
         mbarrier.expect(do_bar, 2 * M * D)
         tma.async_copy_global_to_shared(QD, [start + first, head * D], q_bar, q_s)
@@ -114,19 +114,19 @@ def hopper_query_gradients(
                    D, N, STAGES, COMPRESSED, WINDOW)  # fmt: skip
         at = head.to(gl.int64) * rows + start + position
         if COMPRESSED:
-            gate_c, total_c = _row_values(SUMC, GATEC, at, inside, M, GATED, scores)
+            gate_c, total_c = _row_values(DELTA_C, GATE_C, at, inside, M, GATED, scores)
         if WINDOW:
-            gate_w, total_w = _row_values(SUMW, GATEW, at, inside, M, GATED, scores)
+            gate_w, total_w = _row_values(DELTA_W, GATE_W, at, inside, M, GATED, scores)
         if COMPRESSED:
-            lse = gl.load(LSEC + at, mask=inside, other=float("inf"))
+            lse = gl.load(LSE_C + at, mask=inside, other=float("inf"))
             gate = gate_c
             total = total_c
             upper = visible(position, L, S)
             lower = gl.zeros_like(upper)
             if WINDOW:
-                lse_w = gl.load(LSEW + at, mask=inside, other=float("inf"))
+                lse_w = gl.load(LSE_W + at, mask=inside, other=float("inf"))
         else:
-            lse = gl.load(LSEW + at, mask=inside, other=float("inf"))
+            lse = gl.load(LSE_W + at, mask=inside, other=float("inf"))
             gate = gate_w
             total = total_w
             upper = position + 1
@@ -152,7 +152,7 @@ def hopper_query_gradients(
             _fetch(KCD, VCD, KWD, VWD, k_s, v_s, k_bars, v_bars, n + STAGES - 1, count_c, count, row_c, row_w, g,
                    D, N, STAGES, COMPRESSED, WINDOW)  # fmt: skip
             p = gl.exp2(s * scale - lse[:, None])
-            # where this tile begins, and whether all rows see all of it
+            # first key of this tile, and whether some row does not see all of it
             if n < count_c:
                 i = n * N
                 partly = i + N > visible(first, L, S)
@@ -173,28 +173,26 @@ def hopper_query_gradients(
         gl.store(DQ + to, out, mask=(j < size)[:, None])
 
 
-def launch_query_gradients(
+def launch_dq(
     q: Tensor, dout: Tensor,
-    compressed: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None,
-    window: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None,
-    config: NSAConfig, documents: Documents, launch: Launch,
+    compressed: Branch | None, window: Branch | None, config: NSAConfig, documents: Documents, launch: Launch,
 ) -> Tensor:  # fmt: skip
-    """dq of the given branches, each (k, v, lse, row_sum, gate), of a plain batch of whole sequences."""
+    """dq, summed over the given branches."""
     B, T, H, D = q.shape
-    kc, vc, lse_c, sum_c, gate_c = compressed or (None,) * 5
-    kw, vw, lse_w, sum_w, gate_w = window or (None,) * 5
+    kc, vc, lse_c, delta_c, gate_c = compressed or (None,) * len(Branch._fields)
+    kw, vw, lse_w, delta_w, gate_w = window or (None,) * len(Branch._fields)
     G = (kw if kc is None else kc).shape[2]
     kcd, vcd, kwd, vwd = (None if x is None else descriptor(x, launch.keys) for x in (kc, vc, kw, vw))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _, _, *bounds = documents.tokens(launch.rows)
     call(
-        hopper_query_gradients, (documents.token_tiles(launch.rows) * H,),
-        (dq, descriptor(q, launch.rows), descriptor(dout, launch.rows), kcd, vcd, lse_c, sum_c, gate_c, kwd, vwd, lse_w,
-         sum_w, gate_w),
+        hopper_dq, (documents.token_tiles(launch.rows) * H,),
+        (dq, descriptor(q, launch.rows), descriptor(dout, launch.rows), kcd, vcd, lse_c, delta_c, gate_c, kwd, vwd,
+         lse_w, delta_w, gate_w),
         (*bounds, B * T, documents.compressed_length),
         (D**-0.5 * LOG2E, D**-0.5, config.window, config.compress_block, config.compress_stride, G, H // G, D,
          launch.rows, launch.keys, launch.stages, kc is not None, kw is not None,
          (gate_w if kc is None else gate_c) is not None),
-        **launch.overlapped,
+        **launch.gluon_options,
     )  # fmt: skip
     return dq

@@ -1,5 +1,6 @@
 """Forward of the compressed and the window branch for Hopper, in Gluon (see hopper.py): the product with the values of
-one tile runs during the exponentials of the next."""
+one tile runs during the exponentials of the next.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels import documents as places
-from tercet.attention.kernels.documents import Documents
-from tercet.attention.kernels.hopper import descriptor, meet
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch
-
-locate = gluon.jit(places.locate.fn)
-visible = gluon.jit(places.visible.fn)
+from tercet.attention.kernels.combine import row_shape
+from tercet.attention.kernels.hopper.common import barrier, descriptor, locate, visible
+from tercet.attention.kernels.launch import LOG2E, call
+from tercet.attention.kernels.table import Launch
+from tercet.attention.kernels.varlen import Documents
 
 
 @gluon.jit
 def _fetch(KD, VD, k_s, v_s, k_bars, v_bars, n, count, begin, start, g, D: gl.constexpr, N: gl.constexpr):
-    """Keys of tile n and values of the one before it: what step n needs. Keys and values have their own barriers: the
-    compiler makes all warps meet between two operations on one."""
+    """Fetch what step n needs: the keys of tile n and the values of tile n - 1. Keys and values have separate barriers:
+    the compiler synchronises all warps between two operations on one barrier."""
     key = n < count
     value = (n > 0) & (n <= count)
     mbarrier.expect(k_bars.index(n % 2), 2 * N * D, key)
@@ -101,7 +99,7 @@ def hopper_forward(
         for b in gl.static_range(2):
             mbarrier.init(k_bars.index(b), count=1)
             mbarrier.init(v_bars.index(b), count=1)
-        meet()
+        barrier()
         mbarrier.expect(q_bar, 2 * M * D)
         tma.async_copy_global_to_shared(QD, [row0 + first, head * D], q_bar, q_s)
         _fetch(KD, VD, k_s, v_s, k_bars, v_bars, gl.to_tensor(0), count, begin, start, g, D, N)
@@ -125,7 +123,8 @@ def hopper_forward(
             s = warpgroup_mma_wait(1, deps=(token,))
             i = begin + n * N
             m, l, fade, p = _softmax(s, m, l, i, lower, upper, (i < whole) | (i >= edge), scale, N, scores)
-            # the next step's wait stands here so that the assembler does not move the exponentials behind the product's
+            # wait for the next step's tiles here, so that ptxas does not move the exponentials behind the product's
+            # wait
             after = n + 1
             mbarrier.wait(k_bars.index(after % 2), after // 2 & 1, after < count)
             mbarrier.wait(v_bars.index(n % 2), n // 2 & 1)
@@ -138,10 +137,10 @@ def hopper_forward(
             values = v_s.index((count + 1) % 2)
             row = gl.arange(0, N, layout=gl.SliceLayout(1, by_row)) + (count - 1) * N
             clean = gl.where((row < end)[:, None], values.load(by_row), 0.0)
-            meet()
+            barrier()
             values.store(clean)
             fence_async_shared()
-            meet()
+            barrier()
         total = warpgroup_mma(weights, v_s.index((count + 1) % 2), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(total,))
         # a row that saw no key gets exactly 0 and +inf
@@ -161,17 +160,17 @@ def hopper_forward(
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int], documents: Documents, launch: Launch
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse). sizes: (window, or 0 for compressed tokens, their block and stride). No stretch of queries."""
+    """(o, lse) of whole sequences. sizes: (window, 0, 0) or (0, compress_block, compress_stride)."""
     B, T, H, D = q.shape
     G = k.shape[2]
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(H, B, T, dtype=torch.float32, device=q.device)
+    lse = torch.empty(row_shape("window", B, T, H), dtype=torch.float32, device=q.device)
     cu, *bounds = documents.tokens(launch.rows)
     call(
         hopper_forward, (documents.token_tiles(launch.rows) * H,),
         (o, lse, descriptor(q, launch.rows), descriptor(k, launch.keys), descriptor(v, launch.keys), cu, documents.ccu),
         (*bounds, B * T, documents.compressed_length),
         (D**-0.5 * LOG2E, *sizes, G, H // G, D, launch.rows, launch.keys, sizes[0] == 0, documents.packed),
-        **launch.overlapped,
+        **launch.gluon_options,
     )  # fmt: skip
     return o, lse

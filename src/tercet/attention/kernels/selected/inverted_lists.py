@@ -1,55 +1,39 @@
-"""The inverted index of a selection: for each block, the (token, slot) pairs that selected it, in token order.
+"""Inverted lists of a selection: for each block, the (token, slot) entries that selected it, in token order.
 
-Entries are cut into *ranges* of queries, so that what the KV-major design keeps per entry stays small and the queries
-of a range stay in L2; a range's entries stand together, and since padding is sorted along, every range begins at a
-place known without reading anything back. Within a range the order is (KV head, block, forced, token): a stable sort of
+Entries are split into *ranges* of queries, so that the KV-major design's scratch stays small and the queries of a range
+stay in L2. The entries of a range are contiguous. Padding is sorted along, so that every range begins at a position
+known without reading anything back. Within a range the order is (KV head, block, forced, token): a stable sort by
 
-    key = ((range * G + KV head) * L + block) * 2 + forced
+    key = ((range · G + KV head) · L + block) · 2 + forced
 
-whose positions are the flat positions in block_indices, hence token and slot. Blocks are numbered over all
-documents: first token // BS + document for packed ones (a document adds at most one to the plain count), and
-sequence * blocks per sequence + block for plain batches. Block number L - 1 is the padding's, and that of given blocks
-after the query's own, of which it reads nothing.
+The sort returns flat positions in block_indices, hence token and slot. Blocks are numbered over all documents: first
+token // BS + document for packed ones (a document adds at most one to the plain count), sequence · blocks per sequence
++ block for plain batches. Number L - 1 stands for padding, and for given blocks after the query's own, which are not
+attended.
 
-Lists are cut into *pieces* of at most SEGMENT entries, one per program. Piece i of a list stands in the range's slot
-(list's position in the range) // SEGMENT + list + i: unique, for each step along the entries or the lists moves it on.
+Lists are split into *pieces* of at most SEGMENT entries, one per program. Piece i of a list has slot (list's position
+in the range) // SEGMENT + list + i of the range: unique, since it grows with every segment of entries and with every
+list.
 """
 
 import triton
 import triton.language as tl
 
-from tercet.attention.kernels.union import document_start, token_of
+from tercet.attention.kernels.selected.query_major import document_start, token_of
 
 
 @triton.jit(do_not_specialize=["documents", "steps", "L", "queries", "first_query"])
-def make_keys(
-    IDX,  # int32 [N, G, n]
-    CU,
-    KEYS,  # int32 or, where they fit, int16 [N, G, n]
-    SPAN,  # int32 [N, G]: first free slot | past the last free slot << 10 | past the last slot << 20
-    N,
-    T,
-    queries,
-    first_query,
-    documents,
-    steps,
-    blocks_per_sequence,
-    L,
-    range_tokens,
-    G: tl.constexpr,
-    n: tl.constexpr,
-    NP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    STRETCH: tl.constexpr,
-):
+def make_sort_keys(
+    IDX, CU, KEYS, SPAN, N, T, queries, first_query, documents, steps, blocks_per_sequence, L, range_tokens,
+    G: tl.constexpr, n: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    """IDX: int32 [N, G, n]. KEYS: int32, or int16 if they fit, [N, G, n]. SPAN, int32 [N, G]: first free slot, past the
+    last free slot << 10, past the last slot << 20."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, NP)
     query = tl.minimum(row // G, N - 1)
-    t = token_of(query, T, queries, first_query, STRETCH)
+    t = token_of(query, T, queries, first_query, QUERY_RANGE)
     g = row % G
     ok = (row < N * G)[:, None] & (i < n)[None, :]
     at = row.to(tl.int64)[:, None] * n + i[None, :]
@@ -61,8 +45,8 @@ def make_keys(
         base = document * blocks_per_sequence
     own = (t - start) // BS
     last_free = own - LOCAL
-    # A block after the query's own counts as padding: "forced" and before the block's own queries in token order, it
-    # would stand where hopper_selected.py looks for those, and in a range before the one that first sums the block.
+    # A block after the query's own counts as padding. As a forced entry it would precede the block's own queries, where
+    # hopper/selected_dkv.py expects those, and might be in an earlier range than the one that starts the block's sum.
     real = (block >= 0) & (block <= own[:, None])
     forced = real & ((block < INITIAL) | (block > last_free[:, None]))
     number = tl.where(real, base[:, None] + block, L - 1)
@@ -76,7 +60,7 @@ def make_keys(
 
 @triton.jit
 def halve(KEYS, key, begin, end):
-    """A step of the bisection for the first of the sorted positions begin..end (or end) whose key is at least `key`."""
+    """One step of the binary search for the first sorted position in begin..end whose key is at least `key`."""
     middle = (begin + end) // 2
     less = (begin < end) & (tl.load(KEYS + middle, mask=begin < end, other=0).to(tl.int32) < key)
     return tl.where(less, middle + 1, begin), tl.where(less, end, middle)
@@ -84,38 +68,23 @@ def halve(KEYS, key, begin, end):
 
 @triton.jit(do_not_specialize=["documents", "steps", "lists", "slots", "L", "queries", "first_query"])
 def cut_lists(
-    IDX,
-    CU,
-    KEYS,  # sorted
-    ORDER,  # int64: flat positions in IDX, in the order of KEYS
-    LISTS,  # int32 [4, ranges * G * L]: position of first entry, past the last, first token of the block, first forced
-    PIECE,  # int32 [2, ranges, slots], zeros: 1 + position of the piece's first entry, 0 for no piece; its list
-    lists,
-    slots,
-    N,
-    T,
-    queries,
-    first_query,
-    range_tokens,
-    documents,
-    steps,
-    range_steps,
-    L,
-    G: tl.constexpr,
-    n: tl.constexpr,
-    BS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
-    STRETCH: tl.constexpr,
-):
-    # Slots (lo - base) // SEGMENT + list .. (hi - base) // SEGMENT + list are the list's own, whatever others hold.
+    IDX, CU, KEYS, ORDER, LISTS, PIECE, lists, slots, N, T, queries, first_query, range_tokens, documents, steps,
+    range_steps, L,
+    G: tl.constexpr, n: tl.constexpr, BS: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    """Find each list's entries and assign slots to its pieces.
+
+    KEYS: sorted. ORDER, int64: flat positions in IDX, in the order of KEYS. LISTS, int32 [4, ranges·G·L]: first entry,
+    past the last, first token of the block, first forced entry. PIECE, int32 [2, ranges, slots], zeros on entry:
+    1 + first entry of the piece (0: no piece), and its list.
+    """
     lst = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = lst < lists
     r = tl.minimum(lst, lists - 1) // (G * L)
     base = r * range_tokens * (G * n)
     past = tl.minimum((r + 1) * range_tokens, N) * (G * n)
-    # Three bisections at once: each step waits for memory.
+    # three searches at once, since each step waits for memory
     lo, lo_end = base, past
     forced, forced_end = base, past
     hi, hi_end = base, past
@@ -129,11 +98,11 @@ def cut_lists(
     some = ok & (lo < hi)
     e = tl.load(ORDER + lo, mask=some, other=0).to(tl.int32)
     block = tl.load(IDX + e, mask=some, other=0)
-    t = token_of(e // (G * n), T, queries, first_query, STRETCH)
+    t = token_of(e // (G * n), T, queries, first_query, QUERY_RANGE)
     _, start = document_start(t, CU, documents, steps, T, PACKED)
     tl.store(LISTS + 2 * lists + lst, start + block * BS, mask=some)
     slot = r.to(tl.int64) * slots + (lo - base) // SEGMENT + lst % (G * L)
-    # Nobody walks the padding, which may be the longest list by far: it gets no pieces.
+    # padding gets no pieces: nobody reads it, and it may be the longest list by far
     pieces = tl.where(ok & (lst % L < L - 1), tl.cdiv(hi - lo, SEGMENT), 0)
     for i in range(tl.max(pieces)):
         tl.store(PIECE + slot + i, lo + i * SEGMENT + 1, mask=i < pieces)
@@ -141,16 +110,12 @@ def cut_lists(
 
 
 @triton.jit
-def decide(
-    COUNTS,  # int32 [G, tiles]: blocks in each tile's union
-    DECISION,  # int32 [2, ranges]: 1 where the KV-major design runs, forward and backward
-    tiles,
-    range_tiles,
-    limit_forward,
-    limit_backward,
-    G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def choose_design(
+    COUNTS, DECISION, tiles, range_tiles, limit_forward, limit_backward,
+    G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """COUNTS, int32 [G, tiles]: lengths of the tile lists. DECISION, int32 [2, ranges]: 1 where the mean length in the
+    range exceeds the limit and KV-major runs, forward and backward."""
     r = tl.program_id(0)
     begin = r * range_tiles
     end = tl.minimum(begin + range_tiles, tiles)

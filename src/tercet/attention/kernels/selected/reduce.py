@@ -1,36 +1,23 @@
-"""Sums over what the KV-major programs leave behind (kv_major.py), always in the same order.
+"""Reductions over the partial results of the KV-major kernels, in a fixed order.
 
-Per query: partial outputs weighted by their log-sum-exp, and partial dq. Per block: pieces of dk and dv.
+Per query: partial outputs, weighted by their log-sum-exp, and partial dq. Per block: the pieces of dk and dv.
 """
 
 import triton
 import triton.language as tl
 
-from tercet.attention.kernels.union import in_columns
+from tercet.attention.kernels.selected.query_major import in_columns
 
 
 @triton.jit(do_not_specialize=["r", "begin", "pairs"])
-def merge(
-    PARTIAL,
-    PARTIAL_LSE,
-    SPAN,
-    DECISION,
-    O,  # in: the forced blocks' output; out: all blocks'
-    LSE,
-    r,
-    begin,
-    pairs,
-    G: tl.constexpr,
-    h: tl.constexpr,
-    n: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    HP: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    # Rows are (token of the range, KV head) pairs by heads of the group.
-    # Few programs that walk far: where another design runs, thousands that only leave would take 20 microseconds.
+def merge_partials(
+    PARTIAL, PARTIAL_LSE, SPAN, DECISION, O, LSE, r, begin, pairs,
+    G: tl.constexpr, h: tl.constexpr, n: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, HP: tl.constexpr,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """O, LSE: the forced blocks' on entry, all blocks' on return."""
+    # rows are (token of the range, KV head) pairs by heads of the group; few programs that loop, since where the other
+    # design runs, launching thousands that exit at once would take 20 µs
     if tl.load(DECISION + r) == 1:
         row = tl.arange(0, ROWS * HP)
         for tile in tl.range(tl.program_id(0), tl.cdiv(pairs, ROWS), tl.num_programs(0)):
@@ -45,9 +32,9 @@ def merge(
             hi = (span >> 10) & 1023
             at = at * h + hh
             part = pair * (n * h) + hh
-            forced = tl.load(LSE + at, mask=ok, other=1e30)
-            forced = tl.where(forced < 1e29, forced, -1e20)
-            # The greatest exponent first, over the small array, so that the large one is only scaled and added.
+            forced = tl.load(LSE + at, mask=ok, other=float("inf"))
+            forced = tl.where(forced < float("inf"), forced, -1e20)
+            # first the maximum over the small array, so that the large one is only scaled and added
             top = forced
             for i in tl.range(0, n, loop_unroll_factor=UNROLL):
                 live = ok & (i >= lo) & (i < hi)
@@ -66,35 +53,20 @@ def merge(
                 acc += x.to(tl.float32) * w[:, None]
             some = l > 0
             l = tl.where(some, l, 1.0)
-            # Triton has every warp read the log-sum-exps for itself, and one write them: it must not be ahead of those
-            # that still read the forced blocks'.
+            # every warp reads the log-sum-exps and one writes them: it must not overtake those that still read
             tl.debug_barrier()
             tl.store(O + at[:, None] * DV + d[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=whole)
-            tl.store(LSE + at, tl.where(some, top + tl.log2(l), 1e30), mask=ok)
+            tl.store(LSE + at, tl.where(some, top + tl.log2(l), float("inf")), mask=ok)
 
 
 @triton.jit(do_not_specialize=["r", "begin", "pairs"])
 def sum_dq(
-    PARTIAL_DQ,
-    SPAN,
-    DECISION,
-    DQ,
-    r,
-    begin,
-    pairs,
-    softmax_scale,
-    G: tl.constexpr,
-    h: tl.constexpr,
-    n: tl.constexpr,
-    DK: tl.constexpr,
-    DKP: tl.constexpr,
-    HP: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    # Rows are (token of the range, KV head) pairs by heads of the group.
-    # Few programs that walk far: where another design runs, thousands that only leave would take 20 microseconds.
+    PARTIAL_DQ, SPAN, DECISION, DQ, r, begin, pairs, softmax_scale,
+    G: tl.constexpr, h: tl.constexpr, n: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, HP: tl.constexpr,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    # rows are (token of the range, KV head) pairs by heads of the group; few programs that loop, since where the other
+    # design runs, launching thousands that exit at once would take 20 µs
     if tl.load(DECISION + r) == 1:
         row = tl.arange(0, ROWS * HP)
         for tile in tl.range(tl.program_id(0), tl.cdiv(pairs, ROWS), tl.num_programs(0)):
@@ -122,35 +94,12 @@ def sum_dq(
 
 @triton.jit(do_not_specialize=["r", "begin", "end", "base", "lists", "slots", "L", "documents", "steps"])
 def sum_dkv(
-    SUMS,
-    LISTS,
-    CU,
-    DKEY,
-    DVALUE,
-    r,
-    begin,
-    end,
-    base,
-    lists,
-    slots,
-    L,
-    T,
-    documents,
-    steps,
-    blocks_per_sequence,
+    SUMS, LISTS, CU, DKEY, DVALUE, r, begin, end, base, lists, slots, L, T, documents, steps, blocks_per_sequence,
     softmax_scale,
-    G: tl.constexpr,
-    BS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PACKED: tl.constexpr,
-    LAST: tl.constexpr,
-):
-    # Program (block number, KV head, part of the block): adds what was cut; after the last range writes dk and dv.
+    G: tl.constexpr, BS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEAD_TILES: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr, PACKED: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Program (block number, KV head, part of the block): adds up the pieces of split lists; LAST writes dk and dv."""
     number = tl.program_id(0)
     g = tl.program_id(1)
     x = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -174,7 +123,7 @@ def sum_dkv(
     p0 = tl.load(LISTS + lst)
     entries = tl.load(LISTS + lists + lst) - p0
     cut = entries > SEGMENT
-    # A list that is new in this range and empty has no sum yet.
+    # a list that is new in this range and empty has no sum yet
     new = (entries == 0) & (first >= begin)
     if (first < past) & (first < end) & (cut | new | LAST):
         total = tl.zeros([CHUNK], tl.float32)

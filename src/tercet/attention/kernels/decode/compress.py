@@ -1,9 +1,9 @@
-"""φ of the blocks that a decode step completes, in the launch that keeps the step's tokens.
+"""φ of the compression blocks that a decode step completes, as part of the append launch.
 
-A program takes 16 (row, KV head) pairs, the rows of its matrix products, and a slice of a block's tokens; it leaves at
-once if none of the pairs has completed a block: at the default sizes that is 15 steps of 16.
+A program takes 16 (row, KV head) pairs, the rows of its matrix products, and a slice of a block's tokens. It exits at
+once if none of the pairs has completed a block, which at the default sizes is 15 steps of 16.
 
-sums, hidden: fp32 [slices, 16, D] for each 16 pairs   arrived: int32, 0 between steps
+sums, hidden: fp32 [slices, 16, D] per 16 pairs   arrived: int32, 0 between steps
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def slices(block: int) -> int:
 
 @dataclass(frozen=True)
 class CompressionWeights:
-    """Of the "mlp" φ: its position encoding and both layers; all None for "mean"."""
+    """Position encoding and both layers of the "mlp" φ; all None for "mean"."""
 
     position: Tensor | None = None  # [l, D]
     up: Tensor | None = None  # [D, l·D]
@@ -39,21 +39,22 @@ class CompressionWeights:
 @triton.jit
 def _raw(RAW, NEW, NORM_WEIGHT, scale, i, d, mask, first, at, new_at, L: tl.constexpr, G: tl.constexpr,
          D: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """Number d of token i of each row's block: the last from the projection, the others from the ring. fp32"""
+    """Element d of token i of each row's block, in fp32: the last token from the projection, the others from the
+    ring."""
     last = i == L - 1
     slot = (first + i) % L
     held = tl.load(RAW + at + slot * (G * D) + d, mask=mask & (i < L - 1), other=0.0)
     new = tl.load(NEW + new_at + d, mask=mask & last, other=0.0).to(tl.float32)
     if NORM:
         new = new * scale * tl.load(NORM_WEIGHT + d, mask=mask & last, other=0.0).to(tl.float32)
-    # as it is kept, so that a token weighs the same whether it is the newest or not
+    # rounded as in the cache, so that a token counts the same whether it is the newest or not
     return held.to(tl.float32) + new.to(RAW.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o, done, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
              SLICES: tl.constexpr, MLP: tl.constexpr):  # fmt: skip
-    """Numbers o of φ's output: the mean over the block, and the correction."""
+    """Elements o of φ's output: the mean over the block plus the MLP's correction."""
     inside = done[:, None] & (o < D)[None, :]
     row = tl.arange(0, 16)
     total = tl.zeros([16, o.shape[0]], tl.float32)
@@ -74,7 +75,7 @@ def _sum_slice(
     L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr,
     NORM: tl.constexpr, MLP: tl.constexpr,
 ):  # fmt: skip
-    """A slice of the block's tokens: their sum, and what they give to the hidden layer."""
+    """A slice of the block's tokens: their sum, and their contribution to the hidden layer."""
     TOKENS: tl.constexpr = L // SLICES
     row = tl.arange(0, 16)
     n = tl.arange(0, DP)
@@ -105,12 +106,12 @@ def _sum_slice(
 
 @triton.jit
 def compress(
-    KV, NORM_WEIGHT, RAW, OUT, POSITION, UP, UP_BIAS, DOWN, DOWN_BIAS, TURNS, LENGTHS, COUNTS, SUMS, HIDDEN, ARRIVED,
+    KV, NORM_WEIGHT, RAW, OUT, POSITION, UP, UP_BIAS, DOWN, DOWN_BIAS, FREQS, LENGTHS, COUNTS, SUMS, HIDDEN, ARRIVED,
     rows, slice, batch, slots, offset, kv_row, eps,
     L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-    SLICES: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr, TURN: tl.constexpr,
+    SLICES: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Each program sums its slice; the one that comes last, whichever it is, adds the slices up in their order."""
+    """Each program sums its slice; the last one to finish adds up the slices, in a fixed order."""
     r = rows * 16 + tl.arange(0, 16)
     b = r // G
     g = r % G
@@ -125,7 +126,7 @@ def compress(
         new_at = b.to(tl.int64) * kv_row + offset + g * D
         _sum_slice(KV, NORM_WEIGHT, RAW, POSITION, UP, SUMS, HIDDEN, done, first, at, new_at, slice, eps,
                    L, G, D, DP, CHUNK, SLICES, NORM, MLP)  # fmt: skip
-        tl.debug_barrier()  # all threads have written before one of them says so
+        tl.debug_barrier()  # all threads have written before the counter is incremented
         if tl.atomic_add(ARRIVED, 1, sem="acq_rel") == SLICES - 1:
             tl.store(ARRIVED, 0)
             hidden = tl.zeros([16, DP], tl.float32)
@@ -137,17 +138,17 @@ def compress(
                 hidden += tl.load(UP_BIAS + n, mask=n < D, other=0.0).to(tl.float32)[None, :]
                 hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
             out = OUT + ((b.to(tl.int64) * slots + first // S) * G + g) * D
-            if TURN:
+            if ROTATE:
                 HALF: tl.constexpr = D // 2
                 PART: tl.constexpr = 16 if DP < 64 else 32 if DP == 64 else 64
                 for o0 in range(0, HALF, PART):
                     o = o0 + tl.arange(0, PART)
-                    # a half that is no multiple of PART must not run into the other one
+                    # a half that is not a multiple of PART must not run into the other half
                     o = tl.where(o < HALF, o, D)
                     one = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o, done, L, D, DP, SLICES, MLP)
                     two = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o + HALF, done, L, D, DP, SLICES, MLP)
                     # at the position of the block's last token
-                    turns = tl.load(TURNS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
+                    turns = tl.load(FREQS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
                     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
                     cos = tl.cos(angle)
                     sin = tl.sin(angle)

@@ -1,7 +1,7 @@
-"""Key gradients of the compressed and the window branch for Hopper, in Gluon (see hopper.py).
+"""dK/dV of the compressed and the window branch.
 
-One program holds a tile of keys and walks the query tiles of its group's heads. dPᵀ runs during the exponentials; dV
-and dK run on into the next step's Sᵀ.
+A program holds a tile of keys and loops over the query tiles of its group's heads. dPᵀ runs during the exponentials; dV
+and dK overlap with the next step's Sᵀ.
 """
 
 from __future__ import annotations
@@ -19,36 +19,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels import documents as places
-from tercet.attention.kernels.documents import Documents
-from tercet.attention.kernels.hopper import descriptor, meet
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import LOG2E, Launch
-
-locate = gluon.jit(places.locate.fn)
-queries_at_hand = gluon.jit(places.queries_at_hand.fn)
+from tercet.attention.kernels.hopper.common import barrier, descriptor, locate, queries_of_keys
+from tercet.attention.kernels.launch import LOG2E, call
+from tercet.attention.kernels.table import Launch
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents
 
 
 @gluon.jit
 def _fetch(
-    QD, DOD, LSE, SUM, GATE, q_s, do_s, rows_s, q_bars, do_bars, n, steps, count, begin, head0, base, rows,
+    QD, DOD, LSE, DELTA, GATE, q_s, do_s, rows_s, q_bars, do_bars, n, steps, count, begin, head0, base, rows,
     D: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, by_value: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of step n: q, dout, and the values of their rows."""
+    """Start the copies of step n: q, dout, and the values of their rows."""
     slot = n % STAGES
     there = n < steps
     n = gl.maximum(gl.minimum(n, steps - 1), 0)
     head = head0 + n // count
     t = base + begin + n % count * M
-    # barriers of their own: the compiler makes all warps meet between two operations on one
+    # separate barriers: the compiler synchronises all warps between two operations on one barrier
     mbarrier.expect(q_bars.index(slot), 2 * M * D, there)
     mbarrier.expect(do_bars.index(slot), 2 * M * D, there)
     tma.async_copy_global_to_shared(QD, [t, head * D], q_bars.index(slot), q_s.index(slot), there)
     tma.async_copy_global_to_shared(DOD, [t, head * D], do_bars.index(slot), do_s.index(slot), there)
-    # lse, row sums and gates side by side, in one copy
+    # lse, delta and gate in one copy
     i = gl.arange(0, 4 * M, layout=by_value)
     at = head.to(gl.int64) * rows + gl.minimum(t + i % M, rows - 1)
-    of = gl.where(i < M, LSE + at, SUM + at)
+    of = gl.where(i < M, LSE + at, DELTA + at)
     if GATED:
         of = gl.where(i < 2 * M, of, GATE + at)
     async_copy.async_copy_global_to_shared(rows_s.index(slot), of)
@@ -58,12 +55,12 @@ def _fetch(
 @gluon.jit(
     do_not_specialize=["docs", "length", "per_sequence", "first_query", "queries", "rows", "token_length", "span"]
 )
-def hopper_key_gradients(
-    K, V, LSE, SUM, GATE, DKEY, DVALUE, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries, rows,
+def hopper_dkv(
+    K, V, LSE, DELTA, GATE, DKEY, DVALUE, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries, rows,
     token_length, span, k_t, k_h, v_t, v_h, scale, softmax_scale,
     W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, SETS: gl.constexpr,
-    PACKED: gl.constexpr, STRETCH: gl.constexpr, GATED: gl.constexpr,
+    PACKED: gl.constexpr, QUERY_RANGE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -82,16 +79,16 @@ def hopper_key_gradients(
         else:
             token0 = doc * token_length
             tokens = token_length
-        row0, origin, last = queries_at_hand(doc, token0, tokens, first_query, queries, PACKED, STRETCH)
+        row0, origin, last = queries_of_keys(doc, token0, tokens, first_query, queries, PACKED, QUERY_RANGE)
         ahead = first * S + L - 1 - origin
         whole = (gl.maximum(ahead + (N - 1) * S, 0) + M - 1) // M * M
-        # a part is a range of queries and, of SETS sets of heads, one
+        # a part is a query range and one of SETS head sets
         begin = gl.maximum(part // SETS * span, gl.maximum(ahead, 0) // M * M)
         end = gl.minimum(part // SETS * span + span, last - origin)
         edge = end // M * M
     else:
         doc, start, size, first = locate(CU, docs, tile, length, per_sequence, N, PACKED)
-        row0, origin, last = queries_at_hand(doc, start, size, first_query, queries, PACKED, STRETCH)
+        row0, origin, last = queries_of_keys(doc, start, size, first_query, queries, PACKED, QUERY_RANGE)
         ahead = first - origin
         whole = (gl.maximum(ahead + N - 1, 0) + M - 1) // M * M
         begin = gl.maximum(ahead, 0) // M * M
@@ -111,7 +108,7 @@ def hopper_key_gradients(
         upper = key + W
     upper = gl.minimum(upper, origin + end)
     if COMPRESSED or first < size:
-        # keys and values stay
+        # K and V stay in shared memory
         i = gl.arange(0, N, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
         inside = (first + i < size)[:, None]
@@ -130,11 +127,11 @@ def hopper_key_gradients(
             mbarrier.init(q_bars.index(b), count=1)
             mbarrier.init(do_bars.index(b), count=1)
         fence_async_shared()
-        meet()
+        barrier()
         base = row0 + origin
         head0 = g * HEADS + part % SETS * (HEADS // SETS)
         for b in gl.static_range(STAGES - 1):
-            _fetch(QD, DOD, LSE, SUM, GATE, q_s, do_s, rows_s, q_bars, do_bars, gl.to_tensor(b), steps, count, begin,
+            _fetch(QD, DOD, LSE, DELTA, GATE, q_s, do_s, rows_s, q_bars, do_bars, gl.to_tensor(b), steps, count, begin,
                    head0, base, rows, D, M, STAGES, GATED, by_value)  # fmt: skip
         dk = warpgroup_mma_init(none)
         dv = warpgroup_mma_init(none)
@@ -146,9 +143,9 @@ def hopper_key_gradients(
             s = warpgroup_mma(k_s, q_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             dp = warpgroup_mma(v_s, do_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             score, dv_, dk_ = warpgroup_mma_wait(1, deps=(s, dv, dk))
-            # all warps are done with the slot before: it can be filled
+            # all warps are done with the previous slot: refill it
             async_copy.wait_group(STAGES - 2)
-            _fetch(QD, DOD, LSE, SUM, GATE, q_s, do_s, rows_s, q_bars, do_bars, n + STAGES - 1, steps, count, begin,
+            _fetch(QD, DOD, LSE, DELTA, GATE, q_s, do_s, rows_s, q_bars, do_bars, n + STAGES - 1, steps, count, begin,
                    head0, base, rows, D, M, STAGES, GATED, by_value)  # fmt: skip
             lse = rows_s.index(slot).slice(0, M).load(gl.SliceLayout(0, scores))
             p = gl.exp2(score * scale - lse[None, :])
@@ -159,11 +156,11 @@ def hopper_key_gradients(
             if (t < whole) | (t >= edge):
                 place = origin + t + m
                 p = gl.where((place[None, :] >= lower[:, None]) & (place[None, :] < upper[:, None]), p, 0.0)
-            row_sum = rows_s.index(slot).slice(M, M).load(gl.SliceLayout(0, scores))
-            # registers that a product reads must be written while none runs
+            delta = rows_s.index(slot).slice(M, M).load(gl.SliceLayout(0, scores))
+            # registers that feed a product must be written while none runs
             dp_, p = warpgroup_mma_wait(0, deps=(dp, p))
             weights = gl.convert_layout(p.to(dtype), operand)
-            ds = gl.convert_layout((p * (dp_ - row_sum[None, :])).to(dtype), operand)
+            ds = gl.convert_layout((p * (dp_ - delta[None, :])).to(dtype), operand)
             dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
         dv_, dk_ = warpgroup_mma_wait(0, deps=(dv, dk))
@@ -181,22 +178,24 @@ def hopper_key_gradients(
             gl.store(DVALUE + to, dv_.to(dtype), mask=inside)
 
 
-def launch_key_gradients(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, gate: Tensor | None, row_sum: Tensor,
-    dk: Tensor, dv: Tensor, grid: tuple[int, int, int], bounds: list[int], span: int, sizes: tuple[int, int, int],
-    documents: Documents, launch: Launch, sets: int = 1,
+def launch_dkv(
+    q: Tensor, dout: Tensor, branch: Branch, dk: Tensor, dv: Tensor, grid: tuple[int, int, int], bounds: list[int],
+    span: int, sizes: tuple[int, int, int], documents: Documents, launch: Launch, sets: int = 1,
 ) -> None:  # fmt: skip
-    """Into dk and dv; grid: (tiles of keys, ranges of queries × sets of heads, groups). sizes: (window, or 0 for
-    compressed tokens, of which each program writes the fp32 sums of its part, then their block and stride)."""
+    """Writes dk and dv; for compressed tokens the fp32 partial sums of each part.
+
+    grid: (key tiles, query ranges × head sets, groups). sizes: (window, 0, 0) or (0, compress_block,
+    compress_stride)."""
+    k, v, lse, delta, gate = branch
     B, T, H, D = q.shape
     G = k.shape[2]
     call(
-        hopper_key_gradients, grid,
-        (k, v, lse, row_sum, gate, dk, dv, descriptor(q, launch.rows), descriptor(dout, launch.rows), documents.cu,
+        hopper_dkv, grid,
+        (k, v, lse, delta, gate, dk, dv, descriptor(q, launch.rows), descriptor(dout, launch.rows), documents.cu,
          documents.ccu),
         (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
         (k.stride(1), k.stride(2), v.stride(1), v.stride(2), D**-0.5 * LOG2E, D**-0.5,
          *sizes, G, H // G, D, launch.rows, launch.keys, launch.stages, sizes[0] == 0, sets,
-         documents.packed, documents.stretch, gate is not None),
-        **launch.overlapped,
+         documents.packed, documents.query_range, gate is not None),
+        **launch.gluon_options,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""The first launch of a decode step: what the projections gave is normed, turned to its position and kept.
+"""First launch of a decode step: normalise and rotate the projections, and write keys and values to the cache.
 
-One program per row and KV head turns the queries of its group and writes keys and values into the stores; others,
-of which only those with a row that has just completed a compression block do anything, run φ (decode_compress.py). The
-raw ring has one slot for each of a block's l tokens: what is overwritten now has left the block, so that φ may read
-the ring in the same launch; the newest token it takes from the projection.
+One program per row and KV head rotates the queries of its group and writes keys and values. Further programs run φ
+(compress.py); they do nothing unless a row has just completed a compression block. The ring of raw tokens has one slot
+for each of a block's l tokens: the slot overwritten now has left the block, so that φ may read the ring in the same
+launch. φ takes the newest token from the projection.
 
-q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values   stores: [B, slots, G, D]
+q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values   cache tensors: [B, slots, G, D]
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.decode_compress import ROWS, CompressionWeights, compress, slices
-from tercet.attention.kernels.decode_overlap import goes_on, overlap, wait_for_the_launch_before
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import padded, power_of_2
+from tercet.attention.kernels.decode.common import row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.decode.compress import ROWS, CompressionWeights, compress, slices
+from tercet.attention.kernels.launch import call, padded, power_of_2
+from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
-def turn(TURNS, t, HALF: tl.constexpr, HP: tl.constexpr):
-    """cos and sin of a position's angles. Whole turns are taken off in fp64: at position 1,000,000 an fp32 angle is off
+def _cos_sin(FREQS, t, HALF: tl.constexpr, HP: tl.constexpr):
+    """cos and sin of a position's angles. Whole turns are removed in fp64: at position 1,000,000 an fp32 angle is off
     by 0.06 rad."""
     d = tl.arange(0, HP)
-    turns = tl.load(TURNS + d, mask=d < HALF, other=0.0) * t.to(tl.float64)
+    turns = tl.load(FREQS + d, mask=d < HALF, other=0.0) * t.to(tl.float64)
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
 def _halves(X, W, inside, eps, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr):
-    """[rows, HP] of both halves of each vector that X points at; RMS-normalised where NORM."""
+    """Both halves, [rows, HP] each, of the vectors that X points at; RMS-normalised if NORM."""
     d = tl.arange(0, HP)
     mask = inside[:, None] & (d < HALF)[None, :]
     first = tl.load(X[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -49,7 +49,7 @@ def _halves(X, W, inside, eps, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.co
 
 
 @triton.jit
-def _keep_halves(OUT, inside, first, second, HALF: tl.constexpr, HP: tl.constexpr):
+def _store_halves(OUT, inside, first, second, HALF: tl.constexpr, HP: tl.constexpr):
     d = tl.arange(0, HP)
     mask = inside[:, None] & (d < HALF)[None, :]
     tl.store(OUT[:, None] + d[None, :], first.to(OUT.dtype.element_ty), mask=mask)
@@ -57,32 +57,32 @@ def _keep_halves(OUT, inside, first, second, HALF: tl.constexpr, HP: tl.constexp
 
 
 @triton.jit
-def _keep_turned(OUT, inside, first, second, cos, sin, HALF: tl.constexpr, HP: tl.constexpr):
+def _store_rotated(OUT, inside, first, second, cos, sin, HALF: tl.constexpr, HP: tl.constexpr):
     cos, sin = cos[None, :], sin[None, :]
-    _keep_halves(OUT, inside, first * cos - second * sin, second * cos + first * sin, HALF, HP)
+    _store_halves(OUT, inside, first * cos - second * sin, second * cos + first * sin, HALF, HP)
 
 
 @triton.jit
-def _loaded(X, D: tl.constexpr, DP: tl.constexpr):
+def _load(X, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     return tl.load(X + d, mask=d < D)
 
 
 @triton.jit
-def _keep(OUT, x, D: tl.constexpr, DP: tl.constexpr):
+def _store(OUT, x, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     tl.store(OUT + d, x.to(OUT.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
 def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
-    """Where a token's vector stands in a store."""
+    """Pointer to a token's vector in a cache tensor."""
     return X + ((b.to(tl.int64) * slots + slot) * G + g) * D
 
 
 @triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "phi"])
-def _append(
-    Q, KV, QOUT, TURNS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC,
+def decode_append_kernel(
+    Q, KV, QOUT, FREQS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC,
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
     batch, selected_slots, compressed_slots, phi,
     eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, G: tl.constexpr,
@@ -91,31 +91,31 @@ def _append(
     SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, CHUNK: tl.constexpr,
     SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_the_launch_before(OVERLAP)
+    wait_for_previous_launch(OVERLAP)
     PER_SET: tl.constexpr = G * (DK + DV)
     HALF: tl.constexpr = DK // 2
     program = tl.program_id(0)
     if COMPRESSED:
         if program < phi:
-            # the long ones first
+            # φ first: it takes longest
             rows = program // (2 * SLICES)
             slice = program // 2 % SLICES
             PER: tl.constexpr = SLICES * 16 * (DKP if DKP > DVP else DVP)
             sums = SCRATCH + (program % 2 + 2 * rows) * (2 * PER)
             arrived = ARRIVED + program % 2 + 2 * rows
             if program % 2 == 0:
-                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, TURNS, LENGTHS, COUNTS, sums, sums + PER, arrived,
+                compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, FREQS, LENGTHS, COUNTS, sums, sums + PER, arrived,
                          rows, slice, batch, compressed_slots, 0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK,
                          SLICES, NORM, MASKED, MLP, True)  # fmt: skip
             else:
-                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, TURNS, LENGTHS, COUNTS, sums, sums + PER, arrived,
+                compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, FREQS, LENGTHS, COUNTS, sums, sums + PER, arrived,
                          rows, slice, batch, compressed_slots, G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK,
                          SLICES, False, MASKED, MLP, False)  # fmt: skip
     if program >= phi:
         b = (program - phi) // G
         g = (program - phi) % G
-        if goes_on(COUNTS, b, MASKED):
-            # all loads first: each would wait for the one before it, were there stores between them
+        if row_is_active(COUNTS, b, MASKED):
+            # all loads before any store: with stores in between, each load would wait for the previous one
             r = tl.arange(0, RP)
             q = (b * (G * HEADS) + g * HEADS + r).to(tl.int64) * DK
             q1, q2 = _halves(Q + q, QN, r < HEADS, eps, HALF, HALFP, NORM)
@@ -127,51 +127,51 @@ def _append(
             SECOND: tl.constexpr = PER_SET if SETS == 3 else 0
             if COMPRESSED:
                 c1, c2 = _halves(k + one, KNC, alone, eps, HALF, HALFP, NORM)
-                cv = _loaded(v, DV, DVP)
+                cv = _load(v, DV, DVP)
             if SELECTED:
                 s1, s2 = _halves(k + SECOND + one, KNS, alone, eps, HALF, HALFP, NORM)
-                sv = _loaded(v + SECOND, DV, DVP)
+                sv = _load(v + SECOND, DV, DVP)
             if RING:
                 w1, w2 = _halves(k + 2 * SECOND + one, KNW, alone, eps, HALF, HALFP, NORM)
-                wv = _loaded(v + 2 * SECOND, DV, DVP)
+                wv = _load(v + 2 * SECOND, DV, DVP)
             t = tl.load(LENGTHS + b)
-            cos, sin = turn(TURNS, t, HALF, HALFP)
-            _keep_turned(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
+            cos, sin = _cos_sin(FREQS, t, HALF, HALFP)
+            _store_rotated(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
             if COMPRESSED:
                 slot = t % L
-                _keep_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, c1, c2, HALF, HALFP)
-                _keep(_slot(VR, b, L + 1, slot, g, G, DV), cv, DV, DVP)
+                _store_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, c1, c2, HALF, HALFP)
+                _store(_slot(VR, b, L + 1, slot, g, G, DV), cv, DV, DVP)
             if SELECTED:
-                _keep_turned(_slot(KS, b, selected_slots, t, g, G, DK) + one, alone, s1, s2, cos, sin, HALF, HALFP)
-                _keep(_slot(VS, b, selected_slots, t, g, G, DV), sv, DV, DVP)
+                _store_rotated(_slot(KS, b, selected_slots, t, g, G, DK) + one, alone, s1, s2, cos, sin, HALF, HALFP)
+                _store(_slot(VS, b, selected_slots, t, g, G, DV), sv, DV, DVP)
             if RING:
                 slot_w = t % WINDOW
-                _keep_turned(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
-                _keep(_slot(VW, b, WINDOW + 1, slot_w, g, G, DV), wv, DV, DVP)
+                _store_rotated(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
+                _store(_slot(VW, b, WINDOW + 1, slot_w, g, G, DV), wv, DV, DVP)
 
 
 @dataclass(frozen=True)
 class Held:
-    """The tensors of a cache, [B, slots, G, D]; None where nothing that is asked for would read them."""
+    """The tensors of a cache, (keys, values) of [B, slots, G, D]; None where the step does not read them."""
 
-    lengths: Tensor  # int64 [B]: tokens before this one; the step's last launch counts it
-    turns: Tensor  # fp64 [Dk/2]: full turns per position
-    tokens: int  # that the stores have room for
+    lengths: Tensor  # int64 [B]: tokens before this one; the step's last launch increments it
+    frequencies: Tensor  # fp64 [Dk/2]: RoPE frequencies, in turns per position
+    tokens: int  # capacity
     selected: tuple[Tensor, Tensor] | None = None
     window: tuple[Tensor, Tensor] | None = None  # a ring
     compressed: tuple[Tensor, Tensor] | None = None
     raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens
-    arrived: Tensor | None = None  # int32 [arrivals(…)]: programs that have come to a meeting point, 0 between steps
+    arrived: Tensor | None = None  # int32 [arrivals(…)]: counters of finished programs, 0 between steps
 
 
 def arrivals(batch: int, groups: int) -> int:
-    """Meeting points of a step: of φ's slices, two for every 16 pairs, and of the scores of each pair."""
+    """Counters that a step needs: two for every 16 (row, KV head) pairs of φ, and one per pair for the scores."""
     return 2 * -(-batch * groups // ROWS) + batch * groups
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Weights of the RMS norms of q and of the keys of each set; eps."""
+    """Weights of the RMS norms of q and of each set of keys."""
 
     q: Tensor
     keys: tuple[Tensor, ...]
@@ -183,27 +183,27 @@ def append(
     key_size: int, value_size: int, shared: bool, norms: Norms | None,
     phi: tuple[CompressionWeights, CompressionWeights] | None,
 ) -> Tensor:  # fmt: skip
-    """Keeps the tokens, and gives the queries turned. counts: int32 [B], 0 for rows that stand still."""
+    """Write the tokens to the cache; returns the rotated queries. counts: int32 [B], 0 for rows without a new token."""
     batch = q.shape[0]
     sets = 1 if shared else 3
     dtype = next(x for x in (held.selected, held.window, held.compressed) if x is not None)[0].dtype
     out = torch.empty(batch, heads, key_size, dtype=dtype, device=q.device)
-    meetings = 0 if held.raw is None else 2 * -(-batch * groups // ROWS)
+    counters = 0 if held.raw is None else 2 * -(-batch * groups // ROWS)
     count = slices(config.compress_block)
     largest = max(padded(key_size), padded(value_size))
-    scratch = torch.empty(meetings, 2, count, ROWS, largest, dtype=torch.float32, device=q.device)
-    programs = meetings * count
+    scratch = torch.empty(counters, 2, count, ROWS, largest, dtype=torch.float32, device=q.device)
+    programs = counters * count
     keys = (None,) * 3 if norms is None else norms.keys * (3 // len(norms.keys))
     parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed)]
     weights = (CompressionWeights(),) * 2 if phi is None else phi
     mlp = weights[0].up is not None
-    # stores have a spare slot, and dense stores no compressed tokens
+    # cache tensors have one spare slot; dense attention has no compressed tokens
     slots = 0 if held.selected is None else held.selected[0].shape[1]
     compressed_slots = 0 if held.compressed is None else held.compressed[0].shape[1]
-    early = overlap(q, batch * groups)
+    early = overlap_launches(q, batch * groups)
     call(
-        _append, (programs + batch * groups,),
-        (q, kv, out, held.turns, held.lengths, counts, None if norms is None else norms.q, *keys,
+        decode_append_kernel, (programs + batch * groups,),
+        (q, kv, out, held.frequencies, held.lengths, counts, None if norms is None else norms.q, *keys,
          *parts[0], *parts[1], *parts[2], *parts[3], *weights[0].all(), *weights[1].all(),
          scratch, held.arrived),
         (batch, slots, compressed_slots, programs),

@@ -1,18 +1,7 @@
-"""A decode step on the GPU: one new token for each row of a batch, of any lengths.
-
-    append   turn q and k to their positions, keep k and v, run φ on blocks that are complete now
-    attend   the compressed tokens, split over programs; scores are kept
-    score    importance of blocks, and the choice of the best
-    read     the selected blocks and the window
-    merge    parts into branches, gates, and the token is counted
-
-Five launches (three for dense attention), nothing read back by the host, nothing whose size depends on lengths: fit
-for a CUDA graph. Scratch is for the longest row that the stores have room for.
-"""
+"""A decode step: the sequence of its launches, how work is split over programs, and what is not supported."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -20,37 +9,28 @@ import triton
 from torch import Tensor
 
 from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
-from tercet.attention.kernels import settings
-from tercet.attention.kernels.decode_append import Held, Norms, append, arrivals
-from tercet.attention.kernels.decode_attend import (
-    attend,
+from tercet.attention.kernels import table
+from tercet.attention.kernels.decode.append import Held, Norms, append
+from tercet.attention.kernels.decode.attend import (
+    attend_prefix,
+    attend_selected_window,
     empty_parts,
-    read,
     read_bytes,
     read_stages,
-    tile,
+    tile_keys,
     window_tile,
 )
-from tercet.attention.kernels.decode_compress import CompressionWeights
-from tercet.attention.kernels.decode_merge import merge
-from tercet.attention.kernels.decode_select import score
-
-__all__ = ["CompressionWeights", "Heads", "Held", "Norms", "arrivals", "dense_step", "nsa_step", "unsupported"]
+from tercet.attention.kernels.decode.common import Heads
+from tercet.attention.kernels.decode.compress import CompressionWeights
+from tercet.attention.kernels.decode.merge import merge_parts
+from tercet.attention.kernels.decode.scores import select_blocks
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SPLITS = 128
 
 
-@dataclass(frozen=True)
-class Heads:
-    heads: int
-    groups: int
-    key_size: int
-    value_size: int
-
-
 def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: NSAConfig | None) -> str | None:
-    """Why these kernels cannot run a step with such a cache; None if they can. config is None for dense attention."""
+    """Why the kernels cannot run a step with such a cache; None if they can. config: None for dense attention."""
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"the kernels need a CUDA device: the cache is on {device.type}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -64,20 +44,20 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
         return f"{heads.heads // heads.groups} heads per group are more than 128"
     if config is None:
         return None
-    if (reason := settings.unfit_blocks(config)) is not None:
+    if (reason := table.unsupported_blocks(config)) is not None:
         return reason
     sizes = heads.heads // heads.groups, heads.key_size, heads.value_size
     if read_stages(device, dtype, *sizes, config) is None:
         return (
             f"a block of select_block={config.select_block} with Dk={heads.key_size}, Dv={heads.value_size} in "
             f"{str(dtype).removeprefix('torch.')} takes {read_bytes(dtype, *sizes, config)} bytes of shared memory, "
-            f"and there are {settings.shared_memory(device)}"
+            f"and there are {table.shared_memory(device)}"
         )
     return None
 
 
 def too_long(tokens: int, config: NSAConfig) -> str | None:
-    """Why a cache with room for so many tokens is beyond the kernels; None if it is not."""
+    """Why the kernels cannot run with a cache of this capacity; None if they can."""
     if config.num_blocks(tokens) > MOST_DECODED_BLOCKS:
         most = f"{MOST_DECODED_BLOCKS} blocks of select_block={config.select_block}"
         return f"room for {tokens} tokens is more than {most}"
@@ -89,48 +69,50 @@ def nsa_step(
     branches: tuple[str, ...], shared: bool, softmax_gate: bool, norms: Norms | None,
     phi: tuple[CompressionWeights, CompressionWeights], per: int | None = None, splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """q, kv and the gates' logits are projections of x: [B, 1, …]. counts: int32 [B], 0 for rows that stand still.
+    """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
 
-    Returns out [B, 1, H·Dv], keys read int32 [B, G, parts] and the selected blocks int32 [B, G, n]."""
+    q, kv, gates (logits): projections of x, [B, 1, …]. counts: int32 [B], 0 for rows without a new token."""
     batch, device = q.shape[0], q.device
-    turned = append(
+    rotated = append(
         q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads=heads.heads, groups=heads.groups,
         key_size=heads.key_size, value_size=heads.value_size, shared=shared, norms=norms, phi=phi,
     )  # fmt: skip
     pairs = batch * heads.groups
     a = 0
     if held.compressed is not None:
-        a = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile(turned, heads.value_size))
+        a = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile_keys(rotated, heads.value_size))
     if per is None:
         per = _blocks_per_part(device, pairs, config)
     selected_parts = -(-config.select_count // per) if "selected" in branches else 0
     window_parts = -(-config.window // (per * window_tile(config))) if "window" in branches else 0
-    parts = empty_parts(turned, heads.groups, heads.value_size, a + selected_parts + window_parts)
+    parts = empty_parts(rotated, heads.groups, heads.value_size, a + selected_parts + window_parts)
     indices = None
     if held.compressed is not None:
         logits = None
         if "selected" in branches:
-            # 16 bytes: rows of logits begin at aligned addresses
+            # rows of logits start at multiples of 16 bytes
             room = -(-max(1, config.num_compressed(held.tokens)) // 4) * 4
             logits = torch.empty(batch, heads.heads, room, dtype=torch.float32, device=device)
         keys, values = held.compressed
-        attend(turned, keys, values, held.lengths, counts, parts, a, config, logits, out="compressed" in branches)
+        attend_prefix(
+            rotated, keys, values, held.lengths, counts, parts, a, config, logits, out="compressed" in branches
+        )
         if logits is not None:
             assert held.arrived is not None
             indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
             arrived = held.arrived[-pairs:]
             blocks = config.num_blocks(held.tokens)
-            score(logits, parts.lse, indices, held.lengths, counts, arrived, a, blocks, config)
+            select_blocks(logits, parts.lse, indices, held.lengths, counts, arrived, a, blocks, config)
     if selected_parts + window_parts:
         ring = held.window is not None
         window = None if not window_parts else held.window if ring else held.selected
         selected = held.selected if selected_parts else None
-        read(
-            turned, selected, window, ring, indices, held.lengths, counts, parts, a, selected_parts,
+        attend_selected_window(
+            rotated, selected, window, ring, indices, held.lengths, counts, parts, a, selected_parts,
             window_parts, per, config,
         )  # fmt: skip
     ends = (a, a + selected_parts, parts.count)
-    out = merge(parts, gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
+    out = merge_parts(parts, gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
     return out[:, None], parts.read, indices
 
 
@@ -138,29 +120,29 @@ def dense_step(
     q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, heads: Heads, *, norms: Norms | None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Full attention of one new token for each row: every key up to it is read. out [B, 1, H·Dv] and keys read."""
+    """(out [B, 1, H·Dv], keys read) of full attention: reads every key up to the new token of each row."""
     batch = q.shape[0]
     assert held.selected is not None
-    turned = append(
+    rotated = append(
         q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads=heads.heads, groups=heads.groups,
         key_size=heads.key_size, value_size=heads.value_size, shared=True, norms=norms, phi=None,
     )  # fmt: skip
     pairs = batch * heads.groups
-    a = splits or _splits(q.device, pairs, held.tokens, tile(turned, heads.value_size))
-    parts = empty_parts(turned, heads.groups, heads.value_size, a)
-    attend(turned, *held.selected, held.lengths, counts, parts, a, None, None)
-    out = merge(parts, None, held.lengths, counts, (a, a, a), q.dtype)
+    a = splits or _splits(q.device, pairs, held.tokens, tile_keys(rotated, heads.value_size))
+    parts = empty_parts(rotated, heads.groups, heads.value_size, a)
+    attend_prefix(rotated, *held.selected, held.lengths, counts, parts, a, None, None)
+    out = merge_parts(parts, None, held.lengths, counts, (a, a, a), q.dtype)
     return out[:, None], parts.read
 
 
 def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
-    """Programs per (row, KV head): all multiprocessors busy twice over, and no more than there are tiles."""
+    """Programs per (row, KV head): two per multiprocessor, and no more than there are tiles."""
     return max(1, min(MOST_SPLITS, -(-keys // tile), 2 * _multiprocessors(device) // pairs))
 
 
 def _blocks_per_part(device: torch.device, pairs: int, config: NSAConfig) -> int:
-    """One block to a program where that leaves multiprocessors idle; four where programs would queue up; more where
-    the merge could not hold their parts beside those of the compressed tokens."""
+    """Blocks per program: one while multiprocessors are idle, four where programs would queue; more if the merge could
+    not hold that many parts."""
     programs = pairs * (config.select_count + -(-config.window // window_tile(config)))
     per = 1 if programs <= 4 * _multiprocessors(device) else 4
     while -(-config.select_count // per) + -(-config.window // (per * window_tile(config))) > MOST_SPLITS:
@@ -169,11 +151,11 @@ def _blocks_per_part(device: torch.device, pairs: int, config: NSAConfig) -> int
 
 
 @lru_cache(maxsize=64)
-def _of_device(index: int) -> int:
+def _multiprocessors_of(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return 8
-    return _of_device(torch.cuda.current_device() if device.index is None else device.index)
+    return _multiprocessors_of(torch.cuda.current_device() if device.index is None else device.index)
