@@ -15,6 +15,8 @@ from tercet.attention.kernels.decode.attend import read_stages
 from tercet.attention.kernels.decode.scores import select_blocks
 from tercet.attention.reference import block_importance
 
+pytestmark = pytest.mark.interpreter
+
 CFG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
 )

@@ -12,6 +12,8 @@ import tercet
 from cases import attend, cu, inputs
 from tercet.attention.kernels.table import selected_settings
 
+pytestmark = pytest.mark.interpreter
+
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
 )

@@ -17,6 +17,8 @@ from tercet.attention.layout import Packing
 from tercet.model import projection
 from tercet.model.attention import NativeSparseAttention, turns_of
 
+pytestmark = pytest.mark.interpreter
+
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
 

@@ -18,6 +18,8 @@ from tercet.attention.kernels.table import Launch, selected_settings
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents
 
+pytestmark = pytest.mark.interpreter
+
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
 )

@@ -13,6 +13,8 @@ from cases import attend, inputs
 from tercet.attention import kernels
 from tercet.attention.kernels.table import Launch
 
+pytestmark = pytest.mark.interpreter
+
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
 )

@@ -15,6 +15,8 @@ from kernels.selections import dense_masked, random_selection, relative_error, s
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.varlen import Documents
 
+pytestmark = pytest.mark.interpreter
+
 sel = import_module("tercet.attention.kernels.selected.launch")
 UNION, KV_MAJOR = 1e9, -1.0
 

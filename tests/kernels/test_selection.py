@@ -12,6 +12,8 @@ from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
 
+pytestmark = pytest.mark.interpreter
+
 
 def config(**changes: int) -> tercet.NSAConfig:
     small = {"compress_block": 8, "compress_stride": 4, "select_block": 16, "select_count": 4, "window": 8}
