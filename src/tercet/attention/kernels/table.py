@@ -265,46 +265,49 @@ _TITLES = {
     "compressed_forward": "compressed forward",
     "score": "block scores",
     "window_forward": "window forward",
-    "query_gradient": "dQ, compressed + window",
+    "query_gradient": "dQ of compressed and window",
     "compressed_key_gradients": "compressed dK/dV",
     "window_key_gradients": "window dK/dV",
     "selected_key_gradients": "selected dK/dV",
 }
+# stage, selection pattern, module: the rows that depend on the selection
+_SELECTED_STAGES = (
+    ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
+    ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
+    ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
+    ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
+    ("selected dK/dV", "mean tile list ≤ backward limit; head 64, select_block 64, sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
+    ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
+)
 
 
 def render() -> str:
-    """TABLE, SELECTED and the decode rule as Markdown."""
-    lines = ["| stage | architecture | head size | calls | module | settings |", "|---|---|---|---|---|---|"]
-    order = {stage: i for i, stage in enumerate(_TITLES)}
-    for stage in order:
-        for row in (row for row in TABLE if stage in row.stages):
-            calls = "float32" if row.float32 else "bf16, fp16"
-            calls += "" if row.packed else "; not packed"
-            calls += "" if row.query_range else "; no query range"
-            arch = "any" if not row.majors else ", ".join(f"sm_{major}0" for major in row.majors)
-            heads = ", ".join(map(str, row.heads))
-            module = f"`{row.module}` (Gluon)" if row.module else f"`{TRITON[stage]}`"
-            lines.append(f"| {_TITLES[stage]} | {arch} | {heads} | {calls} | {module} | {_changed(row.launch)} |")
-    lines += [
-        "",
-        "| selected branch, first match | KV-major if the mean tile list exceeds | settings |",
-        "|---|---|---|",
-    ]
-    for condition, settings in SELECTED:
-        limits = f"{settings.forward_limit} n forward, {settings.backward_limit} n backward"
-        lines.append(f"| {condition} | {limits} | {_changed(settings)} |")
-    decode = "Decode uses the same kernels everywhere. On sm_90 and newer, the launches of a step overlap"
-    lines += ["", f"{decode} for up to {PDL_MOST_PAIRS} (row, KV head) pairs."]
+    """The tables of docs/kernels.md, as Markdown."""
+    lines = ["| stage | sm | head | calls | module | settings |", "|---|---|---|---|---|---|"]
+    for row in TABLE:
+        stages = "all but selected" if row.stages == ALL else ", ".join(_TITLES[stage] for stage in row.stages)
+        calls = "float32" if row.float32 else "bf16, fp16"
+        calls += "" if row.packed else "; not packed"
+        calls += "" if row.query_range else "; whole sequences"
+        majors = ", ".join(f"{major}0" for major in row.majors) or "any"
+        heads = ", ".join(map(str, row.heads))
+        module = f"`{row.module}`" if row.module else ", ".join(dict.fromkeys(f"`{TRITON[s]}`" for s in row.stages))
+        module = "Triton" if row.stages == ALL else module
+        lines.append(f"| {stages} | {majors} | {heads} | {calls} | {module} | {_changed(row.launch)} |")
+    lines += ["", "| stage | selection pattern | module |", "|---|---|---|"]
+    lines += [f"| {stage} | {pattern} | {module} |" for stage, pattern, module in _SELECTED_STAGES]
+    lines += ["", "| selected branch | " + " | ".join(name for name, _ in SELECTED) + " |"]
+    lines.append("|---" * (1 + len(SELECTED)) + "|")
+    for field in fields(SelectedSettings):
+        values = " | ".join(str(getattr(settings, field.name)) for _, settings in SELECTED)
+        lines.append(f"| {field.name} | {values} |")
+    decode = "Decode uses the same kernels everywhere. On sm_90 and newer the launches of a step overlap"
+    lines += ["", f"{decode} for up to", f"{PDL_MOST_PAIRS} (row, KV head) pairs."]
     return "\n".join(lines) + "\n"
 
 
-def _changed(settings: Launch | SelectedSettings) -> str:
+def _changed(launch: Launch) -> str:
     """The fields that differ from the defaults."""
-    default = type(settings)()
-    skipped = {"forward_limit", "backward_limit"}
-    changed = {
-        f.name: getattr(settings, f.name)
-        for f in fields(settings)
-        if f.name not in skipped and getattr(settings, f.name) != getattr(default, f.name)
-    }
-    return ", ".join(f"{name} {int(value)}" for name, value in changed.items()) or "defaults"
+    changed = {f.name: getattr(launch, f.name) for f in fields(launch) if getattr(launch, f.name) != f.default}
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items()) or "defaults"
