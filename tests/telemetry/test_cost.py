@@ -16,6 +16,7 @@ def test_the_bench_takes_turns_and_ends_with_its_figures():
     assert result["pairs"] == 2
 
 
+@pytest.mark.serial
 @pytest.mark.gpu
 def test_watching_costs_less_than_a_hundredth_of_a_step_on_the_gpu():
     assert main(["--preset", "m7c", "--pairs", "20"]) == 0
