@@ -1,8 +1,8 @@
-"""Train, evaluate, generate, export, load in transformers, lm-eval: one small model through everything, on a CPU.
+"""End to end on a CPU in about a minute: train, evaluate, generate, export, load in transformers, run lm-eval.
 
-    python examples/everything.py [FOLDER]         about a minute; FOLDER keeps what is made
+    python examples/everything.py [FOLDER]         FOLDER keeps the results
 
-Needs the extras: pip install 'tercet[eval]'
+Needs: pip install 'tercet[eval]'
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tercet
-import tercet.interop.huggingface  # makes Tercet's models known to transformers
+import tercet.interop.huggingface  # registers Tercet's models with transformers
 from tercet.cli import main as tercet_command
 from tercet.config.load import load
 from tercet.inference.perplexity import by_position, held_out, overall
 from tercet.interop.huggingface.export import export
+from tercet.train.trainer import train
 
 SIZES = {
     "model.dim": 64,
@@ -47,7 +48,7 @@ SIZES = {
     "log.tensorboard": False,
 }
 
-# Which continuation of a line of Python is the likelier one? Written here, so that nothing is downloaded.
+# Multiple choice: which continuation of a line of Python is more likely? Nothing is downloaded.
 QUESTIONS = [
     ("import", [" os\n", " 7;\n"], 0),
     ("def __init__(", ["self):\n", "))))\n"], 0),
@@ -57,41 +58,40 @@ QUESTIONS = [
 
 
 def main(folder: Path, steps: int = 20) -> dict[str, float]:
-    """Everything, in order; what came out."""
+    """Run all steps; returns validation loss and lm-eval accuracy."""
     run = folder / "run"
-    from tercet.train.loop import train
-
     config = load(flags={**SIZES, "train.steps": steps, "run.dir": str(run), "run.device": "cpu"}).config
     assert train(config, origins=None, resume=None) == 0
 
     model = tercet.load_model(run, device="cpu")
     loss = overall(by_position(model, held_out(model, sequences=4, batch=2))).loss
-    print(f"loss on held-out code: {loss:.3f} nats per byte")
+    print(f"validation loss: {loss:.3f} nats per byte")
 
     prompt = "import os\n\ndef main():\n"
     ours = tercet.generate(model, prompt, max_new_tokens=24, temperature=0)
-    print(f"Tercet writes: {ours.text!r}")
-    assert (
-        tercet_command(["generate", str(run), "--prompt", prompt, "--max-new-tokens", "24", "--temperature", "0"]) == 0
-    )
+    print(f"Tercet generates: {ours.text!r}")
+    # The same on the command line.
+    flags = ["--prompt", prompt, "--max-new-tokens", "24", "--temperature", "0"]
+    assert tercet_command(["generate", str(run), *flags]) == 0
 
     exported = export(run, folder / "exported")
-    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    hf_model = AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     tokens = tokenizer(prompt, return_tensors="pt")
-    made = theirs.generate(**tokens, max_new_tokens=24, do_sample=False)[0, tokens["input_ids"].shape[1] :].tolist()
-    made = made[: made.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in made else made
-    assert made == ours.tokens, "transformers must write what Tercet writes"
+    output = hf_model.generate(**tokens, max_new_tokens=24, do_sample=False)
+    new = output[0, tokens["input_ids"].shape[1] :].tolist()
+    new = new[: new.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in new else new
+    assert new == ours.tokens, "transformers must generate the same tokens as Tercet"
     for name, weight in model.state_dict().items():
-        assert torch.equal(weight, theirs.state_dict()[f"model.{name}"]), name
+        assert torch.equal(weight, hf_model.state_dict()[f"model.{name}"]), name
 
-    accuracy = lm_eval_accuracy(theirs, tokenizer, folder / "task")
-    print(f"lm-eval, likelier line of Python: {accuracy:.0%} of {len(QUESTIONS)}")
+    accuracy = lm_eval_accuracy(hf_model, tokenizer, folder / "task")
+    print(f"lm-eval accuracy on {len(QUESTIONS)} multiple-choice questions: {accuracy:.0%}")
     return {"loss": loss, "accuracy": accuracy}
 
 
 def lm_eval_accuracy(model: object, tokenizer: object, folder: Path) -> float:
-    """A multiple-choice task of our own through EleutherAI's lm-eval, offline."""
+    """Accuracy on QUESTIONS with EleutherAI's lm-eval, offline."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -130,5 +130,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(Path(sys.argv[1]))
     else:
-        with tempfile.TemporaryDirectory() as made:
-            main(Path(made))
+        with tempfile.TemporaryDirectory() as temporary:
+            main(Path(temporary))

@@ -1,6 +1,6 @@
-"""NativeSparseAttention in a model and a training loop of one's own: python examples/layer_in_a_loop.py
+"""NativeSparseAttention in your own model and training loop: python examples/layer_in_a_loop.py
 
-The layer is a plain nn.Module, [batch, tokens, dim] -> [batch, tokens, dim], causal, with its positions inside.
+The layer is a plain nn.Module, [batch, tokens, dim] -> [batch, tokens, dim]. It is causal and applies RoPE itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tercet
 
 
 class Model(nn.Module):
-    """Whatever you have; here the smallest thing that reads tokens."""
+    """Stands for your model; here as small as possible."""
 
     def __init__(self, vocab: int = 32, dim: int = 32, layers: int = 2) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def main(steps: int = 60) -> list[float]:
-    """Learn to count: every token is the one before it plus one."""
+    """Learn to count: every token is its predecessor plus one."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,8 +1,9 @@
 """NativeSparseAttention inside a transformers model, trained with its Trainer: python examples/layer_in_transformers.py
 
-Every attention layer of a Llama is taken out and NSA put in its place, with the old weights in it and the gates open on
-the selected branch: up to select_count · select_block tokens the model is the one it was, and then it learns more.
-Needs the extra: pip install 'tercet[eval]'
+Replaces every attention layer of a Llama by NSA, with the old weights and the gates open on the selected branch. Up to
+select_count × select_block tokens the model is unchanged, and training continues from there.
+
+Needs: pip install 'tercet[eval]'
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tercet
-from tercet.interop.huggingface.dense import open_gate
+from tercet.interop.huggingface.dense_weights import open_gate
 
 
 class InLlama(nn.Module):
-    """The layer behind the face that a Llama block calls."""
+    """The layer behind the interface of a Llama attention layer."""
 
-    def __init__(self, theirs: Any, config: LlamaConfig, nsa: tercet.NSAConfig) -> None:
+    def __init__(self, attention: Any, config: LlamaConfig, nsa: tercet.NSAConfig) -> None:
         super().__init__()
         self.layer = tercet.NativeSparseAttention(
             config.hidden_size,
@@ -32,18 +33,18 @@ class InLlama(nn.Module):
             rope_theta=config.rope_parameters["rope_theta"],
         )
         with torch.no_grad():
-            self.layer.q_proj.weight.copy_(theirs.q_proj.weight)
-            self.layer.o_proj.weight.copy_(theirs.o_proj.weight)
-            self.layer.kv_proj.weight.copy_(torch.cat((theirs.k_proj.weight, theirs.v_proj.weight)).repeat(3, 1))
+            self.layer.q_proj.weight.copy_(attention.q_proj.weight)
+            self.layer.o_proj.weight.copy_(attention.o_proj.weight)
+            self.layer.kv_proj.weight.copy_(torch.cat((attention.k_proj.weight, attention.v_proj.weight)).repeat(3, 1))
         open_gate(self.layer, "selected", 8.0)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        # Llama's own masks and rotations are not needed: causality and positions are the layer's business.
+        # The layer is causal and applies RoPE itself: Llama's mask and rotary embeddings are not needed.
         return self.layer(hidden_states), None
 
 
 def main(steps: int = 30) -> list[float]:
-    """Put the layer in, see that the loss is what it was, and train."""
+    """Replace the layers, check that the loss is unchanged, and train."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,

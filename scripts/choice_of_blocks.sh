@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# What makes the choice of blocks find what is far: small models on the quality runs' corpus, at their length of 8,192.
+# Which settings make block selection find distant tokens: train small models on the corpus of the quality runs, at 8,192.
 #
 #     bash scripts/choice_of_blocks.sh CORPUS RUNS SEED VARIANT...
 #
-# A VARIANT is words joined by "+": base (the paper's: a learnt φ over blocks of 32 tokens, with keys of its own), l16 (compressed
-# blocks of 16), tie (compress_selected_keys), mean (φ), s32 (32 blocks of 32 are selected instead of 16 of 64), shared (one K/V
-# set), free (no forced first block, one local block), dense. `tie+l16+mean` is what the preset m7c has now.
-# The variants of one call run at once: start CUDA's MPS before, and the steps of three take an H200 95 s, of four 180 s;
-# evaluations come on top. FLAGS: more flags of tercet train. Results: docs/results/quality.md#why-the-choice-of-blocks.
+# A VARIANT is words joined by "+": base (the paper: MLP compression of 32 tokens, separate compressed keys), l16 (compressed
+# blocks of 16), tie (compress_selected_keys), mean (mean compression), s32 (select 32 blocks of 32 instead of 16 of 64),
+# shared (one K/V set), free (no forced first block, one local block), dense. `tie+l16+mean` is the preset m7c.
+# All variants of one call run at once: start CUDA MPS first. Training takes an H200 95 s for three variants and 180 s for
+# four, plus evaluation. FLAGS: more flags for tercet train. Results: docs/results/quality/block-choice.md.
 set -euo pipefail
 [ $# -ge 4 ] || { sed -n '2,10p' "$0" >&2; exit 2; }
 corpus=$1 runs=$2 seed=$3
 shift 3
 python=${PYTHON:-python3}
 
-flags_of() { # variant -> its flags, preset first
+flags_of() { # variant -> preset and flags
     local word preset=m7c block=32 phi=mlp keys=no_compress_selected_keys flags=""
     for word in ${1//+/ }; do
         case $word in
@@ -29,7 +29,7 @@ flags_of() { # variant -> its flags, preset first
         *) echo "choice_of_blocks: variant $1: the word $word is unknown" >&2; return 2 ;;
         esac
     done
-    # The preset has some of them by now: a variant says what it is, whatever the preset says.
+    # Always set these: the preset already has some of them.
     flags+=" --model.nsa.compress_block $block --model.compression $phi --model.$keys"
     [ $preset = m7c-dense ] || flags+=" --train.cuda_graph on"
     echo "$preset$flags"
@@ -49,7 +49,7 @@ one() { # variant
     echo "$1, seed $seed: held-out loss $(tail -n 1 "$run/val.csv" | cut -d, -f2)"
 }
 
-for variant in "$@"; do flags_of "$variant" > /dev/null; done # refused before anything has begun
+for variant in "$@"; do flags_of "$variant" > /dev/null; done # check all variants before training
 mkdir -p "$runs"
 for variant in "$@"; do one "$variant" & done
 failed=0

@@ -1,19 +1,20 @@
-"""Does the choice of blocks find what is far? One layer on a stream in which copying from far pays: two minutes a run.
+"""Does block selection find distant tokens? A toy: one layer on streams with long-range copies, two minutes per run.
 
     python scripts/choice_toy.py dense base base+all base+mean tie+mean --seeds 1 2 > toy.csv
 
-A variant is words joined by "+": base; dense; tie (compress_selected_keys); mean (φ of keys and values), keymean (of
-keys only); slow (φ learns ten times slower); half (compressed blocks of 4 tokens instead of 8); small (ten blocks of 8
-are selected instead of five of 16); free (no forced first block, one local); shared (one K/V set); all (all are read).
+A variant is words joined by "+": base; dense; tie (compress_selected_keys); mean (mean compression of keys and values),
+keymean (of keys only); slow (compression learns ten times slower); half (compressed blocks of 4 tokens instead of 8);
+small (select ten blocks of 8 instead of five of 16); free (no forced first block, one local block); shared (one K/V
+set); all (read all blocks).
 
-Runs of random tokens come in turn with repeats of earlier runs. The embedding also knows the two tokens before each,
-as the layers below a copying layer would have told it, so that one layer can match and copy. At 64 tokens, where every
-block is read, it learns that; then at 512, where two of up to 29 blocks are free to choose, it has to find the source.
+Streams alternate runs of random tokens with copies of earlier runs. The embedding includes the two previous tokens, as
+lower layers would provide, so that one layer can match and copy. The model learns this at 64 tokens, where it reads
+every block, then has to find the source at 512 tokens, where it may choose two of up to 29 blocks.
 
-A row: nats per copied token (its three predecessors are copied, too), of all and by how far back the nearest place with
-the same four tokens lies (near 16 to 79, far from 80, very far from 240). hit: how often the first layer chose a block
-that holds such a place; chance: if it drew at random; mean_8 to mean_1: if it chose by means of so many of its own
-selected keys; the means of its gates.
+Columns: nats per copied token whose three predecessors are copied too, over all and by distance to the nearest place
+with the same four tokens (near 16 to 79, far from 80, very far from 240). hit: how often the first layer selected a
+block with such a place; chance: the same for a random selection; mean_8 to mean_1: for a selection by means of that
+many of its own selected keys; mean gates.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tercet
-from tercet.attention.spec import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.model.attention import NativeSparseAttention
 from tercet.model.compression import Compression
 from tercet.model.config import ModelConfig
@@ -46,7 +47,7 @@ SIZES: dict[str, Any] = {
 NSA = NSAConfig(compress_block=8, compress_stride=4, select_block=16, select_count=5, window=16)
 SHORT, LONG, TOKENS, RUN = 64, 512, 2048, (16, 32)
 LR, WARM_UP, LAST_LR, DECAY = 1e-2, 30, 0.02, 0.01
-BEFORE = 3  # so many predecessors have to be alike
+BEFORE = 3  # number of predecessors that must match
 WORDS: dict[str, dict[str, Any]] = {
     "base": {}, "dense": {"attention": "dense"}, "tie": {"compress_selected_keys": True}, "shared": {"shared_kv": True},
     "mean": {"compression": "mean"}, "keymean": {}, "slow": {}, "half": {"nsa": {"compress_block": 4}},
@@ -54,7 +55,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "free": {"nsa": {"select_initial": 0, "select_local": 1}},
 }  # fmt: skip
 DISTANCES = {"near": (NSA.window, 80), "far": (80, LONG), "very_far": (240, LONG)}
-MEANS = {8: 4, 4: 2, 2: 2, 1: 1}  # of so many keys, each so many tokens
+MEANS = {8: 4, 4: 2, 2: 2, 1: 1}  # block size -> stride
 RATES = [
     f"{rule}_{name}" for rule in ("hit", "chance", *(f"mean_{size}" for size in MEANS)) for name in ("near", "far")
 ]
@@ -62,7 +63,7 @@ COLUMNS = ["variant", "layers", "seed", "copied", *DISTANCES, *RATES, *(f"gate_{
 
 
 class WithTwoBefore(nn.Embedding):
-    """An embedding that also knows the two tokens before."""
+    """An embedding of a token and its two predecessors."""
 
     def __init__(self, old: nn.Embedding, std: float) -> None:
         super().__init__(old.num_embeddings, old.embedding_dim, _weight=old.weight.detach())
@@ -78,7 +79,7 @@ class WithTwoBefore(nn.Embedding):
 
 
 def streams(rng: np.random.Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens [count, length + 1], and where each was copied from, -1 if it is new."""
+    """Tokens [count, length + 1] and the position each was copied from, -1 if it is new."""
     tokens, sources = np.zeros((2, count, length + 1), dtype=np.int64)
     for x, source in zip(tokens, sources, strict=True):
         x[:] = rng.integers(0, SIZES["vocab_size"], length + 1)
@@ -96,8 +97,8 @@ def streams(rng: np.random.Generator, count: int, length: int) -> tuple[Tensor, 
 
 
 def places(tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each query t whether the token after it is copied [B, T], and where the same four tokens stood: an induction
-    head reads place p where p is equal to token t + 1, and so are those before both. [B, T, T]"""
+    """Whether the token after query t is copied [B, T], and the places p to copy it from [B, T, T]: token p equals
+    token t + 1, and their predecessors match too, as an induction head needs."""
     alike = tokens[:, 1:, None] == tokens[:, None, :-1]
     found = alike.tril()
     for back in range(1, BEFORE + 1):
@@ -120,7 +121,7 @@ def build(words: list[str], seed: int, layers: int) -> Transformer:
 
 
 def train(model: Transformer, slow: bool, seed: int, short: int, long: int) -> None:
-    """`short` steps at 64 tokens, `long` ones at 512, during which the learning rate falls."""
+    """`short` steps at 64 tokens, then `long` steps at 512 with a cosine decay of the learning rate."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for name, weight in model.named_parameters():
         is_slow = slow and ".compress_" in name
@@ -129,9 +130,9 @@ def train(model: Transformer, slow: bool, seed: int, short: int, long: int) -> N
     optimizer = torch.optim.AdamW(parts, betas=(0.9, 0.95))
     rng = np.random.default_rng(seed)
     for step in range(1, short + long + 1):
-        fallen = 0.5 * (1 + math.cos(math.pi * (step - short) / long)) if step > short else 1.0
+        decayed = 0.5 * (1 + math.cos(math.pi * (step - short) / long)) if step > short else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = group["pace"] * LR * min(1, step / WARM_UP) * (LAST_LR + (1 - LAST_LR) * fallen)
+            group["lr"] = group["pace"] * LR * min(1, step / WARM_UP) * (LAST_LR + (1 - LAST_LR) * decayed)
         length = SHORT if step <= short else LONG
         tokens, _ = streams(rng, TOKENS // length, length)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -142,7 +143,7 @@ def train(model: Transformer, slow: bool, seed: int, short: int, long: int) -> N
 
 
 def choices(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
-    """Blocks [B, T, n] by name of the rule: the layer's own choice, and by means of its selected keys."""
+    """Selected blocks [B, T, n] by rule: the layer's own selection, and one by means of its selected keys."""
     q, raw, keys, _ = layer.project(x, None)
     cos, sin = layer.rotary.turn(torch.arange(x.shape[1]))
     unrotated = rotate(keys["selected"], (cos, -sin))
@@ -153,12 +154,12 @@ def choices(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
     found = {}
     for rule, (k, config) in compressed.items():
         k = rotate(k, layer.rotary.turn(torch.arange(k.shape[1]) * config.compress_stride + config.compress_block - 1))
-        found[rule] = tercet.compressed_attention(q, k, k, config=config)[1][:, :, 0]  # whatever the values are
+        found[rule] = tercet.compressed_attention(q, k, k, config=config)[1][:, :, 0]  # the values do not matter
     return found
 
 
 def by_chance(wanted: Tensor, nsa: NSAConfig) -> Tensor:
-    """How often a choice at random reads one of the wanted blocks [B, T, blocks]: [B, T]."""
+    """Probability that a random selection includes one of the wanted blocks [B, T, blocks]: [B, T]."""
     block = torch.arange(wanted.shape[-1])
     current = torch.arange(wanted.shape[1])[:, None] // nsa.select_block
     forced = (block < nsa.select_initial) | ((block > current - nsa.select_local) & (block <= current))
@@ -169,7 +170,7 @@ def by_chance(wanted: Tensor, nsa: NSAConfig) -> Tensor:
 
 @torch.no_grad()
 def measure(model: Transformer, tokens: Tensor, sources: Tensor) -> dict[str, str]:
-    """The columns of numbers."""
+    """The numeric columns of a row."""
     nsa, block = model.config.nsa, cast(Block, model.blocks[0])
     values: dict[str, list[Tensor]] = defaultdict(list)
     for x, source in zip(tokens.split(4), sources.split(4), strict=True):
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     for variant in given.variants:
         if unknown := [word for word in variant.split("+") if word not in WORDS]:
-            parser.error(f"variant {variant}: {unknown[0]} is unknown, the words are {', '.join(WORDS)}")
+            parser.error(f"variant {variant}: {unknown[0]} is unknown: pick from {', '.join(WORDS)}")
     torch.set_num_threads(1)
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()

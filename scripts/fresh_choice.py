@@ -1,4 +1,4 @@
-"""How many different blocks neighbouring queries choose with fresh weights: the choice that `tercet bench train` times.
+"""Count the different blocks that neighbouring queries select with fresh weights, as in `tercet bench train`.
 
     python scripts/fresh_choice.py --length 8192 --layers 3
 

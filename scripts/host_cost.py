@@ -1,11 +1,11 @@
-"""What the host spends on one layer's operators, without a GPU: launches are stubbed, the host's code runs as it ships.
+"""Measure the host time of one layer's operators without a GPU: launches are stubs, the Python code is the real one.
 
     python scripts/host_cost.py [--tokens 65536] [--document 2048] [--plain | --unbounded]
 
-For each operator of a layer (M7C's heads, bf16, settings of Hopper): launches, tensor descriptors, tensors allocated,
-microseconds in our own Python (under the profiler, which doubles them), and what the dispatcher adds to a call. Not
-counted: Triton's launcher in C and the driver, the compiler's wrapper around the operators, ATen's kernels.
-Microseconds are this machine's: shares travel.
+Prints for each operator (m7c's heads, bf16, Hopper settings): launches, tensor descriptors, allocated tensors,
+microseconds in Tercet's Python code (under the profiler, which doubles them) and the dispatcher's overhead. Excludes
+Triton's C launcher, the driver, Inductor's wrapper and ATen kernels. Shares carry over to other machines, microseconds
+do not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ launched: list[str] = []
 
 
 class Stub:
-    """A compiled kernel, and the driver of a GPU that is not there."""
+    """Stands in for a compiled kernel and for the driver of a GPU."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -70,7 +70,7 @@ def measured(name: str, call: Callable[[], Any]) -> None:
 
 
 def profiled(call: Callable[[], Any]) -> tuple[dict[str, float], int, int]:
-    """(microseconds of each of our functions, tensors allocated, descriptors made) of one call."""
+    """One call: (microseconds by function, tensors allocated, descriptors created)."""
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(CALLS):
@@ -99,15 +99,15 @@ def dispatcher() -> None:
         base = each(x.clone)
         custom = each(lambda: torch.ops.tercet.keep_selection.default(x)) - base
         cheap = each(lambda: torch.ops.host_cost.same.default(x)) - base
-    print(f"the dispatcher adds {custom:.0f} us to an operator of custom_op, {cheap:.0f} to a plain one")
+    print(f"dispatcher overhead: {custom:.0f} us for a custom_op, {cheap:.0f} us for a plain operator")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--document", type=int, default=2048)
-    parser.add_argument("--plain", action="store_true", help="a row for each document instead of one packed row")
-    parser.add_argument("--unbounded", action="store_true", help="the host is not told how long documents are")
+    parser.add_argument("--plain", action="store_true", help="one row per document instead of one packed row")
+    parser.add_argument("--unbounded", action="store_true", help="do not pass max_seqlen")
     a = parser.parse_args()
     JITFunction.run = compile_nothing  # type: ignore[method-assign, assignment]
     table.generation = lambda x: 9  # type: ignore[assignment]
@@ -125,7 +125,7 @@ def main() -> None:
     cu = None if a.plain else torch.arange(0, a.tokens + 1, a.document, dtype=torch.int32)
     packing = None if cu is None else Packing(cu, T, T // 16, config)
     ccu = None if packing is None else packing.compressed_cu_seqlens
-    maps = none if packing is None else list(packing.into_chunks)
+    maps = none if packing is None else list(packing.tokens_to_chunks)
     kc = vc = tensor(T // 16 if packing else config.num_compressed(T), G)
     ks = vs = kw = vw = tensor(T, G)
     y, cos = torch.zeros(B, T, qkv_split.columns(H, G, D, 3), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)

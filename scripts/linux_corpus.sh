@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A large offline corpus: C sources of the Linux kernel as byte shards, from Debian's package.
+# Build a large offline corpus: C sources of the Linux kernel as byte shards, from Debian's package.
 #
 #     bash scripts/linux_corpus.sh corpus/linux              # needs apt-get, dpkg-deb, tar, xz; a minute, 1 GB of disk
-#     bash scripts/linux_corpus.sh corpus/linux archive.tar.xz   # and the shards in one strongly compressed file
+#     bash scripts/linux_corpus.sh corpus/linux archive.tar.xz   # also pack the shards into an archive
 #
-# Documents are files: *.c and *.h of the folders below, up to 300 KiB (larger ones are tables of registers).
+# One document per file: *.c and *.h in the folders below, up to 300 KiB (larger files are register tables).
 set -euo pipefail
 out=${1:?usage: linux_corpus.sh OUT [ARCHIVE.tar.xz]}
 archive=${2:-}
@@ -15,7 +15,7 @@ python=${PYTHON:-python3}
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-chmod 755 "$work"  # apt fetches as another user
+chmod 755 "$work"  # apt downloads as another user
 (cd "$work" && apt-get download "linux-source-6.1=$version" && dpkg-deb -x linux-source-6.1_*.deb deb)
 sources=$work/deb/usr/src/linux-source-6.1.tar.xz
 tar -xJf "$sources" -C "$work" "${folders[@]/#/linux-source-6.1/}"
@@ -25,7 +25,7 @@ find "$tree" -type f -size +300k -delete
 
 "$python" -m tercet data prepare --data.source text --data.path "$tree" --data.tokenizer byte --data.bad_records skip --out "$out"
 if [ -n "$archive" ]; then
-    # Sorted names and fixed times: the same shards give the same archive.
+    # Sorted names and fixed times make the archive reproducible.
     tar -C "$(dirname "$out")" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - "$(basename "$out")" |
         xz --lzma2=preset=9e,dict=256MiB,nice=273 > "$archive"
     ls -l "$archive"

@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/nsa.md from the operator itself: python scripts/nsa_pictures.py [FOLDER]
+"""Draw the pictures of docs/nsa.md: python scripts/nsa_pictures.py [FOLDER]
 
-Nothing is drawn by hand: every mark is a token that the reference backend's own masks let a query see, or a block that
-a layer really selected.
+Every mark comes from the code: tokens that the reference backend's masks let a query see, or blocks that a layer
+selected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GREY = "#d9d9d9"
 
 
 def one_query(folder: Path) -> Path:
-    """The tokens that a single query sees in each branch, at sizes small enough to count."""
+    """The tokens that one query sees in each branch, at sizes small enough to count."""
     config = tercet.NSAConfig(
         compress_block=8,
         compress_stride=4,
@@ -68,7 +68,7 @@ def one_query(folder: Path) -> Path:
 
 
 def selection_map(folder: Path) -> Path:
-    """The blocks that every query of an untrained layer selects on a sequence whose middle part comes back later."""
+    """The blocks that each query of an untrained layer selects, on a sequence that repeats a part of itself."""
     config = tercet.NSAConfig(
         compress_block=8,
         compress_stride=4,
@@ -81,7 +81,7 @@ def selection_map(folder: Path) -> Path:
     torch.manual_seed(0)
     layer = tercet.NativeSparseAttention(64, 4, 1, 32, config=config, compression="mean", rope_theta=1e6)
     layer.init_weights(std=0.25, output_std=0.1)
-    with torch.no_grad():  # keys read what queries read: like looks for like, as trained heads often do
+    with torch.no_grad():  # tie keys to queries: similar tokens attend to each other, as in many trained heads
         layer.kv_proj.weight[:32] = layer.q_proj.weight.view(4, 32, 64).mean(0) * 2
     length, part = 768, 128
     steps = torch.randn(length, 64)
@@ -116,7 +116,7 @@ def selection_map(folder: Path) -> Path:
 
 def _save(figure: plt.Figure, path: Path) -> Path:
     figure.tight_layout()
-    with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # the same picture is the same file
+    with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible files
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path

@@ -1,10 +1,8 @@
-"""Both attentions on the same data with the same budget, as curves in one picture.
+"""Train NSA and dense on the same data with the same budget and plot both loss curves.
 
-    python scripts/nsa_vs_dense.py                       # trains `tiny` and its dense twin, then draws
-    python scripts/nsa_vs_dense.py --train.steps 2000    # other flags go to both runs
-    python scripts/nsa_vs_dense.py --draw-only RUN RUN   # draws the curves of runs that exist
-
-The picture in docs/training.md comes from the first form.
+python scripts/nsa_vs_dense.py                       # train `tiny` and its dense baseline, then plot
+python scripts/nsa_vs_dense.py --train.steps 2000    # other flags go to both runs
+python scripts/nsa_vs_dense.py --draw-only RUN RUN   # plot existing runs
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-blind eyes, on light and dark
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # distinguishable with colour blindness, on light and dark
 
 
 def column(path: Path, name: str) -> list[float]:
@@ -29,7 +27,7 @@ def column(path: Path, name: str) -> list[float]:
 
 
 def smoothed(values: list[float], over: int) -> list[float]:
-    """Means of `over` neighbours; the values of both ends are of fewer, in their middle too."""
+    """Centred moving average over `over` values; the window shrinks towards both ends."""
     half = over // 2
     reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
     return [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach)]
@@ -38,8 +36,8 @@ def smoothed(values: list[float], over: int) -> list[float]:
 def draw(
     runs: dict[str, Path], target: Path, title: str, limits: tuple[float | None, float | None], smooth: int = 1
 ) -> None:
-    """Training loss as thin lines, validation as dots, over steps."""
-    matplotlib.rcParams["svg.hashsalt"] = "tercet"  # the same runs give the same bytes
+    """Plot training loss as thin lines and validation loss as dots."""
+    matplotlib.rcParams["svg.hashsalt"] = "tercet"  # reproducible files
     figure, axes = plt.subplots(figsize=(7, 4))
     for colour, (name, run) in zip(COLOURS, runs.items(), strict=False):
         losses = smoothed(column(run / "training.csv", "loss"), smooth)
@@ -56,15 +54,17 @@ def draw(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--draw-only", nargs="+", type=Path, metavar="RUN", help="draw these runs, train nothing")
+    parser.add_argument("--draw-only", nargs="+", type=Path, metavar="RUN", help="plot these runs without training")
     parser.add_argument("--presets", nargs="+", default=["tiny", "tiny-dense"])
     parser.add_argument("--runs", type=Path, default=Path("runs/nsa-vs-dense"))
     parser.add_argument("--output", type=Path, default=Path("docs/images/nsa-vs-dense.svg"))
     parser.add_argument("--title", default="Python source, same data, same budget")
-    parser.add_argument("--lowest", type=float, help="where the loss axis begins")
-    parser.add_argument("--highest", type=float, help="where it ends: the first steps are steep")
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="training losses as means of N logged ones")
-    arguments, flags = parser.parse_known_args()  # the rest goes to `tercet train`
+    parser.add_argument("--lowest", type=float, help="lower end of the loss axis")
+    parser.add_argument("--highest", type=float, help="upper end of the loss axis")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="N", help="moving average over N logged training losses"
+    )
+    arguments, flags = parser.parse_known_args()  # unknown flags go to `tercet train`
     if arguments.draw_only:
         draw(
             {run.name: run for run in arguments.draw_only},

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The runs of docs/results/quality.md, one phase at a time.
+# Train and evaluate the runs of docs/results/quality.md, one phase at a time.
 #
 #     bash scripts/quality.sh nsa CORPUS RUNS STEPS [flags of tercet train]
-#     bash scripts/quality.sh dense CORPUS RUNS STEPS [flags]                    # the twin
-#     bash scripts/quality.sh interrupted-nsa CORPUS RUNS STEPS [flags]          # stopped by SIGTERM at 43%, and gone on with
-#     bash scripts/quality.sh interrupted-dense CORPUS RUNS STEPS [flags]        # interrupt both or none, if they are compared
-#     bash scripts/quality.sh evals CORPUS RUNS                                  # loss by position and needles of both, at once
-#     bash scripts/quality.sh seeds CORPUS RUNS SEED...                          # tiny and its twin, one core each, for the noise
+#     bash scripts/quality.sh dense CORPUS RUNS STEPS [flags]                    # dense baseline
+#     bash scripts/quality.sh interrupted-nsa CORPUS RUNS STEPS [flags]          # SIGTERM at 43%, then resume
+#     bash scripts/quality.sh interrupted-dense CORPUS RUNS STEPS [flags]        # interrupt both models or neither
+#     bash scripts/quality.sh evals CORPUS RUNS                                  # loss by position and needles, both models
+#     bash scripts/quality.sh seeds CORPUS RUNS SEED...                          # tiny and tiny-dense, one core each: seed noise
 #
-# CORPUS: shards of scripts/linux_corpus.sh. On an H200 a step of `nsa` takes 0.14 s and one of `dense` 0.19 s; starts, saves
-# and validations take 80 s and 35 s besides, the evaluations up to 60 s: choose STEPS so that all of it fits.
+# CORPUS: shards from scripts/linux_corpus.sh. On an H200 a step takes 0.14 s (`nsa`) or 0.19 s (`dense`); start-up, checkpoints
+# and validation add 80 s or 35 s, the evaluations up to 60 s.
 set -euo pipefail
 usage() { sed -n '2,12p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
@@ -39,7 +39,7 @@ interrupted-nsa | interrupted-dense)
     kind=${phase#interrupted-}
     train "$kind" "$@" &
     while kill -0 $! 2>/dev/null && [ "$(logged "$kind")" -lt $(($1 * 43 / 100)) ]; do sleep 0.5; done
-    # The trainer is the child of the shell function's own process.
+    # $! is the subshell of the function; the trainer is its child.
     pkill -TERM -P $! 2>/dev/null || true
     wait $! || echo "stopped with exit code $? after step $(logged "$kind")"
     train "$kind" "$@"

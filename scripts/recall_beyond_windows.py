@@ -1,15 +1,15 @@
-"""Does selection find what windows cannot carry? Two models learn the recall task; both are asked by distance.
+"""Does selection find facts beyond the reach of windows? Train two models on the recall task and test by distance.
 
-    python scripts/recall_beyond_windows.py small --out recall-small.json       # a CPU: sequences of 256 tokens
-    python scripts/recall_beyond_windows.py long --out recall-long.json         # a GPU: sequences of 16,384 tokens
+    python scripts/recall_beyond_windows.py small --out recall-small.json       # CPU, sequences of 256 tokens
+    python scripts/recall_beyond_windows.py long --out recall-long.json         # GPU, sequences of 16,384 tokens
     python scripts/recall_beyond_windows.py long-one --out recall-one.json      # the same with a single fact
     python scripts/recall_beyond_windows.py --draw recall-long.json recall-long.svg
 
-The models differ in one setting: `branches` is all three, or the window alone. Lengths grow in stages, each with the
-same optimizer; a stage ends early when its loss is gone, which only a model that finds the facts gets to. The
-window-only model therefore has at least as many steps. The number of facts grows, too: with one fact a model learns to
-copy, with two to match the tokens before, with many to match whole keys. Values have four tokens for the same reason:
-the later ones teach the matching that the first one needs; with values of one token that is learnt many times later.
+The models differ in one setting: all three branches, or the window alone. The length grows in stages with one
+optimizer. A stage ends early once its loss is low, which only a model that finds the facts achieves, so the window-only
+model trains for at least as many steps. The number of facts grows as well: with one fact a model learns to copy, with
+two to match the previous tokens, with many to match whole keys. Values have four tokens because the later ones teach
+the matching that the first one needs; with one token it is learned much later.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from typing import Any
 class Stage:
     length: int
     batch: int
-    steps: int  # at most
+    steps: int  # maximum
     pairs: int
     queries: int
-    gone: float = 0.05  # nats per token of the answers, mean over `say_every` steps, at which the next stage begins
+    gone: float = 0.05  # end the stage below this loss: nats per answer token, mean over `say_every` steps
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Scale:
     model: dict[str, Any]
     stages: tuple[Stage, ...]
     lr: float
-    documents: int  # asked per length
+    documents: int  # test documents per length
     device: str
     value_tokens: int
 
@@ -98,7 +98,7 @@ def config(scale: Scale, stage: Stage, branches: tuple[str, ...]) -> Any:
 def trained(
     scale: Scale, branches: tuple[str, ...], name: str, *, graph: bool, say_every: int, seed: int, limit: float
 ) -> Any:
-    """(model, what happened)"""
+    """Train a model: (model, training record)."""
     import torch
 
     from tercet.data.loader import build_loader
@@ -114,15 +114,13 @@ def trained(
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(groups, lr=scale.lr, betas=(0.9, 0.95), capturable=on_gpu)
     if on_gpu:
-        for group in optimizer.param_groups:  # a tensor, so that a captured step reads it anew
+        for group in optimizer.param_groups:  # a tensor, so that graph replays see updates
             group["lr"] = torch.tensor(scale.lr, device=device)
-        torch.autograd.set_multithreading_enabled(
-            False
-        )  # nothing to gain from another thread, and captures are simpler
+        torch.autograd.set_multithreading_enabled(False)  # simplifies graph capture
 
     def step(tokens: Any, targets: Any) -> Any:
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
-            loss = model(tokens, None, targets)  # one document per row: no packing to tell of
+            loss = model(tokens, None, targets)  # one document per row: no cu_seqlens
         mean = loss.total / loss.tokens
         optimizer.zero_grad(set_to_none=not graph)
         mean.backward()
@@ -162,8 +160,8 @@ def trained(
 
 
 class _Captured:
-    """A step as a CUDA graph, after a few that compile the kernels and make the gradients: models this small
-    otherwise wait for the host most of the time."""
+    """Replay a step as a CUDA graph, after a few eager steps that compile kernels and allocate gradients. Models this
+    small are otherwise bound by launch overhead."""
 
     def __init__(self, step: Any, tokens: Any, targets: Any) -> None:
         self._step, self._inputs, self._eager, self._graph, self._loss = step, (tokens, targets), 3, None, None
@@ -187,10 +185,10 @@ class _Captured:
 
 
 def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str, Any]]:
-    """By distance, over documents of every stage's length: long documents hold few facts close to their questions."""
+    """Accuracy by distance, over documents of every stage's length: long documents have few short distances."""
     import torch
 
-    from tercet.inference.recall import Recall, recall_by_distance
+    from tercet.inference.recall import RecallBucket, recall_by_distance
 
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for stage in {stage.length: stage for stage in scale.stages}.values():
@@ -200,7 +198,7 @@ def asked(model: Any, scale: Scale, branches: tuple[str, ...]) -> list[dict[str,
         for r in found:
             counts[r.first][0] += r.right
             counts[r.first][1] += r.asked
-    return [Recall(first, 2 * first - 1, right, of).as_dict() for first, (right, of) in sorted(counts.items())]
+    return [RecallBucket(first, 2 * first - 1, right, of).as_dict() for first, (right, of) in sorted(counts.items())]
 
 
 def measure(name: str, scale: Scale, arguments: argparse.Namespace) -> None:
@@ -240,23 +238,23 @@ def measure(name: str, scale: Scale, arguments: argparse.Namespace) -> None:
 
 
 def _stream(device: str) -> Any:
-    """All training in one stream that is not the default one, which cannot be captured."""
+    """A side stream for training: the default stream cannot be captured."""
     import torch
 
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
 
 
 def draw(records: list[Path], target: Path) -> None:
-    from tercet.inference.pictures import curve_plot
+    from tercet.inference.plots import recall_plot
 
     curves: dict[str, list[tuple[int, float]]] = {}
     reach = 0
-    for path in records:  # one file with both models, or one each
+    for path in records:  # one file with both models, or one file per model
         record = json.loads(path.read_text())
         reach = record["reach"]
         for kind, m in record["models"].items():
             curves[kind] = [(r["last"], r["accuracy"]) for r in m["by_distance"] if r["asked"] >= 10]
-    curve_plot(curves, target, mark=reach)
+    recall_plot(curves, target, window_reach=reach)
     print(target)
 
 
@@ -266,12 +264,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("recall.json"))
     parser.add_argument("--models", nargs="+", default=["NSA", "window only"])
     parser.add_argument("--graph", action="store_true", help="GPU: capture whole steps as CUDA graphs")
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which each stage ends early")
-    parser.add_argument("--lr", type=float, help="instead of the scale's own")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=JSON", help="such as model.layers=3")
+    parser.add_argument("--limit", type=float, default=math.inf, help="after this many seconds, end each stage early")
+    parser.add_argument("--lr", type=float, help="overrides the scale's learning rate")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=JSON", help="e.g. model.layers=3")
     parser.add_argument("--say-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="JSON files and, last, the SVG to draw")
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="plot: JSON files, then the SVG to write")
     arguments = parser.parse_args()
     if arguments.draw:
         draw(arguments.draw[:-1], arguments.draw[-1])
@@ -283,7 +281,7 @@ def main() -> int:
         }
         measure(arguments.scale, replace(scale, lr=arguments.lr or scale.lr, model=model), arguments)
     else:
-        parser.error("name a scale: small or long")
+        parser.error(f"no scale given: pick from {', '.join(sorted(SCALES))}")
     return 0
 
 

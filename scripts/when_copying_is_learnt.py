@@ -1,13 +1,13 @@
-"""When does a model learn to copy? Small models on the recall task, seed by seed: a minute each on one core.
+"""When does a model learn to copy? Train small models on the recall task, one minute each on one core.
 
     python scripts/when_copying_is_learnt.py --seeds 1 2 3 --out copying.jsonl
     python scripts/when_copying_is_learnt.py --models nsa nsa-values-alike --seeds 1 2 3 --out copying.jsonl
     python scripts/when_copying_is_learnt.py --compare copying.jsonl
 
-Two facts of four digits in 64 tokens, both asked for: most of the loss goes when a model learns to match the digit
-before and copy the next. Runs with one seed read the same documents in the same order and start, wherever their shapes
-agree, from the same weights; so models are compared seed by seed. `nsa-alike` starts the three branches' K/V
-projections with one set of weights, `nsa-values-alike` only their values, where `nsa` draws all six.
+Two facts of four digits in 64 tokens, both queried: the loss drops when a model learns to match the previous digit and
+copy the next. Runs with the same seed read the same documents in the same order and share initial weights where shapes
+agree, so models are compared seed by seed. `nsa-alike` initialises the K/V projections of the three branches with the
+same weights, `nsa-values-alike` only their values; `nsa` draws all six independently.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LR, WARM_UP, DECAY, MEAN_OF = 3e-3, 30, 0.01, 25
 
 
 def trained(kind: str, seed: int, steps: int, flags: dict[str, Any]) -> list[float]:
-    """Losses of the answers, as means over MEAN_OF steps."""
+    """Losses on answer tokens, averaged over MEAN_OF steps."""
     import torch
 
     from tercet.config.load import load
@@ -47,7 +47,7 @@ def trained(kind: str, seed: int, steps: int, flags: dict[str, Any]) -> list[flo
     if kind.endswith("alike"):
         keys = config.model.kv_heads * config.model.head_dim
         for layer in model.attention_layers():
-            *others, window = layer.kv_proj.weight.detach().chunk(3)  # each: rows of keys, then of values
+            *others, window = layer.kv_proj.weight.detach().chunk(3)  # each: key rows, then value rows
             for other in others:
                 first = keys if "values" in kind else 0
                 other[first:] = window[first:]
@@ -61,7 +61,7 @@ def trained(kind: str, seed: int, steps: int, flags: dict[str, Any]) -> list[flo
         for step, batch in enumerate(islice(loader, steps), start=1):
             for group in optimizer.param_groups:
                 group["lr"] = LR * min(1.0, step / WARM_UP)
-            loss = model(batch.tokens, None, batch.targets)  # a document per row
+            loss = model(batch.tokens, None, batch.targets)  # one document per row
             mean = loss.total / loss.tokens
             optimizer.zero_grad()
             mean.backward()
@@ -75,7 +75,7 @@ def trained(kind: str, seed: int, steps: int, flags: dict[str, Any]) -> list[flo
 
 
 def compare(files: list[Path]) -> None:
-    """Means over the last third of the steps, and differences to dense seed by seed, with their standard errors."""
+    """Print mean losses over the last third of the steps, and paired differences to dense with their standard error."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for line in (line for file in files for line in file.read_text().splitlines()):
         run = json.loads(line)
@@ -94,9 +94,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS[:2]))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=JSON", help="such as model.gate='\"softmax\"'")
-    parser.add_argument("--out", type=Path, default=Path("copying.jsonl"), help="a line is added for every run")
-    parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help="say what such files hold")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=JSON", help="e.g. model.gate='\"softmax\"'")
+    parser.add_argument("--out", type=Path, default=Path("copying.jsonl"), help="file to append one line per run to")
+    parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help="summarise these files")
     arguments = parser.parse_args()
     if arguments.compare:
         compare(arguments.compare)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Processes that tests start use one thread too: the pytest workers already fill the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "tercet", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow]

@@ -161,7 +161,7 @@ class Child:
 
 def _serve() -> None:
     from tercet.errors import TercetError
-    from tercet.train.loop import train
+    from tercet.train.trainer import train
 
     print("{}", flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A model and its steps one by one, recorded or not: what tests of recordings on the CPU and on a GPU share."""
+"""A model that is trained step by step, eagerly or as CUDA graphs; shared by the graph tests on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
-from tercet.train.graph import Records, StepGraph
-from tercet.train.guard import NonFiniteGuard
+from tercet.train.cuda_graph import GraphCapturer, StepGraph
 from tercet.train.optim import build_optimizer
 from tercet.train.state import compile_blocks
-from tercet.train.step import MicroBatch, StepResult, train_step
+from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step
 
 
 class SteppedModel:
-    """On the config's device, with its precision and its learning rate at every step."""
+    """Uses the device and precision of the config, and a constant learning rate."""
 
     def __init__(self, config: RunConfig, *, seed: int, compiled: bool = False) -> None:
         self.config, self.device = config.train, torch.device(config.run.device)
@@ -32,15 +31,15 @@ class SteppedModel:
         self.graph: StepGraph | None = None
         self.number = 0
 
-    def record(self, recorder: Records | None = None, *, may_fail: bool = False) -> None:
-        """From the next step on: with `recorder`, or as CUDA graphs."""
-        self.recorder = recorder
-        self.graph = StepGraph(self.model, self.config.precision, recorder, may_fail=may_fail)
+    def use_graphs(self, capturer: GraphCapturer | None = None, *, may_fail: bool = False) -> None:
+        """Run the following steps as graphs, captured by `capturer` or by CUDA."""
+        self.capturer = capturer
+        self.graph = StepGraph(self.model, self.config.precision, capturer, may_fail=may_fail)
 
-    def step(self, batches: list[MicroBatch], *, looked_at: bool = False) -> StepResult:
+    def step(self, batches: list[MicroBatch], *, with_stats: bool = False) -> StepResult:
         self.number += 1
         for stats in self.stats:
-            stats.enabled = looked_at
+            stats.enabled = with_stats
         return train_step(
             self.model,
             self.optimizer,
@@ -51,5 +50,5 @@ class SteppedModel:
             precision=self.config.precision,
             guard=self.guard,
             strategy=Single(),
-            graph=self.graph,
+            executor=self.graph,
         )

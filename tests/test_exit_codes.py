@@ -14,17 +14,17 @@ import torch
 from runs import small
 from tercet import cli
 from tercet.attention.config import NSAConfig
-from tercet.data.errors import DataUsageError
-from tercet.errors import FAILED, WRONG_USE, TercetError, UsageError
+from tercet.data.stream import DataUsageError
+from tercet.errors import EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
 from tercet.parallel.context_layout import Layout
+from tercet.parallel.distributed import FullySharded
 from tercet.parallel.failure import PeerFailed
-from tercet.parallel.fsdp import Sharded
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import EventLog
-from tercet.train.folder import RunFolder
-from tercet.train.ranks import parting
-from tercet.train.start import find_start
+from tercet.train.ranks import rank_context
+from tercet.train.resume import find_start
+from tercet.train.run_folder import RunFolder
 from tercet.train.validate import Validation
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -44,17 +44,17 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
 
 
 WRONG = """
-plan --preset tiny --gpu RX1                                                 --gpu RX1 is not known here
+plan --preset tiny --gpu RX1                                                 --gpu RX1 is unknown
 config diff tiny empty                                                       empty/config.toml does not exist
 train --preset tiny --data.source text --data.path nowhere --run.dir new     path=nowhere matches no file
-train --preset tiny --data.source text --data.path empty --run.dir new       path=empty holds no text file
+train --preset tiny --data.source text --data.path empty --run.dir new       path=empty has no text files
 train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
-train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: there is no no.json
+train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: no.json does not exist
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
 train --preset tiny --run.dir run                                            run already holds a run
 train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
-train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl, where events
-train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl, where events
+train --preset tiny --run.dir blocked                                        event log blocked/events_rank0.jsonl is not a file
+train --preset tiny --run.dir blocked --resume auto                          event log blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
 train --preset tiny --resume ""                                              --resume '' names nothing: say auto
@@ -66,15 +66,15 @@ train --preset tiny --model.vocab_size 100 --run.dir empty                   mod
 train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere: nowhere is neither
 train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors: cannot be read
 train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     train.cuda_graph=on on a cpu
-report                                                                       no run folder was given
+report                                                                       no run folder given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events
-report run run                                                               run was given twice
+report run run                                                               run is given twice
 report run ./run/../run --out new                                            are the same folder
 report empty --min_steps 3                                                   min_steps=3 is below 500
 watch                                                                        tercet watch lacks RUN
 watch nowhere --once                                                         nowhere is not a folder
-watch empty --every 0                                                        every=0 is not a number of seconds
+watch empty --every 0                                                        every=0 must be a positive number
 sweep --lengths abc                                                          --lengths
 flight nowhere                                                               nowhere does not exist
 doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
@@ -82,20 +82,20 @@ doctor --folder empty --short                                                --f
 doctor --share_gpus --short                                                  --share_gpus without --distributed
 doctor --distributed                                                         --nproc-per-node=N -m tercet doctor
 generate nowhere --prompt x                                                  nowhere does not exist
-generate empty --prompt x                                                    empty holds no checkpoint
+generate empty --prompt x                                                    empty has no checkpoint
 generate empty --prompt_file nowhere                                         --prompt-file nowhere cannot be read
 generate empty --prompt x --device tpu                                       --device tpu is unknown
 data prepare --out o --data.source text --data.path nowhere                  path=nowhere matches no file
 data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
 data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared
 data prepare --out o --shard_tokens 0                                        shard_tokens=0 is below 1
-data prepare --out text.txt --data.source text --data.path text.txt          out=text.txt cannot be made
-data prepare --out full --data.source text --data.path text.txt              out=full holds file, and no shards
-data prepare --out run --data.source text --data.path text.txt               out=run holds checkpoints, events_rank0
+data prepare --out text.txt --data.source text --data.path text.txt          out=text.txt cannot be created
+data prepare --out full --data.source text --data.path text.txt              out=full contains file, but no shards
+data prepare --out run --data.source text --data.path text.txt               out=run contains checkpoints, events_rank0
 data prepare --out o --workers -1                                            workers=-1 is below 0
 data train-tokenizer --out t.json --vocab_size 3                             vocab_size=3 is below 257
 data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
-data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is more than this text has
+data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is too large
 data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
 data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
 data inspect --data.source shards --data.path empty                          empty has no manifest.json
@@ -104,8 +104,8 @@ data inspect --data.source synthetic --data.synthetic.task recall --data.seq_len
 data bench --data.source text --data.path text.txt --world_size 3            is not a multiple of world_size=3
 data bench --data.source text --data.path nowhere                            path=nowhere matches no file
 eval perplexity nowhere                                                      nowhere does not exist
-eval needle empty                                                            empty holds no checkpoint
-eval recall                                                                  no run folder was given
+eval needle empty                                                            empty has no checkpoint
+eval recall                                                                  no run folder given
 eval recall nowhere                                                          nowhere does not exist
 eval perplexity empty --plot p.png                                           --plot p.png does not end in .svg
 eval needle empty --plot p.png                                               --plot p.png does not end in .svg
@@ -113,7 +113,7 @@ eval recall empty --plot p.png                                               --p
 eval selection-map nowhere s.html                                            nowhere does not exist
 export hf nowhere out                                                        nowhere does not exist
 export hf empty full                                                         full exists and is not empty
-import hf nowhere out                                                        nowhere is no folder
+import hf nowhere out                                                        nowhere is not a folder
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
 sweep --steps 1 --out o                                                      --steps 1 is below 2
@@ -148,7 +148,7 @@ def test_what_would_be_refused_again_is_exit_code_2(capsys, line):
     before = sorted(Path().rglob("*"))
     code = cli.main(shlex.split(command))
     err = capsys.readouterr().err
-    assert (code, err.count("\n")) == (WRONG_USE, 1)
+    assert (code, err.count("\n")) == (EXIT_USAGE, 1)
     assert err.startswith("error: ")
     assert said in err
     assert sorted(Path().rglob("*")) == before  # what was refused leaves nothing behind
@@ -174,22 +174,22 @@ def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, monkeypatch, command,
         content[-1] ^= 1
         shard.write_bytes(content)
     code = cli.main(command.split())
-    assert code == FAILED
+    assert code == EXIT_FAILURE
     assert said in capsys.readouterr().err
 
 
 def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(capsys):
     code = cli.main(["train", "--preset", "tiny", "--parallel.strategy", "ddp", "--run.dir", "new"])
-    assert code == WRONG_USE
+    assert code == EXIT_USAGE
     assert "needs torchrun" in capsys.readouterr().err
-    assert (WrongLaunch.exit_code, DataUsageError.exit_code) == (WRONG_USE, WRONG_USE)
+    assert (WrongLaunch.exit_code, DataUsageError.exit_code) == (EXIT_USAGE, EXIT_USAGE)
     assert not Path("new").exists()
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on_it(capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**20, used=2**20, free=5))
     code = cli.main(["train", "--preset", "tiny", "--run.device", "cpu", "--run.dir", "new"])
-    assert code == WRONG_USE
+    assert code == EXIT_USAGE
     assert "new has 0.00 GiB free" in capsys.readouterr().err
     assert not Path("new").exists()
 
@@ -197,7 +197,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on
 def test_events_that_another_rank_could_not_write_are_told_before_the_folder_changes():
     Path("split/events_rank1.jsonl").mkdir(parents=True)
     two = small(parallel__strategy="ddp", parallel__world_size=2, train__micro_batch=1)
-    with closing(RunFolder(Path("split"))) as folder, pytest.raises(UsageError, match=r"events_rank1\.jsonl, where"):
+    with (
+        closing(RunFolder(Path("split"))) as folder,
+        pytest.raises(UsageError, match=r"events_rank1\.jsonl is not a file"),
+    ):
         find_start(two, None, folder)
     assert [str(p) for p in Path("split").rglob("*")] == ["split/events_rank1.jsonl"]
 
@@ -206,10 +209,10 @@ def test_events_that_another_rank_could_not_write_are_told_before_the_folder_cha
     ("sizes", "mend"),
     [
         ("255 --train.micro_batch 1", "1 × 255 = 255 is not a multiple of 2 × context ranks = 2 × 2 = 4"),
-        ("255 --train.micro_batch 1", "take data.seq_len 252 or 256, or train.micro_batch 4\n"),
-        ("255 --train.micro_batch 2", "take data.seq_len 254 or 256, or train.micro_batch 4\n"),
-        ("3 --train.micro_batch 1", "take data.seq_len 4, or train.micro_batch 4\n"),
-        ("254 --train.micro_batch 3", "take data.seq_len 252 or 256, or train.micro_batch 4\n"),
+        ("255 --train.micro_batch 1", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
+        ("255 --train.micro_batch 2", "use data.seq_len 254 or 256, or train.micro_batch 4\n"),
+        ("3 --train.micro_batch 1", "use data.seq_len 4, or train.micro_batch 4\n"),
+        ("254 --train.micro_batch 3", "use data.seq_len 252 or 256, or train.micro_batch 4\n"),
     ],
 )
 def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_is_written(capsys, sizes, mend):
@@ -217,7 +220,7 @@ def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_i
     command = "plan --preset tiny --parallel.strategy cp --parallel.world_size 2 --data.seq_len"
     code = cli.main([*command.split(), *sizes.split(), "--train.tokens_per_step", str(int(length) * int(batch))])
     err = capsys.readouterr().err
-    assert (code, err.count("\n")) == (WRONG_USE, 1)
+    assert (code, err.count("\n")) == (EXIT_USAGE, 1)
     assert mend in err
 
 
@@ -234,11 +237,11 @@ def test_an_error_itself_says_its_code(monkeypatch, capsys, error):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (UsageError("refused"), WRONG_USE, "error: refused\n"),
-        (TercetError("failed"), FAILED, "error: failed\n"),
-        (PeerFailed("rank 1 is gone", told=True), FAILED, ""),
+        (UsageError("refused"), EXIT_USAGE, "error: refused\n"),
+        (TercetError("failed"), EXIT_FAILURE, "error: failed\n"),
+        (PeerFailed("rank 1 is gone", reported_elsewhere=True), EXIT_FAILURE, ""),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt\n"),
-        (ValueError("a bug"), FAILED, "ValueError: a bug\n"),
+        (ValueError("a bug"), EXIT_FAILURE, "ValueError: a bug\n"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -246,7 +249,7 @@ def test_every_rank_ends_with_the_code_that_one_process_would(monkeypatch, capsy
     left = []
     monkeypatch.setattr("os._exit", left.append)
     ranks = SimpleNamespace(world_size=2, rank=rank, explain=lambda e: e, close=lambda: None)
-    with parting(ranks):
+    with rank_context(ranks):
         raise error
     assert left == [code]
     err = capsys.readouterr().err
@@ -259,7 +262,7 @@ def unsplit_context():
 
 def unsplit_groups():
     few = SimpleNamespace(strategy="hsdp", shard_ranks=4)
-    Sharded._mesh(SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")), parallel=few, world_size=6))
+    FullySharded._mesh(SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")), parallel=few, world_size=6))
 
 
 def unvalidated():
@@ -294,4 +297,4 @@ def test_the_table_lists_the_codes_that_there_are():
     table = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
     listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in cell.split(",")}
 
-    assert listed == {FAILED, WRONG_USE, *EXIT_CODES.values(), STALLED_EXIT, 128 + 2, 128 + 15}
+    assert listed == {EXIT_FAILURE, EXIT_USAGE, *EXIT_CODES.values(), STALLED_EXIT, 128 + 2, 128 + 15}

@@ -18,7 +18,7 @@ from tercet.report.gates import Thresholds
 from tercet.report.read import Run, read_run
 from tercet.report.verdict import Verdict, judge
 from tercet.train.interval import Interval
-from tercet.train.loop import train
+from tercet.train.trainer import train
 
 # As the defaults, over fewer steps: a real run of 500 would take the tests too long.
 FEW = Thresholds(min_steps=40, checkpoint_blocked=1.0)
@@ -100,7 +100,7 @@ def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] =
     return read_run(target)
 
 
-def dense_twin(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
+def dense_baseline(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
     """The run's folder as dense attention would have left it."""
 
     def dense(lines: list[dict[str, Any]]) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from tercet.version import __version__
 
-# public name -> the room that holds it
+# public name -> the module that defines it
 _HOME = {
     "NSAConfig": "tercet.attention.config",
     "nsa_attention": "tercet.attention.functional",

@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TercetError as error:
         if debug:
             traceback.print_exc()
-        elif not getattr(error, "told", False):  # one of many ranks says it for all
+        elif not getattr(error, "reported_elsewhere", False):  # one of many ranks says it for all
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
@@ -158,7 +158,7 @@ def _train(arguments: list[str]) -> int:
     --resume auto goes on."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
     print(f"tercet {tercet.__version__}: run {loaded.config.run.name}, loading torch …", flush=True)
-    from tercet.train.loop import train
+    from tercet.train.trainer import train
 
     return train(loaded.config, origins=loaded.origins, resume=options.resume)
 
@@ -214,15 +214,14 @@ def _show(arguments: list[str]) -> int:
 
 def _diff(arguments: list[str]) -> int:
     """What differs between two configurations; each is a preset, a TOML file or a run folder."""
-    from tercet.config.load import differences
-    from tercet.config.toml import value
+    from tercet.config.load import differences, toml_value
 
     if len(arguments) != 2 or any(a.startswith("-") for a in arguments):
         raise _usage("tercet config diff takes two presets, TOML files or run folders: tercet config diff A B")
     left, right = arguments
     found = differences(_named(left).config, _named(right).config)
     for path, (a, b) in found.items():
-        print(f"{path}: {value(a)} -> {value(b)}")
+        print(f"{path}: {toml_value(a)} -> {toml_value(b)}")
     if not found:
         print(f"{left} and {right} are the same")
     return 0

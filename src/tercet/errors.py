@@ -1,21 +1,21 @@
-"""Errors that are told to a person in a sentence, without a traceback, and the exit codes that they end with."""
+"""Errors that the command line prints as one line, without a traceback, and their exit codes."""
 
 from __future__ import annotations
 
-FAILED = 1
-WRONG_USE = 2
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
 
 
 class TercetError(Exception):
-    """Its text names the thing, its value, the rule and the mend, in one line; the command line prints it as it is."""
+    """An expected failure. The message is one line: name, value, rule and fix."""
 
-    exit_code = FAILED
+    exit_code = EXIT_FAILURE
 
 
 class UsageError(TercetError):
-    """What was asked for cannot be: a flag, a value, or a file that is not there or not what it should be.
+    """A wrong flag or value, or an input file that is missing or of the wrong kind.
 
-    The same command would be refused again, which is what a script that starts failed runs anew must know.
+    Running the same command again fails again, so restart scripts should not retry on this exit code.
     """
 
-    exit_code = WRONG_USE
+    exit_code = EXIT_USAGE

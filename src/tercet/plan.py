@@ -1,4 +1,4 @@
-"""`tercet plan`: what a run will cost, from its configuration alone, before anything is allocated. No torch."""
+"""`tercet plan`: estimate memory, time and FLOPs of a run from its configuration. No torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tercet.config.parallel import ParallelConfig
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import ParallelConfig, resolved_precision
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
-from tercet.telemetry.host import GIB, host_total_gib
-from tercet.telemetry.peak import CPU_UTILISATION, GPU_UTILISATION, KNOWN, measured_cpu_flops, peak_flops
+from tercet.telemetry.hardware import (
+    CPU_UTILISATION,
+    GIB,
+    GPU_UTILISATION,
+    KNOWN,
+    host_total_gib,
+    measured_cpu_flops,
+    peak_flops,
+)
 from tercet.telemetry.units import duration, quantity, size
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where the run would take place. `flops`: per second, at its peak; None where nobody knows it."""
+    """The device to plan for. `flops`: peak FLOP/s, None if unknown."""
 
     name: str
     flops: float | None
@@ -32,8 +38,8 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run in numbers."""
+class CostPlan:
+    """The estimated cost of a run."""
 
     parameters: cost.Parameters
     tokens_per_step: int
@@ -53,31 +59,31 @@ class Plan:
 
 
 def find_device(wanted: str, gpu: str | None = None) -> Device:
-    """The device that `run.device` means on this machine, or a GPU by name for a run elsewhere."""
+    """The device that `run.device` selects on this machine, or the named GPU for a run elsewhere."""
     if gpu is not None:
         flops = peak_flops(gpu)
         if flops is None:
-            raise UsageError(f"--gpu {gpu} is not known here: pick one of {', '.join(KNOWN)}")
+            raise UsageError(f"--gpu {gpu} is unknown: pick one of {', '.join(KNOWN)}")
         return Device(gpu.upper(), flops, None, GPU_UTILISATION)
     found = None if wanted == "cpu" else _nvidia_smi()
     if wanted == "cuda" and found is None:
-        raise TercetError("run.device=cuda, but there is no GPU here: name the one you mean with --gpu H200")
+        raise TercetError("run.device=cuda, but this machine has no GPU: name one with --gpu, e.g. --gpu H200")
     if found is not None:
         return found
-    held = host_total_gib()
-    return Device("CPU", measured_cpu_flops(), None if held is None else round(held * GIB), CPU_UTILISATION)
+    total = host_total_gib()
+    return Device("CPU", measured_cpu_flops(), None if total is None else round(total * GIB), CPU_UTILISATION)
 
 
-def make_plan(config: RunConfig, device: Device) -> Plan:
-    """Everything that follows from the configuration's numbers."""
+def make_plan(config: RunConfig, device: Device) -> CostPlan:
+    """Estimate the cost of a run on this device."""
     model, parallel, length = config.model, config.parallel, config.data.seq_len
     low_precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu") == "bf16"
     shards = _shards(parallel)
     flops = cost.flops_per_token(model, length)
     tokens = config.train.steps * config.train.tokens_per_step
-    # A GPU's peak is known for bf16 and a CPU's for fp32: of another arithmetic they say nothing.
-    known = device.flops if low_precision == device.is_gpu else None
-    rate = None if known is None else known * device.utilisation * parallel.world_size
+    # The known peak is bf16 on a GPU and fp32 on a CPU; it says nothing about the other precision.
+    peak = device.flops if low_precision == device.is_gpu else None
+    rate = None if peak is None else peak * device.utilisation * parallel.world_size
     kinds = model.attention_kinds
     memory = cost.memory(
         model,
@@ -87,7 +93,7 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
         weight_shards=shards if parallel.sharding == "full" else 1,
         optimizer_shards=shards,
     )
-    return Plan(
+    return CostPlan(
         parameters=cost.parameters(model),
         tokens_per_step=config.train.tokens_per_step,
         accumulation=config.accumulation,
@@ -102,8 +108,8 @@ def make_plan(config: RunConfig, device: Device) -> Plan:
     )
 
 
-def render(config: RunConfig, plan: Plan) -> list[str]:
-    """The plan as lines for a person."""
+def render(config: RunConfig, plan: CostPlan) -> list[str]:
+    """The plan as lines of text."""
     model, p, m = config.model, plan.parameters, plan.memory
     kinds = model.attention_kinds
     mix = kinds[0] if len(set(kinds)) == 1 else f"{kinds.count('nsa')} nsa + {kinds.count('dense')} dense"
@@ -115,46 +121,46 @@ def render(config: RunConfig, plan: Plan) -> list[str]:
         f"ffn {quantity(p.ffn)}, norms {quantity(p.norms)}, {head}",
         "step": _step_line(config, plan),
         "run": f"{config.train.steps:,} steps, {quantity(plan.tokens)} tokens",
-        "arithmetic": f"{quantity(plan.flops_per_token, 'FLOP')} a token, "
-        f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} a step, "
-        f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in all (forward and backward)",
+        "arithmetic": f"{quantity(plan.flops_per_token, 'FLOP')} per token, "
+        f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, "
+        f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in total (forward and backward)",
         "attention": _attention_line(plan),
-        "memory": f"about {size(m.total)} on each device at the peak of a step",
+        "memory": f"about {size(m.total)} per device at the peak of a step",
         "  weights": f"{size(m.weights)}, gradients {size(m.gradients)}, optimizer {size(m.optimizer)}, "
-        f"copies for compute {size(m.compute_copies)}",
-        "  passing": f"activations {size(m.activations)} (activation_checkpointing="
+        f"compute copies {size(m.compute_copies)}",
+        "  transient": f"activations {size(m.activations)} (activation_checkpointing="
         f"{config.train.activation_checkpointing}), logits and their gradients {size(m.loss)}",
         "device": _device_line(plan),
         "time": _time_line(plan),
     }
-    told = [("warning", text) for text in plan.warnings]
+    notes = [("warning", text) for text in plan.warnings]
     if config.run.device == "auto" and not plan.device.is_gpu:
-        told.append(("hint", "no GPU here: --gpu H200 plans for one"))
-    return [f"{name:<11} {text}" for name, text in (*rows.items(), *told)]
+        notes.append(("hint", "no GPU found: plan for one with --gpu H200"))
+    return [f"{name:<11} {text}" for name, text in (*rows.items(), *notes)]
 
 
 def _warnings(config: RunConfig, memory: cost.Memory, device: Device) -> tuple[str, ...]:
-    found = []
+    warnings = []
     if device.memory is not None and memory.total > device.memory:
-        whose = "" if device.is_gpu else " of this machine"
-        found.append(
-            f"{size(memory.total)} may not fit in the {size(device.memory)}{whose}: lower train.micro_batch "
+        where = "" if device.is_gpu else " of this machine"
+        warnings.append(
+            f"{size(memory.total)} may not fit in the {size(device.memory)}{where}: lower train.micro_batch "
             "(accumulation follows), or set train.activation_checkpointing to selective or full"
         )
-    if (told := config.data.shuffle_warning(config.data.most_tokens(config.model.vocab_size))) is not None:
-        found.append(told)
-    return tuple(found)
+    if (warning := config.data.shuffle_warning(config.data.max_vocab(config.model.vocab_size))) is not None:
+        warnings.append(warning)
+    return tuple(warnings)
 
 
 def _shards(parallel: ParallelConfig) -> int:
-    """Devices that share one copy of the weights."""
+    """Number of devices that share one copy of the weights."""
     if parallel.strategy == "hsdp":
         return parallel.shard_ranks or parallel.world_size
-    whole = parallel.strategy == "fsdp" or (parallel.strategy == "cp" and parallel.context_weights == "sharded")
-    return parallel.world_size if whole else 1
+    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "cp" and parallel.context_weights == "sharded")
+    return parallel.world_size if sharded else 1
 
 
-def _step_line(config: RunConfig, plan: Plan) -> str:
+def _step_line(config: RunConfig, plan: CostPlan) -> str:
     ranks, sequences, passes = config.parallel.data_ranks, config.train.micro_batch, plan.accumulation
     parts = [
         *([f"{ranks} ranks"] if ranks > 1 else []),
@@ -166,28 +172,28 @@ def _step_line(config: RunConfig, plan: Plan) -> str:
     return f"{plan.tokens_per_step:,} tokens = {' × '.join(parts)}{shared}"
 
 
-def _attention_line(plan: Plan) -> str:
+def _attention_line(plan: CostPlan) -> str:
     if plan.pairs == plan.dense_pairs:
-        return "dense: every earlier token is read"
+        return "dense: every query reads all earlier tokens"
     ratio = plan.dense_pairs / plan.pairs
     compared = f"{ratio:.1f}× fewer" if ratio >= 1 else f"{1 / ratio:.2f}× more"
     return f"{compared} query-key pairs than dense attention at this length"
 
 
-def _device_line(plan: Plan) -> str:
+def _device_line(plan: CostPlan) -> str:
     device = plan.device
     speed = "peak unknown" if device.flops is None else f"{quantity(device.flops, 'FLOP/s')}"
-    how = "" if device.flops is None else (" (bf16 peak)" if device.is_gpu else " (measured, fp32 matmul)")
-    held = "" if device.memory is None else f", {size(device.memory)}"
-    return f"{device.name}: {speed}{how}{held}"
+    basis = "" if device.flops is None else (" (bf16 peak)" if device.is_gpu else " (measured, fp32 matmul)")
+    memory = "" if device.memory is None else f", {size(device.memory)}"
+    return f"{device.name}: {speed}{basis}{memory}"
 
 
-def _time_line(plan: Plan) -> str:
+def _time_line(plan: CostPlan) -> str:
     if plan.seconds is None and plan.device.flops is not None:
-        known, asked = ("bf16", "fp32") if plan.device.is_gpu else ("fp32", "bf16")
-        return f"not estimated: the peak of this device is known for {known} only, not {asked}; a short run will tell"
+        known, used = ("bf16", "fp32") if plan.device.is_gpu else ("fp32", "bf16")
+        return f"not estimated: only the {known} peak of this device is known, not {used}; measure with a short run"
     if plan.seconds is None:
-        return "not estimated: the peak of this device is not known; a short run will tell"
+        return "not estimated: the peak of this device is unknown; measure with a short run"
     rate = plan.tokens / plan.seconds
     share = f"{plan.device.utilisation:.0%} of the device's peak"
     return f"about {duration(plan.seconds)} at {rate:,.0f} tokens/s, if steps reach {share}"

@@ -51,10 +51,10 @@ REFUSED = [
     ({"compress_stride": 0}, ["compress_stride=0", "1"]),
     ({"select_block": 0}, ["select_block=0", "1"]),
     ({"compress_stride": -16}, ["compress_stride=-16", "1"]),
-    ({"window": 512.0}, ["window=512.0", "whole number"]),
-    ({"window": "512"}, ["window='512'", "whole number"]),
-    ({"select_initial": True}, ["select_initial=True", "whole number"]),
-    ({"select_count": None}, ["select_count=None", "whole number"]),
+    ({"window": 512.0}, ["window=512.0", "integer"]),
+    ({"window": "512"}, ["window='512'", "integer"]),
+    ({"select_initial": True}, ["select_initial=True", "integer"]),
+    ({"select_count": None}, ["select_count=None", "integer"]),
 ]
 
 

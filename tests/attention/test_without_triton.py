@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tercet.attention import hardware as machine
+from tercet.attention import hardware
 
 PROGRAM = """
 import sys
@@ -73,7 +73,7 @@ def test_a_broken_triton_stops_nothing_on_a_cpu(tmp_path: Path) -> None:
 def test_no_kernel_runs_on_a_gpu_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
 ) -> None:
-    monkeypatch.setattr(machine, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(hardware, "TRITON_INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    assert machine.kernels_run_on(x) is runs
+    assert hardware.kernels_run_on(x) is runs

@@ -1,4 +1,4 @@
-"""`tercet bench layer`: measures on any device, and gives no ratio for a layer that is wrong."""
+"""`tercet bench layer`: runs on any device and gives no ratio for a wrong result."""
 
 from __future__ import annotations
 

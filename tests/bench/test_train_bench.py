@@ -1,4 +1,4 @@
-"""`tercet bench train`: whole steps through the trainer, and no ratio of what is wrong."""
+"""`tercet bench train`: whole steps through the trainer, and no ratio for a wrong result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tercet.attention.config import NSAConfig
-from tercet.bench import attention, commands, train, train_cell, train_plot
+from tercet.bench import attention, commands, plots, train, train_cell
 from tercet.config.load import load
 from tercet.errors import TercetError
 
@@ -22,13 +22,13 @@ def cell(kind: str, batch: int, length: int, speed: float, loss: float = 5.5, **
     }  # fmt: skip
 
 
-def test_a_cell_is_trained_by_the_trainer_and_its_first_loss_is_the_models():
+def test_a_cell_trains_with_the_trainer_and_reports_the_models_first_loss():
     asked = train.cells_of("tiny", ("nsa",), (64,), 128, (), 64, "none", ())
     asked[0]["flags"] = {"run.device": "cpu", "model.layers": 1}
     found = train_cell.measure(asked[0], steps=2, repeats=1)
     assert found["outcome"] == "ok"
     assert found["first_loss"] == pytest.approx(found["uncompiled_loss"], rel=1e-5)
-    assert found["last_loss"] < found["first_loss"]  # it learns its one batch by heart
+    assert found["last_loss"] < found["first_loss"]  # it memorises its one batch
     assert found["tokens_per_s"] == pytest.approx(128 / (found["ms"] / 1e3))
     assert found["routes"] == ["reference"]
 
@@ -45,31 +45,27 @@ def test_packed_and_plain_batches_hold_the_same_sequences():
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "message"),
     [
-        (
-            {"cuda_graph": "on"},
-            2,
-            "--cuda-graph on with a cpu: CUDA graphs are a GPU's: take --cuda-graph off, or auto",
-        ),
-        ({"cuda_graph": "on", "device": "cpu"}, 2, "--cuda-graph on with a cpu"),
-        ({"device": "cuda"}, 1, "--device cuda, but torch sees no CUDA device: use --device cpu"),
+        ({"cuda_graph": "on"}, 2, "--cuda-graph on needs a GPU"),
+        ({"cuda_graph": "on", "device": "cpu"}, 2, "--cuda-graph on needs a GPU"),
+        ({"device": "cuda"}, 1, "--device cuda, but torch sees no CUDA device"),
     ],
 )
-def test_what_no_cell_could_do_here_is_refused_at_once(monkeypatch, capsys, options, code, said):
+def test_settings_that_no_cell_can_run_fail_at_once(monkeypatch, capsys, options, code, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     with pytest.raises(TercetError) as caught:
         commands.train(preset="tiny", lengths="64", tokens=64, **options)
     assert (caught.value.exit_code, capsys.readouterr().out) == (code, "")
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_with_a_gpu_graphs_are_not_refused_but_for_a_run_on_the_cpu(monkeypatch):
+def test_cuda_graphs_are_accepted_on_a_gpu_and_rejected_for_a_cpu_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for flags in ({"train.cuda_graph": "on"}, {"run.device": "cuda"}, {"train.cuda_graph": "auto"}):
         train.check_device(load(preset="tiny", flags=flags).config)
-    with pytest.raises(TercetError, match="--cuda-graph on with a cpu"):
+    with pytest.raises(TercetError, match="--cuda-graph on needs a GPU"):
         train.check_device(load(preset="tiny", flags={"train.cuda_graph": "on", "run.device": "cpu"}).config)
 
 
@@ -82,7 +78,7 @@ def test_lengths_share_their_tokens_and_batches_their_length():
     assert [c["preset"] for c in cells[:2]] == ["m7c", "m7c-dense"]
 
 
-def test_packed_documents_and_a_row_for_each_stand_beside_each_other():
+def test_packed_and_plain_cells_of_a_kind_are_measured_side_by_side():
     asked = train.cells_of("m7c", ("nsa", "dense"), (64,), 64, (), 64, "none", ("nsa",), ("nsa",))
     assert [(c["kind"], c["packed"]) for c in asked] == [("nsa", True), ("nsa", False), ("dense", False)]
     speeds = (80.0, 90.0, 100.0)
@@ -90,10 +86,10 @@ def test_packed_documents_and_a_row_for_each_stand_beside_each_other():
     rows = train.compared(cells, True)
     assert [(r["packed"], r["times_dense"]) for r in rows] == [(True, 0.8), (False, 0.9)]
     assert [line.split(" | ")[2] for line in train.table(rows)[2:]] == ["packed", "rows"]
-    assert train.cliffs(rows, 64) == []  # two of one batch, and neither falls from the other
+    assert train.cliffs(rows, 64) == []  # two cells of one batch size are not a cliff
 
 
-def test_settings_that_cannot_be_are_refused_in_one_line():
+def test_invalid_settings_fail_with_one_line():
     with pytest.raises(TercetError, match="--tokens 100 is not a multiple of length 64"):
         train.cells_of("m7c", ("nsa",), (64,), 100, (), 64, "none", ())
     with pytest.raises(TercetError, match="--kinds sparse is unknown"):
@@ -101,25 +97,25 @@ def test_settings_that_cannot_be_are_refused_in_one_line():
 
 
 @pytest.mark.parametrize(("correct", "loss", "ratio"), [(True, 5.5, 0.8), (False, 5.5, None), (True, 4.0, None)])
-def test_what_is_wrong_has_no_ratio(correct: bool, loss: float, ratio: float | None):
+def test_a_wrong_result_gets_no_ratio(correct: bool, loss: float, ratio: float | None):
     cells = [cell("nsa", 8, 8192, 80.0, loss), cell("dense", 8, 8192, 100.0)]
     assert train.compared(cells, correct)[0]["times_dense"] == ratio
 
 
-def test_a_cell_out_of_memory_is_a_cell():
+def test_a_cell_that_ran_out_of_memory_is_shown():
     lost = {**cell("dense", 1, 64, 0.0), "outcome": "out of memory"}
     rows = train.compared([cell("nsa", 1, 64, 80.0), lost], correct=True)
     assert rows[0]["times_dense"] is None
     assert "out of memory" in train.table(rows)[-1]
 
 
-def test_a_larger_batch_that_is_slower_is_told():
+def test_a_larger_batch_that_is_slower_is_reported():
     cells = [cell("nsa", b, 64, speed) for b, speed in ((1, 100.0), (2, 150.0), (4, 140.0), (8, 139.0))]
     assert train.cliffs(train.compared(cells, True), 64) == ["nsa at length 64: batch 2 -> 4 falls to 93%"]
 
 
-def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """A stand-in for the measuring process ends with a failure at the second cell, and goes on at the third."""
+def test_a_process_that_dies_loses_only_its_current_cell(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """A stand-in for the subprocess fails at the second cell."""
     script = (
         "import json, sys\nfor i, c in enumerate(json.loads(sys.argv[-1])['cells']):\n"
         "    if c['length'] == 2: sys.exit('CUDA out of memory, said the driver')\n"
@@ -132,21 +128,23 @@ def test_a_process_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPa
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
     asked = [{"kind": "nsa", "batch": 1, "length": length} for length in (1, 2, 3)]
-    _, done = train.measured(asked, 1, 1, 60, None)
+    seen: list[dict[str, Any]] = []
+    _, done = train.measured(asked, 1, 1, 60, None, on_line=seen.append)
     assert [c["outcome"] for c in done] == ["ok", "out of memory", "ok"]
+    assert seen == done
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["1/3", "2/3", "3/3"]
     assert lines[1].split() == ["2/3", "nsa", "1", "x", "2", "out", "of", "memory"]
 
 
-def test_a_cell_is_named_when_it_begins_and_measured_when_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A stand-in for the measuring process waits for the name of its cell to be printed, and gives up without it."""
+def test_a_cells_name_is_printed_when_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A stand-in for the subprocess waits until the name of its cell is printed, and fails without it."""
     named = tmp_path / "named"
     script = (
         "import json, os, sys, time\n"
         "cell, until = json.loads(sys.argv[-1])['cells'][0], time.monotonic() + 5\n"
         f"while not os.path.exists({str(named)!r}):\n"
-        "    if time.monotonic() > until: sys.exit('nobody said that it began')\n"
+        "    if time.monotonic() > until: sys.exit('the name was not printed')\n"
         "    time.sleep(0.01)\n"
         "figures = {'tokens_per_s': 1.0, 'ms': 1.0, 'peak_gib': 1.0, 'first_loss': 1}\n"
         "print(json.dumps({**cell, 'outcome': 'ok', **figures}), flush=True)\n"
@@ -154,19 +152,19 @@ def test_a_cell_is_named_when_it_begins_and_measured_when_it_ends(monkeypatch: p
     import subprocess
     import sys
 
-    def said(text: str, **_: Any) -> None:
+    def watch(text: str, **_: Any) -> None:
         if text.split() == ["1/1", "nsa", "3", "x", "64"]:
             named.touch()
 
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
-    monkeypatch.setattr(train, "print", said, raising=False)
+    monkeypatch.setattr(train, "print", watch, raising=False)
     _, done = train.measured([{"kind": "nsa", "batch": 3, "length": 64}], 1, 1, 60, None)
     assert [c["outcome"] for c in done] == ["ok"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_gradients_of_packed_documents_are_checked_with_their_bounds(monkeypatch: pytest.MonkeyPatch, packed: bool):
+def test_packed_gradients_are_checked_with_cu_seqlens(monkeypatch: pytest.MonkeyPatch, packed: bool):
     seen = []
     real = attention.nsa_attention
     monkeypatch.setattr(attention, "nsa_attention", lambda *a, **k: seen.append(k["cu_seqlens"]) or real(*a, **k))
@@ -181,7 +179,7 @@ def test_the_gradients_of_packed_documents_are_checked_with_their_bounds(monkeyp
 
 
 @pytest.mark.parametrize(("packed", "asked"), [((), False), (("nsa", "dense"), True), (("dense",), False)])
-def test_kernels_are_compared_for_the_documents_that_the_cells_have(
+def test_the_kernel_check_uses_packed_documents_if_the_cells_do(
     monkeypatch: pytest.MonkeyPatch, packed: tuple[str, ...], asked: bool
 ):
     cpu = {"run.device": "cpu"}
@@ -200,10 +198,10 @@ def test_kernels_are_compared_for_the_documents_that_the_cells_have(
     monkeypatch.setattr(train_cell, "check_gradients", check)
     found = train_cell.parity(*parities[0])
     assert found["correct"] != asked
-    assert ("packed documents" in train._parity_words(found)) == asked
+    assert ("packed documents" in train._parity_line(found)) == asked
 
 
-def test_a_loss_that_was_not_checked_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_an_unchecked_loss_is_reported(monkeypatch: pytest.MonkeyPatch):
     asked = train.cells_of("tiny", ("dense",), (64,), 128, (), 64, "none", ())[0]
     asked["flags"] = {"run.device": "cpu", "model.layers": 1}
     checked = train_cell.measure(asked, steps=1, repeats=0)
@@ -215,7 +213,7 @@ def test_a_loss_that_was_not_checked_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **more: Any) -> int:
-    """The command with cells that somebody measured before."""
+    """The command with given cell results."""
     parities, checked = more.get("parities", []), {"correct": more.get("correct", True)}
     monkeypatch.setattr(train, "measured", lambda *asked: parities.append(asked[-1]) or (checked, done))
     return train.main(
@@ -226,31 +224,29 @@ def bench(monkeypatch: pytest.MonkeyPatch, done: list[dict[str, Any]], **more: A
 
 
 @pytest.mark.parametrize(("loss", "correct"), [(5.5, None), (4.0, False)])
-def test_without_kernels_nothing_is_called_right(
+def test_without_kernels_results_are_not_called_correct(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, loss: float, correct: bool | None
 ):
     checked = train_cell.parity("tiny", {"run.device": "cpu"}, False)
     assert (checked["parity"], checked["correct"]) == (None, None)
-    assert train._parity_words(checked).endswith(": kernels against the reference not compared: no kernels here")
+    assert "not checked" in train._parity_line(checked)
     done = [cell("nsa", 1, 64, 80.0, loss, routes=["reference"]), cell("dense", 1, 64, 100.0, routes=["sdpa"])]
     done = [c | {"batch": 1024} for c in done]
     code = bench(monkeypatch, done, correct=checked["correct"])
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
-    assert (found["correct"], code) == (correct, correct is False)  # losses that differ are wrong with or without
+    assert (found["correct"], code) == (correct, correct is False)  # losses that differ are wrong even without kernels
     assert found["results"][0]["times_dense"] == (0.8 if correct is None else None)
-    assert "no kernels here: times and ratios are of reference, sdpa, and say nothing of a GPU" in lines
+    assert any(line.startswith("no kernels on this device: times are of reference, sdpa") for line in lines)
     bench(monkeypatch, done, correct=True)
-    assert "no kernels here" not in capsys.readouterr().out
+    assert "no kernels on this device" not in capsys.readouterr().out
 
 
-def test_how_much_there_is_to_measure_and_how_long_it_may_take_is_said_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_the_work_ahead_and_its_time_limit_are_printed_first(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     def measured(*_: Any) -> Any:
         assert capsys.readouterr().out == (
             "2 kinds x 2 shapes, at most 600 s each (--seconds): nsa packed, dense at 2 x 64, 1 x 128 tokens; "
-            "3 times 10 steps after a warm-up\n"
+            "3 x 10 steps after warm-up\n"
         )
         raise InterruptedError
 
@@ -267,9 +263,7 @@ def test_a_wrong_cell_is_not_called_correct(monkeypatch: pytest.MonkeyPatch, cap
     assert code == (outcome != "ok")
 
 
-def test_results_are_printed_before_a_file_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-):
+def test_results_are_printed_before_a_failing_write(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path):
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
@@ -284,16 +278,14 @@ def test_results_are_printed_before_a_file_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("flag", ["out", "picture"])
-def test_a_place_that_is_not_there_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
-):
-    with pytest.raises(TercetError, match=rf"--{flag} .*file.svg: there is no folder .*nowhere: make it first"):
+def test_an_unwritable_output_path_fails_before_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str):
+    with pytest.raises(TercetError, match=rf"--{flag} .*file.svg: folder .*nowhere does not exist"):
         bench(monkeypatch, None, **{flag: tmp_path / "nowhere" / "file.svg"})  # type: ignore[arg-type]
     with pytest.raises(TercetError, match=rf"--{flag} .* is a folder"):
         bench(monkeypatch, None, **{flag: tmp_path})  # type: ignore[arg-type]
 
 
-def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
+def test_heat_maps_are_plotted_from_a_results_file(tmp_path: Path):
     matplotlib = pytest.importorskip("matplotlib")
     from tercet.bench.commands import train as command
 
@@ -302,16 +294,16 @@ def test_heat_maps_are_drawn_from_a_file_of_results(tmp_path: Path):
     picture = tmp_path / "map.svg"
     assert command(plot=str(tmp_path / "results.json"), picture=str(picture)) == 0
     assert "0.80" in picture.read_text() or picture.stat().st_size > 5000
-    assert train_plot.draw({"results": rows}, tmp_path / "map.png")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words as words
-        for correct, told in ((True, False), (None, True)):
-            train_plot.draw({"results": rows, "checked": {"correct": correct}}, picture)
-            assert ("NSA, times dense (no kernels)" in picture.read_text()) == told
+    assert plots.heat_maps({"results": rows}, tmp_path / "map.png")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # keep text searchable
+        for correct, marked in ((True, False), (None, True)):
+            plots.heat_maps({"results": rows, "checked": {"correct": correct}}, picture)
+            assert ("× dense (no kernels)" in picture.read_text()) == marked
     with pytest.raises(TercetError, match="--picture"):
         command(plot=str(tmp_path / "results.json"))
 
 
-def test_more_settings_reach_every_cell_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_settings_reach_every_cell_and_unknown_keys_fail(monkeypatch: pytest.MonkeyPatch):
     seen: list[dict[str, Any]] = []
 
     def measured(cells: list[dict[str, Any]], *_: Any) -> tuple[None, list[dict[str, Any]]]:
@@ -324,5 +316,5 @@ def test_more_settings_reach_every_cell_and_unknown_ones_are_refused(monkeypatch
     assert [nsa["window"] for nsa in seen] == [48, 48]
     with pytest.raises(TercetError, match=r"unknown key model\.nsa\.windw"):
         commands.train(**one, settings="model.nsa.windw=48")
-    with pytest.raises(TercetError, match="--settings window is no KEY=VALUE"):
+    with pytest.raises(TercetError, match="--settings window: expected KEY=VALUE"):
         commands.train(**one, settings="window")

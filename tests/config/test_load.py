@@ -1,4 +1,4 @@
-"""Layers of a configuration: who wins, where each value came from, and what is refused in which words."""
+"""Configuration layers: precedence, origins, saving and error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write(tmp_path, text: str):
     return path
 
 
-def test_later_layers_win_and_every_value_knows_its_origin(tmp_path):
+def test_later_layers_win_and_origins_are_recorded(tmp_path):
     file = write(tmp_path, "[train]\nlr = 1e-3\nclip = 2\n[model.nsa]\nwindow = 256\n")
     loaded = load("m7c", file, {"train.lr": 5e-4})
     c = loaded.config
@@ -34,12 +34,12 @@ def test_later_layers_win_and_every_value_knows_its_origin(tmp_path):
     assert set(loaded.origins) == set(all_keys())
 
 
-def test_a_value_given_again_has_the_later_origin_even_if_it_is_the_same():
+def test_an_equal_value_in_a_later_layer_takes_its_origin():
     loaded = load("m7c", None, {"train.lr": 2e-4})
     assert loaded.origins["train.lr"] == "flag"
 
 
-def test_a_file_may_build_on_a_preset(tmp_path):
+def test_a_file_can_build_on_a_preset(tmp_path):
     file = write(tmp_path, 'preset = "tiny"\nabout = "mine"\n[train]\nsteps = 7\n')
     loaded = load(file=file)
     assert loaded.config.train.steps == 7
@@ -48,14 +48,14 @@ def test_a_file_may_build_on_a_preset(tmp_path):
     assert load("tiny", file).config == loaded.config
 
 
-def test_two_presets_at_once_are_refused(tmp_path):
+def test_conflicting_presets_are_rejected(tmp_path):
     file = write(tmp_path, 'preset = "tiny"\n')
-    with pytest.raises(ConfigError, match=r"--preset m7c and --config .* builds on preset tiny: give one of the two"):
+    with pytest.raises(ConfigError, match=r"--preset m7c and --config .* builds on preset tiny: give only one"):
         load("m7c", file)
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_saved_configuration_is_enough_to_repeat_the_run(name, tmp_path):
+def test_a_saved_configuration_repeats_the_run(name, tmp_path):
     loaded = load(name, None, {"run.dir": "somewhere", "train.lr": 0.000123456789012345})
     write_config(loaded.config, loaded.origins, tmp_path)
     again = load(file=tmp_path / "config.toml").config
@@ -64,7 +64,7 @@ def test_a_saved_configuration_is_enough_to_repeat_the_run(name, tmp_path):
     assert "lr = 0.000123456789012345  # flag" in (tmp_path / "config.toml").read_text()
 
 
-def test_values_of_every_kind_survive_the_round_trip(tmp_path):
+def test_values_of_every_type_survive_a_toml_round_trip(tmp_path):
     file = write(
         tmp_path,
         '[data]\nsource = "mixture"\ntokenizer = "tab\\tquote\\" ünï \\u007f"\n'
@@ -80,7 +80,7 @@ def test_values_of_every_kind_survive_the_round_trip(tmp_path):
     assert config.data.mixture[1].path == ("a b", "c")
 
 
-def test_none_in_a_file_takes_a_value_back(tmp_path):
+def test_none_in_a_file_resets_an_optional_value(tmp_path):
     file = write(tmp_path, '[model]\nvalue_dim = "none"\n[run]\nname = "none"\n')
     config = load(None, file).config
     assert config.model.value_dim is None
@@ -88,7 +88,7 @@ def test_none_in_a_file_takes_a_value_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[train]\nlrr = 1\n", r"unknown key train.lrr in file .*mine.toml: did you mean train.lr"),
         ("lr = 1\n", r"unknown key lr in file .*: did you mean train.lr\?"),
@@ -98,7 +98,7 @@ def test_none_in_a_file_takes_a_value_back(tmp_path):
         ("train = 3\n", r"train=3 in file .* must be a table: write \[train\]"),
         ("[model]\nnsa = 3\n", r"model.nsa in file .* is a table, not a value"),
         ('[train]\nlr = "fast"\n', r"train.lr='fast' \(file .*\): must be a number"),
-        ('[train]\nsteps = "three"\n', r"train.steps='three' \(file .*\): must be a whole number$"),
+        ('[train]\nsteps = "three"\n', r"train.steps='three' \(file .*\): must be an integer$"),
         ("[train]\nsteps = 0\n", r"train.steps=0 \(file .*\): must be at least 1$"),
         ('[log]\ntensorboard = "maybe"\n', r"log.tensorboard='maybe' \(file .*\): must be true or false$"),
         ("[run]\nname = 3\n", r"run.name=3 \(file .*\): must be text$"),
@@ -112,19 +112,19 @@ def test_none_in_a_file_takes_a_value_back(tmp_path):
         ("[model.nsa]\nwindow = 0\n", r"window=0 must be at least 1"),
         ("[model.nsa]\ncompress_stride = 7\n", r"compress_stride=7 does not divide compress_block=32"),
         ("[parallel]\nworld_size = 2\n", r"world_size=2 with strategy=single: pick ddp or fsdp"),
-        ("[parallel]\nbucket_mb = 50\n", r"bucket_mb=50.0 is not read by strategy=single: drop it, or pick ddp"),
+        ("[parallel]\nbucket_mb = 50\n", r"bucket_mb=50.0 is not used by strategy=single: drop it, or pick ddp"),
         ("[train]\nlr = 1e-3\nlr = 2\n", r"mine.toml is not valid TOML: .*line 3"),
         ('preset = "tinny"\n', r"unknown preset tinny: did you mean tiny\?"),
         ("preset = 3\n", r"preset=3 in file .* must be the name of a preset"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_with_the_mend(text, said, tmp_path):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_errors_are_one_line_and_name_the_fix(text, message, tmp_path):
+    with pytest.raises(ConfigError, match=message) as caught:
         load(file=write(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.toml does not exist"):
         load(file=tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
@@ -134,12 +134,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load(file=tmp_path / "binary.toml")
 
 
-def test_several_mistakes_are_counted():
+def test_several_errors_are_counted():
     with pytest.raises(ConfigError, match=r"train.lr='x'.* \(and 1 more\)"):
         load(flags={"train.lr": "x", "train.clip": "y"})
 
 
-def test_tokens_per_step_is_the_users_and_accumulation_follows():
+def test_accumulation_follows_from_tokens_per_step():
     at = {"data.seq_len": 1024, "train.micro_batch": 4}
     assert load(flags={**at, "train.tokens_per_step": 4096}).config.accumulation == 1
     assert load(flags={**at, "train.tokens_per_step": 40960}).config.accumulation == 10
@@ -147,15 +147,15 @@ def test_tokens_per_step_is_the_users_and_accumulation_follows():
     assert load(flags={**at, **ddp, "train.tokens_per_step": 40960}).config.accumulation == 5
 
 
-def test_tokens_per_step_that_does_not_divide_names_numbers_that_do():
+def test_an_indivisible_tokens_per_step_suggests_valid_values():
     at = {"data.seq_len": 1024, "train.micro_batch": 4}
-    with pytest.raises(ConfigError, match=r"= 4 × 1024 × 1 = 4096: take 8192 or 12288"):
+    with pytest.raises(ConfigError, match=r"= 4 × 1024 × 1 = 4096: use 8192 or 12288"):
         load(flags={**at, "train.tokens_per_step": 10000})
-    with pytest.raises(ConfigError, match=r"= 4096: take 4096$"):
+    with pytest.raises(ConfigError, match=r"= 4096: use 4096$"):
         load(flags={**at, "train.tokens_per_step": 1000})
 
 
-def test_a_configuration_cannot_be_changed():
+def test_a_configuration_is_frozen():
     config = load("tiny").config
     with pytest.raises(Exception, match="frozen"):
         config.train.lr = 1.0  # type: ignore[misc]
@@ -163,7 +163,7 @@ def test_a_configuration_cannot_be_changed():
         config.model.nsa.window = 1  # type: ignore[misc]
 
 
-def test_describe_shows_what_is_not_a_default_and_is_toml(tmp_path):
+def test_describe_shows_non_default_values_as_toml(tmp_path):
     loaded = load(flags={"train.lr": 1e-3})
     assert describe(loaded.config, loaded.origins) == ["train.lr = 0.001  # flag"]
     lines = describe(loaded.config, loaded.origins, changed_only=False)
@@ -172,7 +172,7 @@ def test_describe_shows_what_is_not_a_default_and_is_toml(tmp_path):
     assert len(describe(loaded.config, loaded.origins, changed_only=False)) == len(all_keys())
 
 
-def test_describe_of_a_repeated_run_is_no_longer_than_the_first(tmp_path):
+def test_describe_of_a_repeated_run_adds_no_lines(tmp_path):
     loaded = load("tiny", None, {"train.clip": 1.0})
     write_config(loaded.config, loaded.origins, tmp_path)
     again = load(file=tmp_path / "config.toml")
@@ -181,7 +181,7 @@ def test_describe_of_a_repeated_run_is_no_longer_than_the_first(tmp_path):
     assert set(second) == set(first) - {"train.clip = 1.0"}
 
 
-def test_every_key_says_what_it_is_for():
+def test_every_key_has_a_help_text():
     assert [path for path, key in all_keys().items() if not key.about.strip()] == []
 
 

@@ -1,4 +1,4 @@
-"""Every preset is whole, has a dense twin that differs in nothing else, and is the model it says it is."""
+"""Every preset loads and plans, has a dense baseline that differs only in attention, and has the documented size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tercet.model.cost import parameters
 from tercet.plan import Device, find_device, make_plan, render
 
 NAMES = preset_names()
-TWINS = [name for name in NAMES if name.endswith("-dense")]
+BASELINES = [name for name in NAMES if name.endswith("-dense")]
 GPU = Device("H200", 989e12, 141 * 2**30, 0.3)
 
 
-def test_the_presets_that_were_promised_are_there():
-    promised = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k"}
-    assert set(NAMES) == promised | {f"{name}-dense" for name in promised}
+def test_the_documented_presets_exist():
+    documented = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k"}
+    assert set(NAMES) == documented | {f"{name}-dense" for name in documented}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,21 +35,21 @@ def test_every_preset_has_a_plan(name):
         assert word in text
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_a_dense_twin_differs_in_its_attention_alone(name):
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_dense_baseline_differs_only_in_attention(name):
     found = differences(load(name.removesuffix("-dense")).config, load(name).config)
     assert set(found) == {"run.name", "model.attention"}
     assert found["model.attention"] == ("nsa", "dense")
 
 
-def test_tiny_draws_its_sequences_from_far_more_than_it_reads():
-    """Its steps are few: of a narrow block it would see a handful of files, and its loss would be their luck."""
+def test_tiny_shuffles_over_many_more_sequences_than_it_reads():
+    """With a small block its few steps would read a handful of files, and the loss would depend on which."""
     c = load("tiny").config
     read = c.train.steps * c.train.tokens_per_step // c.data.seq_len
     assert c.data.shuffle_sequences >= 16 * read
 
 
-def test_a_plan_warns_of_a_block_of_sequences_that_takes_much_memory():
+def test_a_plan_warns_of_a_large_shuffle_block():
     cpu = Device("CPU", 1e11, None, 0.3)
     for length, warned in ((256, False), (65536, True)):
         config = load("tiny", flags={"data.seq_len": length, "train.tokens_per_step": 4 * length}).config
@@ -59,35 +59,37 @@ def test_a_plan_warns_of_a_block_of_sequences_that_takes_much_memory():
 
 
 @pytest.mark.parametrize(("gib", "warned"), [(8.0, True), (2048.0, False), (None, False)])
-def test_a_plan_for_this_cpu_warns_of_more_memory_than_it_has_and_says_how_to_plan_for_a_gpu(monkeypatch, gib, warned):
+def test_a_plan_for_this_cpu_warns_of_too_little_memory_and_suggests_a_gpu(monkeypatch, gib, warned):
     monkeypatch.setattr(plan, "_nvidia_smi", lambda: None)
     monkeypatch.setattr(plan, "host_total_gib", lambda: gib)
 
-    def told(device, gpu=None):
+    def plan_lines(device, gpu=None):
         config = load("m7c", flags={"run.device": device}).config
         return render(config, make_plan(config, find_device(device, gpu)))
 
-    hint = "hint        no GPU here: --gpu H200 plans for one"
-    lines = told("auto")
+    hint = "hint        no GPU found: plan for one with --gpu H200"
+    lines = plan_lines("auto")
     assert hint in lines
-    assert [line for line in told("cpu") if line.startswith("warning")] == [x for x in lines if x.startswith("warning")]
+    assert [line for line in plan_lines("cpu") if line.startswith("warning")] == [
+        x for x in lines if x.startswith("warning")
+    ]
     assert ("may not fit in the 8.0 GiB of this machine: lower train.micro_batch" in "\n".join(lines)) == warned
-    assert hint not in told("cpu")  # somebody wanted it
-    assert not [line for line in told("auto", "H200") if line.startswith(("hint", "warning"))]
+    assert hint not in plan_lines("cpu")  # chosen explicitly
+    assert not [line for line in plan_lines("auto", "H200") if line.startswith(("hint", "warning"))]
 
 
-def test_a_plan_reckons_a_block_of_sequences_by_the_vocabulary_not_by_the_name_of_the_tokenizer():
+def test_a_shuffle_block_is_sized_by_the_vocabulary_not_by_the_tokenizer_name():
     def held(tokenizer, vocab_size):
         flags = {"data.seq_len": 65536, "train.tokens_per_step": 4 * 65536, "data.tokenizer": tokenizer}
         config = load("tiny", flags=flags | {"model.vocab_size": vocab_size}).config
-        (told,) = make_plan(config, Device("CPU", 1e11, None, 0.3)).warnings
-        return re.search(r"holds (\S+) GiB", told)[1]
+        (warning,) = make_plan(config, Device("CPU", 1e11, None, 0.3)).warnings
+        return re.search(r"holds (\S+) GiB", warning)[1]
 
     assert held("mine/tokenizer.json", 256) == held("byte", 256) == held("byte", 320) == "8.0"
     assert held("mine/tokenizer.json", 320) == "16.0"
 
 
-def test_m7c_is_the_model_it_is_called_after_but_for_its_window_and_how_blocks_are_chosen():
+def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
     c = load("m7c").config
     m, t, nsa = c.model, c.train, c.model.nsa
     assert (m.dim, m.ffn_dim, m.layers, m.heads, m.kv_heads, m.head_dim) == (768, 2048, 12, 12, 2, 64)
@@ -104,5 +106,5 @@ def test_m7c_is_the_model_it_is_called_after_but_for_its_window_and_how_blocks_a
 @pytest.mark.parametrize(
     ("name", "millions"), [("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77)]
 )
-def test_sizes_are_as_told(name, millions):
+def test_parameter_counts(name, millions):
     assert round(parameters(load(name).config.model).total / 1e6) == millions

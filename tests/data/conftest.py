@@ -20,7 +20,7 @@ WORDS = ["sparse", "attention", "reads", "few", "blocks", "of", "a", "long", "te
 
 
 def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
-    """Different texts of very different lengths; some longer than any sequence of these tests."""
+    """Distinct texts of very different lengths; some longer than any sequence in these tests."""
     rng = random.Random(seed)
     return [f"{i}: " + " ".join(rng.choices(WORDS, k=rng.randint(1, longest))) + " é" for i in range(count)]
 
@@ -49,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> dict[s
         (folders["jsonl"] / f"{part}.jsonl").write_bytes(b"".join(lines))
         with gzip.open(folders["gz"] / f"{part}.jsonl.gz", "wb") as file:
             file.writelines(lines)
-        # Two frames in one file, as parallel compressors write them: a careless reader stops after the first.
+        # Two frames in one file, as parallel compressors write: a careless reader stops after the first.
         compress = zstandard.ZstdCompressor().compress
         half = len(lines) // 2
         packed = compress(b"".join(lines[:half])) + compress(b"".join(lines[half:]))
@@ -88,7 +88,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) ->
 
 @pytest.fixture(scope="session")
 def configs(corpus: dict[str, Path], shards: Path) -> dict[str, DataConfig]:
-    """One configuration per kind of source, over the same documents where it has any."""
+    """One configuration per kind of source, over the same documents where it has documents."""
     base: dict[str, Any] = {"seq_len": 64, "validation_fraction": 0.1, "shuffle_block": 8, "prefetch": 2}
     recall = {"task": "recall", "length": 200, "pairs": 4, "queries": 2, "min_distance": 80}
     return {
@@ -143,7 +143,7 @@ def same_batch(one: Batch, other: Batch) -> bool:
 
 
 def _without_library_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The datasets library spells one and the same place in several ways."""
+    """The datasets library represents one position in several ways."""
     place = state["cursor"].get("place") if state["cursor"] else None
     if isinstance(place, dict):
         return {**state, "cursor": {**state["cursor"], "place": place["read"]}}
@@ -157,9 +157,9 @@ def same() -> Callable[[Batch, Batch], bool]:
 
 @pytest.fixture(scope="session")
 def documents_of() -> Callable[[list[Batch]], list[bytes]]:
-    """Byte documents put together again from batches of one rank, without EOS; the last, unended one is left out."""
+    """Reassemble byte documents from batches of one rank, without EOS and without an incomplete last one."""
 
-    def put_together(batches: list[Batch]) -> list[bytes]:
+    def reassemble(batches: list[Batch]) -> list[bytes]:
         documents, current = [], b""
         for batch in batches:
             tokens = batch.tokens.flatten().tolist()
@@ -174,13 +174,13 @@ def documents_of() -> Callable[[list[Batch]], list[bytes]]:
                     current = b""
         return documents
 
-    return put_together
+    return reassemble
 
 
 @pytest.fixture(scope="session")
 def small_bpe(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> Path:
     """A tokenizer.json trained on the corpus."""
-    from tercet.data.bpe import train_bpe
+    from tercet.data.train_tokenizer import train_bpe
 
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe(DataConfig(source="text", path=str(corpus["text"])), path, vocab_size=300)

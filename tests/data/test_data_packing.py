@@ -1,4 +1,4 @@
-"""Documents in sequences: boundaries, targets, masks and padding, against an oracle written with lists."""
+"""Packing: boundaries, targets, masks and padding, compared with an oracle written with lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EOS = 0
 
 
 class ListStream:
-    """Documents from lists; masks where the list has them."""
+    """Documents from lists, with optional masks."""
 
     def __init__(self, documents: list[list[int]], masks: list[list[bool]] | None = None) -> None:
         self.identity, self.bad_records = {}, []
@@ -82,7 +82,7 @@ def test_the_last_token_of_a_document_predicts_eos_and_eos_predicts_nothing():
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
 
 
-def test_a_long_document_goes_on_in_the_next_sequence_with_every_target_but_none_twice():
+def test_a_long_document_continues_in_the_next_sequence_with_each_target_once():
     document = [*range(1, 12), EOS]
     batches = list(pack(ListStream([document]), packing(4, 2)))
     tokens = np.concatenate([b.tokens for b in batches])[: len(document)]
@@ -92,7 +92,7 @@ def test_a_long_document_goes_on_in_the_next_sequence_with_every_target_but_none
     assert batches[0].cu_seqlens.tolist() == [0, 4, 8], "the end of a sequence is a boundary"
 
 
-def test_masked_tokens_are_read_but_are_no_targets():
+def test_masked_tokens_are_inputs_but_not_targets():
     mask = [False, False, True, False, True]
     (batch,) = pack(ListStream([[5, 6, 7, 8, EOS]], [mask]), packing(5, 1))
     assert batch.tokens.tolist() == [5, 6, 7, 8, EOS]
@@ -124,15 +124,15 @@ def test_whole_packing_splits_no_document_that_fits(configs, read, documents_of)
         bounds = batch.cu_seqlens.tolist()
         for begin, end in pairwise(bounds):
             segment = batch.tokens.flatten()[begin:end]
-            goes_on = segment[-1] != EOS
-            assert not goes_on or begin % 256 == 0, "only a document that had a whole sequence goes on"
+            continues = segment[-1] != EOS
+            assert not continues or begin % 256 == 0, "only a document longer than a sequence continues"
     assert batches[-1].stats.padding > 0
     continued = configs["jsonl"].model_copy(update={"seq_len": 256, "exhaustion": "stop"})
     assert documents_of(batches) == documents_of(read(continued))
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_packing_goes_on_from_every_batch(whole):
+def test_packing_resumes_after_every_batch(whole):
     rng = np.random.default_rng(0)
     documents = [[*rng.integers(1, 99, rng.integers(0, 30)).tolist(), EOS] for _ in range(40)]
     stream = ListStream(documents)

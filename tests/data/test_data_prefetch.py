@@ -1,4 +1,4 @@
-"""Batches made ahead of time are neither lost nor repeated, whatever happens to their reader."""
+"""Prefetched batches are neither lost nor repeated, also when the reader is killed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.ahead import Ahead
-from tercet.data.errors import BadRecordError, StoppedWaiting
 from tercet.data.loader import Batch, build_loader
+from tercet.data.prefetch import Prefetcher
+from tercet.data.stream import BadRecordError, StoppedWaiting
 
 
 def digest(batch: Batch) -> str:
@@ -30,13 +30,13 @@ def read_until_killed(data: DataConfig, state: dict | None, log: Path) -> None:
             out.flush()
 
 
-def test_a_reader_killed_at_any_moment_goes_on_without_losing_or_repeating_a_batch(configs, read, tmp_path):
+def test_a_killed_reader_resumes_without_losing_or_repeating_a_batch(configs, read, tmp_path):
     data = configs["mixture"].model_copy(update={"prefetch": 16})
     log, state = tmp_path / "log", None
     log.touch()
     kept: list[str] = []
     for kill in range(5):
-        reader = os.fork()  # not a new interpreter: importing torch five times would be most of the test
+        reader = os.fork()  # a new interpreter would spend most of the test importing torch
         if reader == 0:
             try:
                 read_until_killed(data, state, log)
@@ -58,13 +58,13 @@ def test_a_reader_killed_at_any_moment_goes_on_without_losing_or_repeating_a_bat
 
 
 @pytest.mark.parametrize("prefetch", [1, 3, 64])
-def test_batches_do_not_depend_on_how_many_are_made_ahead(prefetch, configs, read, same):
+def test_batches_do_not_depend_on_the_prefetch_depth(prefetch, configs, read, same):
     plain = read(configs["jsonl"].model_copy(update={"prefetch": 0}), 12)
-    ahead = read(configs["jsonl"].model_copy(update={"prefetch": prefetch}), 12)
-    assert all(same(a, b) for a, b in zip(plain, ahead, strict=True))
+    prefetched = read(configs["jsonl"].model_copy(update={"prefetch": prefetch}), 12)
+    assert all(same(a, b) for a, b in zip(plain, prefetched, strict=True))
 
 
-def test_an_error_is_raised_at_its_batch_and_again_when_asked_again(tmp_path):
+def test_an_error_is_raised_at_its_batch_and_on_every_later_request(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "aaaaaaaaa"}\n' * 5 + "broken\n")
     data = DataConfig(source="jsonl", path=str(path), seq_len=10, validation_fraction=0, shuffle=False, shuffle_block=5)
@@ -79,13 +79,13 @@ def _data_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "tercet-data"]
 
 
-def test_closing_or_forgetting_a_loader_ends_its_threads(configs):
+def test_closing_or_dropping_a_loader_ends_its_threads(configs):
     before = len(_data_threads())
-    for forget in (False, True):
+    for drop in (False, True):
         loader = build_loader(configs["mixture"], seed=1, batch_sequences=4)
         next(loader)
         assert len(_data_threads()) > before
-        if forget:
+        if drop:
             del loader
         else:
             loader.close()
@@ -95,33 +95,33 @@ def test_closing_or_forgetting_a_loader_ends_its_threads(configs):
         assert len(_data_threads()) == before
 
 
-def test_a_reader_that_is_told_to_stop_does_not_wait_for_data_that_hangs(monkeypatch):
-    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", 0.05)
-    comes, stop = threading.Event(), threading.Event()
+def test_a_stop_request_ends_waiting_for_data_that_hangs(monkeypatch):
+    monkeypatch.setattr("tercet.data.prefetch.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.data.prefetch.GRACE_SECONDS", 0.05)
+    release, stop = threading.Event(), threading.Event()
 
     def hanging():
         yield 1
-        comes.wait()
+        release.wait()
         yield 2
 
-    ahead = Ahead(hanging(), depth=2, stop=stop.is_set)
+    prefetcher = Prefetcher(hanging(), depth=2, stop=stop.is_set)
     stop.set()
-    assert next(ahead) == 1  # what is there is given, told or not
+    assert next(prefetcher) == 1  # ready items are still delivered
     with pytest.raises(StoppedWaiting):
-        next(ahead)
-    comes.set()
-    assert next(ahead) == 2
-    ahead.close()
+        next(prefetcher)
+    release.set()
+    assert next(prefetcher) == 2
+    prefetcher.close()
 
 
 @pytest.mark.parametrize("others_wait", [False, True])
-def test_a_batch_that_is_merely_slow_is_waited_for_from_the_signal_on(monkeypatch, others_wait):
-    """However long the wait has been by then."""
+def test_a_slow_batch_gets_a_grace_period_after_the_stop_request(monkeypatch, others_wait):
+    """Counted from the stop request, not from the start of the wait."""
     short, long = (0.0, 20.0) if others_wait else (20.0, 0.0)
-    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", short)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_WITH_OTHERS_SECONDS", long)
+    monkeypatch.setattr("tercet.data.prefetch.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.data.prefetch.GRACE_SECONDS", short)
+    monkeypatch.setattr("tercet.data.prefetch.GRACE_WITH_OTHERS_SECONDS", long)
     stop = threading.Event()
 
     def slow():
@@ -130,9 +130,9 @@ def test_a_batch_that_is_merely_slow_is_waited_for_from_the_signal_on(monkeypatc
         time.sleep(0.2)
         yield 1
 
-    ahead = Ahead(slow(), depth=2, stop=stop.is_set, others_wait=others_wait)
-    assert next(ahead) == 1
-    ahead.close()
+    prefetcher = Prefetcher(slow(), depth=2, stop=stop.is_set, others_wait=others_wait)
+    assert next(prefetcher) == 1
+    prefetcher.close()
 
 
 def test_time_spent_waiting_is_measured(configs):
@@ -141,9 +141,9 @@ def test_time_spent_waiting_is_measured(configs):
             time.sleep(0.05)
             yield i
 
-    ahead = Ahead(slow(), depth=2)
-    assert list(ahead) == [0, 1, 2]
-    assert 0.1 < ahead.wait_seconds < 5
+    prefetcher = Prefetcher(slow(), depth=2)
+    assert list(prefetcher) == [0, 1, 2]
+    assert 0.1 < prefetcher.wait_seconds < 5
 
     with build_loader(configs["jsonl"], seed=1, batch_sequences=4) as loader:
         next(loader)
@@ -155,7 +155,7 @@ def test_time_spent_waiting_is_measured(configs):
 
 
 @pytest.mark.gpu
-def test_batches_are_pinned_where_the_process_uses_a_gpu(configs, read):
+def test_batches_are_pinned_if_the_process_uses_a_gpu(configs, read):
     import torch
 
     torch.cuda.init()
@@ -165,7 +165,7 @@ def test_batches_are_pinned_where_the_process_uses_a_gpu(configs, read):
     assert batch.cu_seqlens.is_pinned()
 
 
-def test_a_batch_is_what_the_trainer_was_promised(configs, read):
+def test_shapes_and_types_of_a_batch(configs, read):
     import torch
 
     batch = read(configs["jsonl"], 1, rank=1, world_size=2)[0]
@@ -177,7 +177,7 @@ def test_a_batch_is_what_the_trainer_was_promised(configs, read):
     assert (batch.cu_seqlens.diff() > 0).all()
     assert batch.tokens.is_contiguous()
     assert json.loads(json.dumps(batch.state)) == batch.state
-    open_to_all = configs["jsonl"].model_copy(update={"cross_document_attention": True})
-    crossing = read(open_to_all, 1, rank=1, world_size=2)[0]
+    crossing_config = configs["jsonl"].model_copy(update={"cross_document_attention": True})
+    crossing = read(crossing_config, 1, rank=1, world_size=2)[0]
     assert crossing.cu_seqlens is None
     assert np.array_equal(crossing.targets, batch.targets)

@@ -1,4 +1,4 @@
-"""A record that cannot be read is named, or skipped and counted; never replaced by anything."""
+"""Unreadable records are reported by name, or skipped and counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.stream import BadRecordError, DataError
 
 GOOD = [json.dumps({"text": f"good {i}"}) for i in range(6)]
 
@@ -32,12 +32,12 @@ def config(source: str, path, **kwargs) -> DataConfig:
     [
         (b'{"text": "half', "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
-        (b'["text"]', "is list and not an object"),
+        (b'["text"]', "is a JSON list, not an object"),
         (b'{"content": "x"}', r"has no field 'text' \(it has content\)"),
-        (b'{"text": null}', "its text is NoneType and not a string"),
-        (b'{"text": 5}', "its text is int and not a string"),
+        (b'{"text": null}', "its text is NoneType, not a string"),
+        (b'{"text": 5}', "its text is int, not a string"),
         (b'{"text": "\\ud800"}', "its text is not Unicode"),
-        (b'{"text": "a\\u0000b"}', "has a zero byte at 1, which means end of document to the byte tokenizer"),
+        (b'{"text": "a\\u0000b"}', "has a zero byte at 1"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
@@ -52,7 +52,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(bad, reason, suffix, tmp_pat
     assert batches[-1].stats.skipped == 1
 
 
-def test_skipped_and_empty_records_are_counted_once_also_after_resuming(tmp_path, read):
+def test_skipped_and_empty_records_are_counted_once_even_after_a_resume(tmp_path, read):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": f"good {i} " + "x" * (i % 7)}) for i in range(60)]
     for i in range(0, 60, 9):
@@ -67,7 +67,7 @@ def test_skipped_and_empty_records_are_counted_once_also_after_resuming(tmp_path
         assert [b.stats for b in rest] == [b.stats for b in straight[k + 1 :]]
 
 
-def test_skipped_records_can_be_read_about(tmp_path):
+def test_skipped_records_are_reported(tmp_path):
     from tercet.data.loader import build_loader
 
     path = tmp_path / "a.jsonl"
@@ -78,12 +78,12 @@ def test_skipped_records_can_be_read_about(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
-def test_a_compressed_file_that_breaks_off_is_an_error_not_an_end(suffix, tmp_path, read, documents_of):
+def test_a_truncated_compressed_file_is_an_error(suffix, tmp_path, read, documents_of):
     lines = "".join(json.dumps({"text": f"{i} " + str(hash(str(i)))}) + "\n" for i in range(5000)).encode()
     packed = gzip.compress(lines) if suffix.endswith("gz") else zstandard.ZstdCompressor().compress(lines)
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(BadRecordError, match=rf"record \d+ of .*a\.{suffix}: the file breaks off here"):
+    with pytest.raises(BadRecordError, match=rf"record \d+ of .*a\.{suffix}: the file is truncated here"):
         read(config("jsonl", path))
     (tmp_path / "b.jsonl").write_text(GOOD[0] + "\n")
     batches = read(config("jsonl", tmp_path, bad_records="skip"))
@@ -110,7 +110,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path, read):
         read(config("text", tmp_path))
 
 
-def test_text_files_are_cut_at_the_separator(tmp_path, read, documents_of):
+def test_text_files_are_split_at_the_separator(tmp_path, read, documents_of):
     (tmp_path / "a.txt").write_text("one\n---\ntwo\n---\nthree")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"four"))
     assert documents_of(read(config("text", tmp_path, separator="\n---\n"))) == [b"one", b"two", b"three", b"four"]
@@ -118,7 +118,7 @@ def test_text_files_are_cut_at_the_separator(tmp_path, read, documents_of):
     assert whole == [b"one\n---\ntwo\n---\nthree", b"four"]
 
 
-def test_paths_may_be_files_folders_and_globs(tmp_path, read, documents_of):
+def test_paths_can_be_files_folders_and_globs(tmp_path, read, documents_of):
     for name in ("x/a.jsonl", "x/deep/b.jsonl", "y/c.jsonl", "y/notes.md", "x/.hidden.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
@@ -131,12 +131,14 @@ def test_paths_may_be_files_folders_and_globs(tmp_path, read, documents_of):
     assert names("x", "y/c.jsonl") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"y/c.jsonl"}
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "a.jsonl").write_text(json.dumps({"text": "z/a.jsonl"}) + "\n")
-    assert names("x", "z") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"z/a.jsonl"}, "folders may hold files of one name"
+    assert names("x", "z") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"z/a.jsonl"}, (
+        "equal names in two folders"
+    )
     (tmp_path / "z" / "a.jsonl").unlink()
     assert names("**/*.jsonl") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"y/c.jsonl"}
     with pytest.raises(DataError, match="matches no file"):
         names("z*.jsonl")
-    with pytest.raises(DataError, match="holds no parquet file"):
+    with pytest.raises(DataError, match="has no parquet files"):
         read(config("parquet", tmp_path / "x"))
     with pytest.raises(DataError, match=r"names .*a.jsonl twice"):
         names("x/a.jsonl", "x/*.jsonl")

@@ -1,4 +1,4 @@
-"""One global order of documents, from which any run goes on exactly, at any world size."""
+"""Documents have one global order, and runs resume in it exactly, at any world size."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import json
 import numpy as np
 import pytest
 
-from tercet.data.errors import DataError
 from tercet.data.loader import build_loader
+from tercet.data.stream import DataError
 
 KINDS = ["text", "jsonl", "gz", "zst", "parquet", "fineweb", "shards", "recall", "mixture"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resuming_after_any_batch_goes_on_exactly(kind, configs, read, same):
+def test_resuming_after_any_batch_is_exact(kind, configs, read, same):
     straight = read(configs[kind], 72, sequences=8)
     if kind != "recall":
-        assert straight[-4].stats.epoch >= 1, "a change of epoch is among the places"
+        assert straight[-4].stats.epoch >= 1, "the positions include a change of epoch"
     for k in range(0, 69, 5 if kind == "fineweb" else 2):
         state = json.loads(json.dumps(straight[k].state))
         resumed = read(configs[kind], 3, sequences=8, state=state)
@@ -41,7 +41,7 @@ def test_ranks_together_read_what_one_rank_reads(kind, world, configs, read):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "shards", "mixture"])
-def test_a_run_goes_on_at_another_world_size(kind, configs, read):
+def test_a_run_resumes_at_another_world_size(kind, configs, read):
     straight = read(configs[kind], 9)
     on_two = [read(configs[kind], 3, rank=r, world_size=2) for r in range(2)]
     on_four = [read(configs[kind], 3, rank=r, world_size=4, state=on_two[1][-1].state) for r in range(4)]
@@ -51,7 +51,7 @@ def test_a_run_goes_on_at_another_world_size(kind, configs, read):
     assert all(np.array_equal(a, b.tokens) for a, b in zip(whole, straight, strict=True))
 
 
-def test_a_run_goes_on_at_another_length_and_batch_size_without_losing_a_token(configs, read):
+def test_a_run_resumes_at_another_length_and_batch_size_without_losing_a_token(configs, read):
     data = configs["jsonl"]
     straight = np.concatenate([b.tokens.flatten() for b in read(data, 30)])
     first = read(data, 5)
@@ -72,7 +72,7 @@ def test_each_epoch_reads_every_document_once_in_a_new_order(configs, read, docu
         assert epochs[0] != epochs[1] != epochs[2], kind
 
 
-def test_the_seed_gives_the_order_and_without_shuffle_there_is_none(configs, read, documents_of, texts):
+def test_the_seed_decides_the_order_and_shuffle_false_keeps_file_order(configs, read, documents_of, texts):
     data = configs["jsonl"].model_copy(update={"validation_fraction": 0.0, "exhaustion": "stop"})
     orders = [documents_of(read(data, seed=seed)) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
@@ -90,7 +90,7 @@ def test_the_seed_gives_the_order_and_without_shuffle_there_is_none(configs, rea
         ({"shuffle_block": 9}, "shuffle_block was 8 and is 9"),
     ],
 )
-def test_a_cursor_of_other_data_is_refused_by_name(change, named, configs, read):
+def test_a_cursor_of_other_data_is_rejected_with_the_changed_setting(change, named, configs, read):
     state = read(configs["jsonl"], 2)[-1].state
     seed = change.get("seed", 7)
     data = configs["jsonl"].model_copy(update={k: v for k, v in change.items() if k != "seed"})
@@ -98,7 +98,7 @@ def test_a_cursor_of_other_data_is_refused_by_name(change, named, configs, read)
         read(data, 1, seed=seed, state=state)
 
 
-def test_a_cursor_is_refused_when_the_files_changed(tmp_path, configs, read):
+def test_a_cursor_is_rejected_when_the_files_changed(tmp_path, configs, read):
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "one two three"}\n' * 40)
@@ -106,14 +106,14 @@ def test_a_cursor_is_refused_when_the_files_changed(tmp_path, configs, read):
     state = read(data, 1)[-1].state
     moved = folder.rename(tmp_path / "elsewhere")
     data = data.model_copy(update={"path": (str(moved),)})
-    assert read(data, 1, state=state), "a moved folder holds the same files"
+    assert read(data, 1, state=state), "a moved folder has the same files"
     (moved / "b.jsonl").write_text('{"text": "four"}\n')
     with pytest.raises(DataError, match=r"data changed since the checkpoint: files was"):
         read(data, 1, state=state)
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(configs):
-    with pytest.raises(DataError, match="batch_sequences=6 is not a multiple of world_size=4: take 8"):
+def test_an_indivisible_batch_is_rejected(configs):
+    with pytest.raises(DataError, match="batch_sequences=6 is not a multiple of world_size=4: use 8"):
         build_loader(configs["jsonl"], seed=1, batch_sequences=6, world_size=4)
-    with pytest.raises(DataError, match="rank=4 is not one of 0 … 3"):
+    with pytest.raises(DataError, match="rank=4 is not in 0 … 3"):
         build_loader(configs["jsonl"], seed=1, batch_sequences=8, world_size=4, rank=4)

@@ -1,4 +1,4 @@
-"""Sequences shuffled within blocks: nothing lost or repeated, exact to resume, the same on any number of ranks."""
+"""data.shuffle_sequences: nothing lost or repeated, exact resume, the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tercet.config.data import DataConfig, held_bytes
-from tercet.data.errors import DataError
-from tercet.data.files import Files
+from tercet.config.data import DataConfig, bytes_per_token
+from tercet.data.files import FileSet
 from tercet.data.loader import build_loader
-from tercet.data.packing import IGNORE
-from tercet.data.sequence_shuffle import narrowest
+from tercet.data.packing import IGNORE, block_dtype
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 
 
@@ -30,7 +29,7 @@ def sequences(batches):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "shards", "recall"])
-def test_every_block_holds_the_sequences_it_would_have_held_in_another_order(kind, configs, read):
+def test_every_block_is_a_permutation_of_its_sequences(kind, configs, read):
     plain = sequences(read(configs[kind], 24, sequences=4))
     mixed = sequences(read(shuffled(configs[kind]), 24, sequences=4))
     assert mixed != plain
@@ -39,8 +38,8 @@ def test_every_block_holds_the_sequences_it_would_have_held_in_another_order(kin
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "mixture"])
-def test_resuming_after_any_batch_goes_on_exactly(kind, configs, read):
-    data = shuffled(configs[kind], block=5)  # batches lie across blocks
+def test_resuming_after_any_batch_is_exact(kind, configs, read):
+    data = shuffled(configs[kind], block=5)  # batches span blocks
     straight = read(data, 40, sequences=8)
     for k in range(0, 37, 3):
         resumed = read(data, 3, sequences=8, state=json.loads(json.dumps(straight[k].state)))
@@ -51,7 +50,7 @@ def test_resuming_after_any_batch_goes_on_exactly(kind, configs, read):
             assert (expected.state, expected.stats) == (got.state, got.stats)
 
 
-def test_a_run_goes_on_at_another_world_size_and_batch_size(configs, read):
+def test_a_run_resumes_at_another_world_size_and_batch_size(configs, read):
     data = shuffled(configs["jsonl"])
     straight = sequences(read(data, 30, sequences=4))
     two = [read(data, 3, sequences=4, rank=r, world_size=2) for r in range(2)]
@@ -73,7 +72,7 @@ def test_ranks_together_read_what_one_rank_reads(configs, read):
         assert bounds == batch.cu_seqlens.tolist()
 
 
-def test_at_the_end_of_the_data_every_sequence_was_handed_out_once(configs, read):
+def test_every_sequence_is_delivered_once_by_the_end_of_the_data(configs, read):
     data = configs["jsonl"].model_copy(update={"exhaustion": "stop"})
     plain, mixed = (sequences(read(d, 10_000, sequences=4)) for d in (data, shuffled(data, block=64)))
     padding = [s for s in plain if set(s[1]) == {-100} and len(set(s[0])) == 1]
@@ -82,35 +81,34 @@ def test_at_the_end_of_the_data_every_sequence_was_handed_out_once(configs, read
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "shards", "mixture"])
-def test_counts_are_those_of_as_many_sequences_as_they_are_packed(kind, configs, read):
-    """A block of ten epochs is not ten epochs read."""
+def test_counts_equal_those_of_as_many_sequences_in_packing_order(kind, configs, read):
+    """A block that spans ten epochs does not count as ten epochs read."""
     plain = [b.stats for b in read(configs[kind], 400, sequences=4)]
     assert plain[-1].epoch >= 1
     for block in (10, 7000):
         assert [b.stats for b in read(shuffled(configs[kind], block), 400, sequences=4)] == plain
 
 
-def test_counts_with_padding_are_those_of_as_many_sequences_that_have_something_to_learn(configs, read):
-    """The EOS of a document that fills its sequences to the last token, and padding after it, is not handed out."""
+def test_counts_with_padding_equal_those_of_as_many_non_padding_sequences(configs, read):
+    """A sequence with only an EOS that spilled over from a full one, and padding, is not delivered."""
     data = configs["jsonl"].model_copy(update={"packing": "whole"})
     plain = read(data, 600, sequences=1)
-    given = [b for b in plain if b.tokens.any() or (b.targets != -100).any()]
-    assert len(given) < len(plain)
-    expected = [replace(b.stats, sequences=n) for n, b in enumerate(given, start=1)]
+    delivered = [b for b in plain if b.tokens.any() or (b.targets != -100).any()]
+    assert len(delivered) < len(plain)
+    expected = [replace(b.stats, sequences=n) for n, b in enumerate(delivered, start=1)]
     for block in (10, 7000):
-        assert [b.stats for b in read(shuffled(data, block), len(given), sequences=1)] == expected
+        assert [b.stats for b in read(shuffled(data, block), len(delivered), sequences=1)] == expected
 
 
-def test_counts_at_the_end_of_the_data_are_those_of_as_many_sequences(configs, read):
+def test_counts_at_the_end_of_the_data_equal_those_of_as_many_sequences(configs, read):
     data = configs["jsonl"].model_copy(update={"exhaustion": "stop"})
     plain = [b.stats for b in read(data, sequences=7)]
-    assert plain[-1].padding > 64  # some sequences of the last batch are nothing else
+    assert plain[-1].padding > 64  # some sequences of the last batch are only padding
     for block in (10, 7000):
         assert [b.stats for b in read(shuffled(data, block), sequences=7)] == plain
 
 
-def test_the_order_is_that_of_the_first_checkpoints(configs, read):
-    """A cursor written long ago goes on with the sequences that it would have gone on with then."""
+def test_cursors_of_older_checkpoints_resume_in_the_same_order(configs, read):
     data = shuffled(configs["recall"])
     first = read(data, 7, sequences=4)
     assert hashlib.sha256(repr(sequences(first)).encode()).hexdigest()[:16] == "c20724b65bbc0c4e"
@@ -122,7 +120,7 @@ def test_the_order_is_that_of_the_first_checkpoints(configs, read):
     assert sequences(read(data, 3, sequences=4, state={**facts, "shuffle": then})) == sequences(first[4:])
 
 
-def test_documents_do_not_run_into_each_other(configs, read):
+def test_document_boundaries_are_kept(configs, read):
     for batch in read(shuffled(configs["jsonl"]), 20, sequences=4):
         flat, targets = batch.tokens.flatten().tolist(), batch.targets.flatten().tolist()
         bounds = batch.cu_seqlens.tolist()
@@ -137,12 +135,12 @@ def test_validation_is_not_shuffled(configs, read):
     assert plain == mixed
 
 
-def test_a_block_cannot_be_left_in_its_middle(configs, read):
+def test_block_settings_cannot_change_inside_a_block(configs, read):
     data = shuffled(configs["jsonl"])
     state = read(data, 1, sequences=4)[-1].state
     with pytest.raises(DataError, match=r"data\.shuffle_sequences was 12 and is 7"):
         read(shuffled(data, block=7), 1, sequences=4, state=state)
-    with pytest.raises(DataError, match=r"put data\.shuffle_sequences back to 12"):
+    with pytest.raises(DataError, match=r"set data\.shuffle_sequences back to 12"):
         read(configs["jsonl"], 1, sequences=4, state=state)
     with pytest.raises(DataError, match=r"data\.seq_len was \d+ and is 160"):
         read(shuffled(data, seq_len=160), 1, sequences=4, state=state)
@@ -152,7 +150,7 @@ def test_a_block_cannot_be_left_in_its_middle(configs, read):
 
 @pytest.fixture
 def words_of_128(tmp_path):
-    """A tokenizer with as few tokens as bytes have values, and another name."""
+    """A tokenizer with fewer than 256 tokens that is not `byte`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -162,34 +160,34 @@ def words_of_128(tmp_path):
 
 
 @pytest.mark.parametrize(("tokenizer", "each"), [("byte", 4), ("words_of_128", 4), ("small_bpe", 8)])
-def test_one_block_is_in_memory_at_a_time_and_takes_what_is_told(tokenizer, each, request):
+def test_one_block_is_in_memory_at_a_time_and_takes_the_estimated_size(tokenizer, each, request):
     name = "byte" if tokenizer == "byte" else str(request.getfixturevalue(tokenizer))
     data = DataConfig(source="synthetic", tokenizer=name, seq_len=8192, shuffle_sequences=200, prefetch=0)
-    told = data.shuffle_bytes(load_tokenizer(name).vocab_size)
-    assert told == 200 * 8192 * each
+    estimated = data.shuffle_bytes(load_tokenizer(name).vocab_size)
+    assert estimated == 200 * 8192 * each
     tracemalloc.start()
     try:
         with build_loader(data, seed=7, batch_sequences=3) as loader:
-            for _ in range(70):  # a batch lies across two blocks
+            for _ in range(70):  # one batch spans two blocks
                 next(loader)
             held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert told <= held <= peak < 1.5 * told
+    assert estimated <= held <= peak < 1.5 * estimated
 
 
-def test_the_narrowest_type_holds_every_token():
-    for vocab_size in (2, 256, 257, 1 << 16, 1 << 31):  # no vocabulary has more
+def test_the_block_dtype_holds_every_token():
+    for vocab_size in (2, 256, 257, 1 << 16, 1 << 31):  # the largest vocabulary
         values = [vocab_size - 1, IGNORE]
-        assert np.array(values).astype(narrowest(vocab_size)).tolist() == values
-        assert np.dtype(narrowest(vocab_size)).itemsize == held_bytes(vocab_size)
+        assert np.array(values).astype(block_dtype(vocab_size)).tolist() == values
+        assert np.dtype(block_dtype(vocab_size)).itemsize == bytes_per_token(vocab_size)
 
 
-def test_files_are_looked_up_at_the_start_alone(configs, read, monkeypatch):
-    asked = []
-    fingerprint = Files.fingerprint
-    monkeypatch.setattr(Files, "fingerprint", lambda self: asked.append(self) or fingerprint(self))
+def test_files_are_fingerprinted_only_at_the_start(configs, read, monkeypatch):
+    calls = []
+    fingerprint = FileSet.fingerprint
+    monkeypatch.setattr(FileSet, "fingerprint", lambda self: calls.append(self) or fingerprint(self))
     read(shuffled(configs["text"], prefetch=0), 2)
-    few = len(asked)
+    few = len(calls)
     read(shuffled(configs["text"], prefetch=0), 20)
-    assert len(asked) == 2 * few > 0
+    assert len(calls) == 2 * few > 0

@@ -1,4 +1,4 @@
-"""Prepared shards hold exactly the documents of their source, whatever happened while they were written."""
+"""`tercet data prepare`: shards contain exactly the documents of their source, also after interruptions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.prepare import _difference, prepare
 from tercet.data.shards import verify
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_shards_do_not_depend_on_the_number_of_workers(source, tmp_path, sma
     assert len([name for name in one if name.endswith("tokens.npy")]) > 5
 
 
-def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(source, tmp_path, small_chunks, monkeypatch):
+def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, tmp_path, small_chunks, monkeypatch):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     prepare(source, straight, workers=1, shard_tokens=1500)
 
@@ -52,7 +52,7 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(source, tmp
         return write(*args)
 
     write = module.write_shard
-    for delay in (0.0, 0.011, 0.023):  # after the next shard is there: before, during or after another write
+    for delay in (0.0, 0.011, 0.023):  # after the next shard exists: before, during or after another write
         done = len(list(broken.glob("shard-*.json")))
         child = os.fork()
         if child == 0:
@@ -74,7 +74,7 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(source, tmp
     verify(broken)
 
 
-def runs(process: str) -> bool:
+def is_running(process: str) -> bool:
     try:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -82,7 +82,7 @@ def runs(process: str) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers through /proc")
-def test_no_worker_outlives_a_killed_preparation(tmp_path):
+def test_workers_exit_when_a_preparation_is_killed(tmp_path):
     code = """if True:
         import sys, pathlib, tercet.data.prepare as module
         from tercet.config.data import DataConfig
@@ -97,12 +97,12 @@ def test_no_worker_outlives_a_killed_preparation(tmp_path):
     parent.kill()
     parent.wait()
     assert len(children) >= 2
-    while any(map(runs, children)) and time.monotonic() < deadline:
+    while any(map(is_running, children)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(runs, children))
+    assert not any(map(is_running, children))
 
 
-def test_going_on_does_not_read_finished_shards_again(source, tmp_path, small_chunks, monkeypatch):
+def test_continuing_does_not_tokenise_finished_shards_again(source, tmp_path, small_chunks, monkeypatch):
     import tercet.data.prepare as module
 
     encoded: list[int] = []
@@ -126,15 +126,15 @@ def test_going_on_does_not_read_finished_shards_again(source, tmp_path, small_ch
     assert sum(encoded) == 90 - before < 90
     encoded.clear()
     prepare(source, tmp_path / "out", workers=1, shard_tokens=1500)
-    assert encoded == [], "a finished folder is left as it is"
+    assert encoded == [], "a finished folder is not changed"
 
 
-def test_shards_of_another_tokenizer_are_refused(shards, read, small_bpe):
+def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
     with pytest.raises(DataError, match=r"was tokenised with byte, not with tokenizer=.*: use --data.tokenizer byte"):
         read(DataConfig(source="shards", path=str(shards), tokenizer=str(small_bpe), seq_len=16), 1)
 
 
-def test_shards_keep_their_tokenizer_and_give_the_text_back(source, tmp_path, texts, small_bpe, read):
+def test_shards_include_their_tokenizer_and_decode_to_the_text(source, tmp_path, texts, small_bpe, read):
     out = tmp_path / "bpe"
     prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)
     from tercet.data.tokenizers import load_tokenizer
@@ -149,7 +149,7 @@ def test_shards_keep_their_tokenizer_and_give_the_text_back(source, tmp_path, te
     assert sorted(t for t in found if t) == sorted(texts)
 
 
-def test_prompts_stay_out_of_the_loss_in_shards(tmp_path, read):
+def test_prompts_in_shards_do_not_count_in_the_loss(tmp_path, read):
     (tmp_path / "a.jsonl").write_text('{"q": "2+2=", "text": "four"}\n{"q": "1+1=", "text": "two"}\n')
     text = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), prompt_field="q")
     prepare(text, tmp_path / "out", workers=1)
@@ -178,7 +178,7 @@ def test_a_damaged_or_missing_shard_is_named(source, tmp_path, small_chunks, rea
         read(data, 1)
 
 
-def test_a_folder_that_is_not_ready_is_refused(source, tmp_path, read):
+def test_an_incomplete_folder_is_rejected(source, tmp_path, read):
     out = tmp_path / "out"
 
     def stop(now):
@@ -187,32 +187,32 @@ def test_a_folder_that_is_not_ready_is_refused(source, tmp_path, read):
     with pytest.raises(KeyboardInterrupt):
         prepare(source, out, workers=1, shard_tokens=100, report=stop)
     (out / "manifest.json").unlink(missing_ok=True)
-    with pytest.raises(DataError, match="its preparation was interrupted; run it again"):
+    with pytest.raises(DataError, match="was interrupted; run it again"):
         read(DataConfig(source="shards", path=str(out)), 1)
-    with pytest.raises(DataError, match=r"is not a folder made by `tercet data prepare`"):
+    with pytest.raises(DataError, match=r"was not written by `tercet data prepare`"):
         read(DataConfig(source="shards", path=str(tmp_path)), 1)
 
 
-def test_a_folder_begun_with_other_settings_is_not_continued(source, tmp_path):
+def test_a_folder_started_with_other_settings_is_not_continued(source, tmp_path):
     prepare(source, tmp_path / "out", workers=1)
-    with pytest.raises(DataError, match=r"was begun with shard_tokens=67108864, now shard_tokens=5"):
+    with pytest.raises(DataError, match=r"was started with shard_tokens=67108864, now shard_tokens=5"):
         prepare(source, tmp_path / "out", workers=1, shard_tokens=5)
 
 
-def test_a_folder_begun_with_another_source_says_what_of_it_is_other(tmp_path, corpus):
+def test_a_folder_started_with_another_source_names_the_difference(tmp_path, corpus):
     jsonl = DataConfig(source="jsonl", path=str(corpus["jsonl"]))
     prepare(jsonl, tmp_path / "out", workers=1)
-    for changes, told in (
-        ({"path": (str(corpus["gz"]),)}, "other files (by their names and sizes)"),
+    for changes, difference in (
+        ({"path": (str(corpus["gz"]),)}, "other files (by name and size)"),
         ({"prompt_field": "n"}, "source.prompt_field=, now source.prompt_field=n"),
     ):
-        with pytest.raises(DataUsageError) as refused:
+        with pytest.raises(DataUsageError) as caught:
             prepare(jsonl.model_copy(update=changes), tmp_path / "out", workers=1)
-        assert str(refused.value).endswith(f"was begun with {told}: name another folder, or remove this one")
+        assert f"was started with {difference}: choose another folder" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "told"),
+    ("was", "now", "difference"),
     [
         ({"a": 1}, {"a": 1, "b": None}, "no source.b, now source.b=None"),
         ({"a": 1, "b": None}, {"a": 1}, "source.b=None, now no source.b"),
@@ -221,11 +221,11 @@ def test_a_folder_begun_with_another_source_says_what_of_it_is_other(tmp_path, c
     ],
     ids=str,
 )
-def test_a_key_that_is_not_there_differs_from_one_that_is_none(was, now, told):
-    assert _difference("source", was, now) == told
+def test_a_missing_key_differs_from_none(was, now, difference):
+    assert _difference("source", was, now) == difference
 
 
-def test_a_preparation_that_met_a_bad_record_goes_on_with_the_mend_that_it_names(tmp_path, small_chunks):
+def test_a_preparation_stopped_by_a_bad_record_continues_with_skip(tmp_path, small_chunks):
     lines = [json.dumps({"text": f"document {n} " + "x" * 60}) for n in range(80)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines[:70], "{broken", *lines[70:]]) + "\n")
     strict = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"))
@@ -238,28 +238,28 @@ def test_a_preparation_that_met_a_bad_record_goes_on_with_the_mend_that_it_names
     prepare(lenient, whole, workers=1, shard_tokens=100)
     for file in whole.iterdir():
         assert (out / file.name).read_bytes() == file.read_bytes(), file.name
-    with pytest.raises(DataError, match="was begun with bad_records=skip, now bad_records=error"):
+    with pytest.raises(DataError, match="was started with bad_records=skip, now bad_records=error"):
         prepare(strict, out, workers=1, shard_tokens=100)
 
 
-def test_shards_are_not_put_beside_other_things(source, tmp_path):
+def test_a_folder_with_other_files_is_rejected(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for name in ("a", "b", "c", "d"):
         (out / name).write_text("")
-    with pytest.raises(DataUsageError, match="holds a, b, c and 1 more, and no shards: name a folder that is new or"):
+    with pytest.raises(DataUsageError, match="contains a, b, c and 1 more, but no shards"):
         prepare(source, out, workers=1)
     assert sorted(p.name for p in out.iterdir()) == ["a", "b", "c", "d"]
 
 
-def test_a_preparation_that_ended_before_its_first_file_is_begun_again(source, tmp_path):
+def test_a_preparation_killed_before_its_first_file_can_restart(source, tmp_path):
     (tmp_path / "out").mkdir()
     for name in (".lock", "prepare.json.partial"):
         (tmp_path / "out" / name).write_text("")
     assert prepare(source, tmp_path / "out", workers=1)["documents"]
 
 
-def test_two_preparations_of_one_folder_do_not_meet(source, tmp_path):
+def test_a_folder_can_only_be_prepared_by_one_process(source, tmp_path):
     def second(now):
         with pytest.raises(DataError, match="is being written by another process"):
             prepare(source, tmp_path / "out", workers=1)
@@ -278,9 +278,9 @@ def test_a_bad_record_stops_the_preparation_or_is_counted_in_the_manifest(tmp_pa
     assert json.loads((tmp_path / "two" / "manifest.json").read_text()) == manifest
 
 
-def test_what_cannot_be_prepared_says_so(tmp_path):
-    with pytest.raises(DataError, match="source=synthetic cannot be prepared: it must be one of python-source"):
+def test_unsupported_sources_and_folders_are_rejected(tmp_path):
+    with pytest.raises(DataError, match="source=synthetic cannot be prepared: use one of python-source"):
         prepare(DataConfig(source="synthetic"), tmp_path / "out")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="cannot be made"):
+    with pytest.raises(DataError, match="cannot be created"):
         prepare(DataConfig(), tmp_path / "file" / "out")

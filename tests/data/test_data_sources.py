@@ -1,4 +1,4 @@
-"""Python sources, FineWeb-Edu, mixtures, and the speed of them."""
+"""Python sources, FineWeb-Edu, mixtures, the data commands and loader speed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import pytest
 from pydantic import ValidationError
 
 from tercet.config.data import DataConfig, MixturePart, SourceConfig, SyntheticConfig
-from tercet.data.errors import BadRecordError, DataError
 from tercet.data.files import python_files
 from tercet.data.loader import build_loader
+from tercet.data.stream import BadRecordError, DataError
 
 
-def test_python_source_is_the_standard_library_alone_unless_asked():
+def test_python_source_is_the_standard_library_by_default():
     stdlib = python_files("stdlib")
     assert any(name.endswith("stdlib/json/decoder.py") for name in stdlib.names)
-    left_out = ("site-packages", "_sysconfigdata", "pydoc_data")
-    assert not any(part in name for name in stdlib.names for part in left_out)
+    excluded = ("site-packages", "_sysconfigdata", "pydoc_data")
+    assert not any(part in name for name in stdlib.names for part in excluded)
     both = python_files("site-packages")
     assert set(stdlib.names) < set(both.names)
     assert any(name.startswith("site-packages/numpy/") for name in both.names)
 
 
-def test_python_source_reads_python_with_nothing_skipped(read):
+def test_python_source_reads_python_and_skips_nothing(read):
     data = DataConfig(seq_len=4096)
     batches = read(data, 20, sequences=16)
     text = b"".join(bytes(b.tokens.flatten().tolist()) for b in batches)
@@ -40,7 +40,7 @@ def test_python_source_reads_python_with_nothing_skipped(read):
     assert 100_000 < validation[-1].stats.tokens < 3_000_000
 
 
-def test_fineweb_folder_gives_the_texts_of_its_parquet_files(configs, read, documents_of, texts):
+def test_a_fineweb_folder_gives_the_texts_of_its_parquet_files(configs, read, documents_of, texts):
     data = configs["fineweb"].model_copy(update={"validation_fraction": 0.0, "exhaustion": "stop"})
     assert sorted(d.decode() for d in documents_of(read(data))) == sorted(texts)
 
@@ -54,11 +54,11 @@ def test_fineweb_bad_rows_and_broken_files_are_named(tmp_path, read):
         read(data)
     assert read(data.model_copy(update={"bad_records": "skip"}))[-1].stats.skipped == 1
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(DataError, match=r"stream over 1 files .*a.parquet .*broke after record 0"):
+    with pytest.raises(DataError, match=r"stream over 1 files .*a.parquet .*failed after record 0"):
         read(data)
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_with_a_way_out(monkeypatch, read):
+def test_an_unreachable_hub_suggests_a_local_path(monkeypatch, read):
     import huggingface_hub
 
     def offline(self, *args, **kwargs):
@@ -69,7 +69,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_with_a_way_out(monkeypatch, re
         read(DataConfig(source="fineweb-edu"), 1)
 
 
-def test_hub_files_are_pinned_to_the_commit_that_the_cursor_remembers(monkeypatch):
+def test_hub_files_are_pinned_to_a_commit(monkeypatch):
     import huggingface_hub
 
     from tercet.data.hub import hub_records
@@ -84,11 +84,11 @@ def test_hub_files_are_pinned_to_the_commit_that_the_cursor_remembers(monkeypatc
     root = "hf://datasets/HuggingFaceFW/fineweb-edu@abc123/sample/10BT"
     assert records._urls == [f"{root}/000.parquet", f"{root}/001.parquet"]
     assert records.identity()["revision"] == "abc123"
-    with pytest.raises(DataError, match=r"no parquet file under hub_folder='sample/1BT'; it has: data/CC, sample/10BT"):
+    with pytest.raises(DataError, match=r"hub_folder='sample/1BT': pick one of data/CC, sample/10BT"):
         hub_records("HuggingFaceFW/fineweb-edu", "sample/1BT", "main", "text", seed=0, shuffle=False)
 
 
-def test_a_mixture_keeps_its_shares_of_tokens_from_the_start(tmp_path, read):
+def test_a_mixture_keeps_its_token_shares_from_the_start(tmp_path, read):
     for letter, length in (("a", 300), ("b", 7), ("c", 60)):
         lines = [json.dumps({"text": letter * (length + i % 3)}) for i in range(200)]
         (tmp_path / f"{letter}.jsonl").write_text("\n".join(lines) + "\n")
@@ -100,14 +100,14 @@ def test_a_mixture_keeps_its_shares_of_tokens_from_the_start(tmp_path, read):
     data = DataConfig(source="mixture", mixture=parts, seq_len=64, validation_fraction=0)
     tokens = np.concatenate([b.tokens.flatten() for b in read(data, 60)])
     ends = np.flatnonzero(tokens == 0)
-    tokens[ends] = tokens[ends - 1]  # an EOS is its document's
+    tokens[ends] = tokens[ends - 1]  # an EOS belongs to its document
     for seen in range(500, len(tokens), 500):
         counts = {name: int((tokens[:seen] == ord(name)).sum()) for name in weights}
         for name, weight in weights.items():
-            assert abs(counts[name] - seen * weight / 3.5) <= 303, "never further off than one document"
+            assert abs(counts[name] - seen * weight / 3.5) <= 303, "never off by more than one document"
 
 
-def test_parts_of_a_mixture_over_the_same_files_go_different_ways(corpus, read, documents_of):
+def test_parts_of_a_mixture_over_the_same_files_have_different_orders(corpus, read, documents_of):
     part = {"source": "jsonl", "path": str(corpus["jsonl"])}
     data = DataConfig(
         source="mixture", mixture=({"name": "a", **part}, {"name": "b", **part}), seq_len=64, validation_fraction=0
@@ -116,7 +116,7 @@ def test_parts_of_a_mixture_over_the_same_files_go_different_ways(corpus, read, 
     assert len(set(documents[:20])) > 12
 
 
-def test_a_mixture_ends_with_its_first_part_when_told_to_stop(configs, read):
+def test_a_mixture_with_exhaustion_stop_ends_with_its_first_part(configs, read):
     data = configs["mixture"].model_copy(update={"exhaustion": "stop"})
     batches = read(data)
     assert 0 < len(batches) < 1000
@@ -127,9 +127,9 @@ def test_a_mixture_ends_with_its_first_part_when_told_to_stop(configs, read):
     ("values", "message"),
     [
         ({"source": "jsonl"}, "source=jsonl has no path"),
-        ({"path": "x"}, "is not read by source=python-source"),
+        ({"path": "x"}, "is not used by source=python-source"),
         ({"source": "text", "path": "x", "prompt_field": "q"}, "only jsonl and parquet have fields"),
-        ({"source": "jsonl", "path": "x", "separator": "-"}, "only text files are cut"),
+        ({"source": "jsonl", "path": "x", "separator": "-"}, "only text files are split"),
         ({"source": "mixture"}, "source=mixture has no parts"),
         ({"mixture": ({"source": "synthetic"},)}, "set source=mixture or drop them"),
         ({"source": "mixture", "mixture": ({"source": "synthetic"},) * 2}, "two parts of the mixture are called"),
@@ -138,25 +138,25 @@ def test_a_mixture_ends_with_its_first_part_when_told_to_stop(configs, read):
         ({"sorce": "text"}, "sorce"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(values, message):
+def test_contradictory_settings_are_rejected(values, message):
     with pytest.raises(ValidationError, match=message):
         DataConfig(**values)
 
 
-def test_every_setting_explains_itself():
+def test_every_data_key_has_a_help_text():
     for config in (DataConfig, SourceConfig, MixturePart, SyntheticConfig):
         for name, field in config.model_fields.items():
             assert len(field.description or "") > 15, f"{config.__name__}.{name}"
             assert "\n" not in (field.description or "")
 
 
-def test_commands_and_configuration_start_without_torch():
+def test_data_commands_do_not_import_torch():
     code = "import sys, tercet.config.data, tercet.data.commands, tercet.data.tokenizers, tercet.data.sources; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_commands_do_what_they_say(corpus, tmp_path, capsys):
+def test_the_data_commands_work(corpus, tmp_path, capsys):
     from tercet.data import commands
 
     data = DataConfig(source="text", path=str(corpus["text"]), seq_len=128)
@@ -167,16 +167,16 @@ def test_the_commands_do_what_they_say(corpus, tmp_path, capsys):
     shards = DataConfig(source="shards", path=str(tmp_path / "shards"), seq_len=128)
     assert commands.inspect(shards, sequences=2, verify=True) == 0
     shown = capsys.readouterr().out
-    assert "every file agrees with its checksum" in shown
+    assert "all checksums match" in shown
     assert "sequence 1" in shown
     assert commands.bench(shards, seconds=0.05, batch_sequences=2) == 0
     assert '"tokens_per_second"' in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("source", ["python-source", "shards"])
-def test_a_core_gives_many_millions_of_tokens_per_second(source, tmp_path, corpus):
-    """Processor time, not wall time, so that a busy machine does not matter. Measured: 40M and 200M; a model on one
-    GPU eats well below 1M."""
+def test_one_core_loads_millions_of_tokens_per_second(source, tmp_path, corpus):
+    """CPU time, not wall time, so that a busy machine does not matter. Measured: 40M and 200M; training on one GPU
+    needs well below 1M."""
     data = DataConfig(seq_len=2048, prefetch=0)
     if source == "shards":
         from tercet.data.prepare import prepare

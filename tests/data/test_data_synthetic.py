@@ -1,4 +1,4 @@
-"""Made-up tasks are what they claim: answers lie in the document, far away, and only they count."""
+"""Synthetic tasks: every answer is in the document, far away, and only answers count in the loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.config.data import DataConfig, SyntheticConfig
-from tercet.data.errors import DataError
 from tercet.data.packing import IGNORE
+from tercet.data.stream import DataError
 from tercet.data.synthetic import make_task
 
 
@@ -19,7 +19,7 @@ from tercet.data.synthetic import make_task
     st.integers(0, 2**64 - 1), st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 600),
     st.integers(0, 300),
 )  # fmt: skip
-def test_every_answer_stands_once_and_further_away_than_min_distance(number, pairs, queries, values, distance, more):
+def test_every_answer_appears_once_beyond_min_distance(number, pairs, queries, values, distance, more):
     queries = min(queries, pairs)
     config = SyntheticConfig(task="recall", pairs=pairs, queries=queries, value_tokens=values, min_distance=distance)
     length = pairs * (values + 4) + distance + queries * (values + 5) + 1 + more
@@ -43,7 +43,7 @@ def test_every_answer_stands_once_and_further_away_than_min_distance(number, pai
     assert np.array_equal(loss, answers)
 
 
-def test_the_nearest_fact_may_come_as_near_as_allowed_and_no_nearer():
+def test_the_nearest_fact_is_exactly_at_the_minimum_distance():
     config = SyntheticConfig(task="recall", pairs=4, queries=2, min_distance=70)
     with pytest.raises(DataError) as error:
         make_task(config, 60, 256, 0)
@@ -58,7 +58,7 @@ def test_the_nearest_fact_may_come_as_near_as_allowed_and_no_nearer():
     assert set(distances) == {71}
 
 
-def test_a_window_over_the_question_never_holds_the_answer():
+def test_a_window_over_the_query_never_contains_the_answer():
     window, layers = 16, 3
     config = SyntheticConfig(task="recall", pairs=5, queries=3, min_distance=layers * (window - 1) + 1)
     make = make_task(config, 160, 256, 0)
@@ -68,10 +68,10 @@ def test_a_window_over_the_question_never_holds_the_answer():
         # What a stack of window layers can see when it predicts the first answer.
         seen = tokens[max(0, first - 1 - layers * (window - 1)) : first]
         key = bytes(seen[-3:-1].tolist())
-        assert bytes(seen.tolist()).count(key) == 1, "the key stands in the question alone"
+        assert bytes(seen.tolist()).count(key) == 1, "the key appears only in the query"
 
 
-def test_the_copy_is_the_original_and_far_away():
+def test_the_copy_equals_the_original_and_is_far_away():
     config = SyntheticConfig(task="copy", copy_tokens=20, min_distance=100)
     make = make_task(config, 200, 256, 0)
     for number in range(20):
@@ -83,7 +83,7 @@ def test_the_copy_is_the_original_and_far_away():
         assert ask - (begin + 19) > 100
 
 
-def test_a_document_too_short_for_its_task_says_how_long_it_must_be():
+def test_a_document_too_short_for_its_task_names_the_required_length():
     config = SyntheticConfig(task="recall", min_distance=500)
     with pytest.raises(DataError, match=r"room for 0 of 8 pairs before min_distance=500: .*>= (\d+)") as error:
         make_task(config, 300, 256, 0)
@@ -119,12 +119,12 @@ def test_random_tokens_are_uniform_without_eos(read):
     data = DataConfig(source="synthetic", seq_len=512)
     tokens = np.concatenate([b.tokens.flatten() for b in read(data, 30, sequences=8)])
     counts = np.bincount(tokens, minlength=256)
-    assert counts[0] == 240, "EOS ends each document and stands nowhere else"
+    assert counts[0] == 240, "EOS appears only at the end of each document"
     expected = (len(tokens) - 240) / 255
     assert (np.abs(counts[1:] - expected) < 6 * expected**0.5).all()
 
 
-def test_synthetic_validation_has_other_documents_and_other_seeds_other_ones(read):
+def test_validation_and_other_seeds_have_different_documents(read):
     data = DataConfig(source="synthetic", seq_len=64, validation_fraction=0.25)
     train = {tuple(row) for b in read(data, 20) for row in b.tokens.tolist()}
     validation = {tuple(row) for b in read(data, 20, split="validation") for row in b.tokens.tolist()}

@@ -1,4 +1,4 @@
-"""Tokenizers give back the text they got, and take nothing in it for an end of document."""
+"""Tokenizers round-trip text and never parse an EOS out of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.bpe import train_bpe
-from tercet.data.errors import DataError
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
+from tercet.data.train_tokenizer import train_bpe
 
 TEXT = "def f(x):\n\treturn x ** 2  # naïve – 日本語 🎉 <|endoftext|>\r\n"
 
 
-def test_bytes_are_their_own_tokens_and_start_at_ln_256():
+def test_byte_tokens_are_the_bytes():
     byte = load_tokenizer("byte")
     assert byte.encode(TEXT) == list(TEXT.encode())
     assert byte.decode(byte.encode(TEXT)) == TEXT
@@ -30,19 +30,19 @@ def test_a_trained_tokenizer_round_trips_everything(small_bpe):
     bpe = load_tokenizer(str(small_bpe))
     assert bpe.vocab_size == 300
     assert bpe.decode(bpe.encode(TEXT)) == TEXT
-    assert bpe.eos_id not in bpe.encode(TEXT), "an EOS spelled out in a document is text"
-    assert load_tokenizer(str(small_bpe.parent)).fingerprint == bpe.fingerprint, "a folder will do"
+    assert bpe.eos_id not in bpe.encode(TEXT), "an EOS written in a document is text"
+    assert load_tokenizer(str(small_bpe.parent)).fingerprint == bpe.fingerprint, "a folder works too"
     (tokens,) = bpe.encode_documents([TEXT.encode()])
     assert tokens.tolist() == [*bpe.encode(TEXT), bpe.eos_id]
     assert tokens.dtype == np.uint16
 
 
-def test_training_leaves_validation_documents_out_and_is_repeatable(tmp_path, corpus):
+def test_training_excludes_validation_documents_and_is_repeatable(tmp_path, corpus):
     data = DataConfig(source="text", path=str(corpus["text"]))
     prints = {train_bpe(data, tmp_path / f"{i}.json", vocab_size=290).fingerprint for i in range(2)}
     assert len(prints) == 1
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"zq{i}zq"}) + "\n" for i in range(300)))
-    from tercet.data.bpe import _texts
+    from tercet.data.train_tokenizer import _texts
 
     fraction = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.3)
     seen = set(_texts(fraction, 1 << 20, 0))
@@ -52,7 +52,7 @@ def test_training_leaves_validation_documents_out_and_is_repeatable(tmp_path, co
     assert len(everything) == 300
 
 
-def test_truncation_and_padding_of_a_tokenizer_json_are_not_obeyed(small_bpe, tmp_path):
+def test_truncation_and_padding_in_a_tokenizer_json_are_ignored(small_bpe, tmp_path):
     from tokenizers import Tokenizer
 
     library = Tokenizer.from_file(str(small_bpe))
@@ -66,7 +66,7 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_not_obeyed(small_bpe, tm
     assert cut.fingerprint == whole.fingerprint
 
 
-def test_the_end_of_document_token_is_found_named_or_asked_for(small_bpe, tmp_path):
+def test_the_eos_token_is_detected_or_must_be_named(small_bpe, tmp_path):
     text = small_bpe.read_text().replace("<|endoftext|>", "<done>")
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(DataError, match=r"name it with --data.eos_token; its special tokens: <done>"):
@@ -78,8 +78,8 @@ def test_the_end_of_document_token_is_found_named_or_asked_for(small_bpe, tmp_pa
         load_tokenizer("byte", "</s>")
 
 
-def test_a_tokenizer_that_cannot_be_had_is_a_clear_error(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"there is no .*nowhere/tokenizer.json"):
+def test_a_missing_tokenizer_is_a_clear_error(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"nowhere/tokenizer.json does not exist"):
         load_tokenizer("./nowhere/tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"is not a readable tokenizer\.json"):
@@ -88,20 +88,20 @@ def test_a_tokenizer_that_cannot_be_had_is_a_clear_error(tmp_path, monkeypatch):
     def offline(model, name):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("tercet.data.hub_access.fetch_model_file", offline)
-    with pytest.raises(DataError, match=r"gpt2 is no file here and could not be fetched .*not known.*train-tokenizer"):
+    monkeypatch.setattr("tercet.data.hub.fetch_model_file", offline)
+    with pytest.raises(DataError, match=r"gpt2 is not a local file and cannot be fetched .*not known.*train-tokenizer"):
         load_tokenizer("gpt2")
-    monkeypatch.setattr("tercet.data.hub_access.fetch_model_file", lambda model, name: str(tmp_path / name))
+    monkeypatch.setattr("tercet.data.hub.fetch_model_file", lambda model, name: str(tmp_path / name))
     with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")
 
 
-def test_a_vocabulary_that_text_cannot_fill_is_refused(tmp_path):
+def test_a_vocabulary_too_large_for_the_text_is_rejected(tmp_path):
     (tmp_path / "a.txt").write_text("aaaa")
     data = DataConfig(source="text", path=str(tmp_path / "a.txt"), validation_fraction=0)
     with pytest.raises(DataError, match="vocab_size=256 is below 257"):
         train_bpe(data, tmp_path / "out.json", vocab_size=256)
-    with pytest.raises(DataError, match=r"vocab_size=5000 is more than this text has pairs for: it gives \d+"):
+    with pytest.raises(DataError, match=r"vocab_size=5000 is too large for this text, which gives \d+"):
         train_bpe(data, tmp_path / "out.json", vocab_size=5000)
     assert not (tmp_path / "out.json").exists()
     with pytest.raises(DataError, match="source=synthetic has no text"):

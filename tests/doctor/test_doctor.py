@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says what to do about it, and never dies of it."""
+"""`tercet doctor` finds problems, names the fix, and survives failing checks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 
 import tercet
 from runs import GPU_SIZES, small
-from tercet.doctor import collectives, kernels, machine, storage
-from tercet.doctor.before import examine_before_training
+from tercet.doctor import kernels, machine, storage
 from tercet.doctor.commands import doctor
-from tercet.doctor.examine import checks, exit_code, lines
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.doctor.examine import checks, examine_before_training, exit_code, lines
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
-from tercet.train.loop import train
+from tercet.train.trainer import train
 
 
 def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):
@@ -28,7 +27,7 @@ def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):
     assert found.verdict == FAILED
     assert "is not >=99" in found.finding
     assert "no_such_package is missing" in found.finding
-    assert found.mend
+    assert found.fix
 
 
 @pytest.mark.parametrize(
@@ -38,11 +37,11 @@ def test_version_numbers(version, numbers):
     assert machine.version_numbers(version)[:2] == numbers[:2]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_asking_for_a_gpu_that_is_not_there_fails_with_a_mend():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_requesting_a_missing_gpu_fails_with_a_fix():
     found = machine.device("cuda")
     assert found.verdict == FAILED
-    assert "--run.device cpu" in found.mend
+    assert "--run.device cpu" in found.fix
 
 
 def test_a_folder_that_cannot_be_written_fails(tmp_path):
@@ -50,7 +49,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path):
     blocked.write_text("")
     found = timed("disk", lambda: storage.disk(blocked / "runs"))
     assert found.verdict == FAILED
-    assert found.mend
+    assert found.fix
 
 
 def test_a_disk_too_small_for_the_checkpoints_fails(tmp_path, monkeypatch):
@@ -58,11 +57,11 @@ def test_a_disk_too_small_for_the_checkpoints_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 2**30, 1000))
     found = storage.disk(tmp_path, small(), megabytes=1)
     assert found.verdict == FAILED
-    assert "checkpoint.keep" in found.mend
-    assert not list(tmp_path.iterdir())  # nothing is left behind
+    assert "checkpoint.keep" in found.fix
+    assert not list(tmp_path.iterdir())  # the test file is deleted
 
 
-def test_data_that_is_not_there_fails_in_one_line(tmp_path):
+def test_missing_data_fails_in_one_line(tmp_path):
     config = small(data__source="jsonl", data__path=(str(tmp_path / "nowhere.jsonl"),))
     found = timed("data", lambda: storage.data(config))
     assert found.verdict == FAILED
@@ -70,7 +69,7 @@ def test_data_that_is_not_there_fails_in_one_line(tmp_path):
     assert "\n" not in found.finding
 
 
-def test_data_is_read_without_the_block_that_training_shuffles(monkeypatch):
+def test_data_is_read_without_packing_a_shuffle_block(monkeypatch):
     def block(*_):
         raise AssertionError("a whole block was packed for one batch")
 
@@ -81,12 +80,12 @@ def test_data_is_read_without_the_block_that_training_shuffles(monkeypatch):
 def test_a_vocabulary_that_does_not_fit_fails():
     found = storage.data(small(model__vocab_size=64))
     assert found.verdict == FAILED
-    assert "--model.vocab-size" in found.mend
+    assert "--model.vocab-size" in found.fix
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernels_are_held_against_the_reference(packed):
-    # Any backend can be examined so; the reference agrees with itself, up to the rounding of its inputs.
+def test_kernels_are_compared_with_the_reference(packed):
+    # Compare the reference with itself: equal up to the rounding of its inputs.
     model, here = small().model, {"device": "cpu", "length": 64, "backend": "reference", "packed": packed}
     forward, backward, slots = kernels.compare(model, torch.float32, **here)
     assert forward == backward == 0
@@ -96,7 +95,7 @@ def test_kernels_are_held_against_the_reference(packed):
     assert 0 < backward < kernels.TOLERANCE["bfloat16"]
 
 
-def test_packed_documents_are_compared_with_the_bound_that_training_gives(monkeypatch):
+def test_packed_documents_are_compared_with_max_seqlen_as_in_training(monkeypatch):
     from tercet.attention import functional
 
     real, bounds = functional.nsa_attention, []
@@ -110,10 +109,10 @@ def test_packed_documents_are_compared_with_the_bound_that_training_gives(monkey
     for packed in (True, False):
         kernels.compare(small().model, torch.float32, device="cpu", length=64, backend="reference", packed=packed)
     assert len(bounds) == 6
-    assert all(told == real and (told is not None) == (at < 3) for at, (told, real) in enumerate(bounds))
+    assert all(given == true and (given is not None) == (i < 3) for i, (given, true) in enumerate(bounds))
 
 
-def test_kernels_of_long_documents_are_examined_where_training_runs_them():
+def test_long_document_kernels_are_checked_if_training_uses_them():
     pytest.importorskip("triton")
     from tercet.attention.kernels.selected.plan import make_plan
     from tercet.attention.kernels.table import selected_settings
@@ -125,19 +124,19 @@ def test_kernels_of_long_documents_are_examined_where_training_runs_them():
         return make_plan((1, T, T, 12, 2, 16, head, head), 2, 3, (64, 1, 2), settings, longest).union_forward
 
     for head in (64, 128):
-        T = kernels.examined_length(cfg, "bfloat16", packed=True)
+        T = kernels.check_length(cfg, "bfloat16", packed=True)
         assert not one_design(T, head, T - T // 4 - 31)
-        T = kernels.examined_length(cfg, "bfloat16", packed=True, seq_len=2048)
-        assert one_design(T, head, T - T // 4 - 31), "what the run will not launch is not compiled for a short check"
-    assert kernels.examined_length(cfg, "bfloat16", packed=True, seq_len=8192) == 8192
-    assert kernels.examined_length(cfg, "float32", packed=True) == 3072
+        T = kernels.check_length(cfg, "bfloat16", packed=True, seq_len=2048)
+        assert one_design(T, head, T - T // 4 - 31), "a short check compiles only what the run will launch"
+    assert kernels.check_length(cfg, "bfloat16", packed=True, seq_len=8192) == 8192
+    assert kernels.check_length(cfg, "float32", packed=True) == 3072
 
 
-def test_what_training_runs_is_what_is_examined_first(monkeypatch):
-    asked = []
+def test_the_short_check_covers_what_training_runs(monkeypatch):
+    compared = []
 
     def compare(model, dtype, *, device, packed, length):
-        asked.append((dtype, packed))
+        compared.append((dtype, packed))
         return 0.0, 0.0, 1.0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -145,35 +144,35 @@ def test_what_training_runs_is_what_is_examined_first(monkeypatch):
     for across in (False, True):
         check = dict(checks(small(data__cross_document_attention=across, run__device="auto"), short=True))
         assert "of slots equal" in check["kernel parity"]().finding
-    assert asked == [(torch.bfloat16, True), (torch.bfloat16, False)]
+    assert compared == [(torch.bfloat16, True), (torch.bfloat16, False)]
     kernels.parity(small().model)
-    assert set(asked[2:]) == {(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)}
+    assert set(compared[2:]) == {(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)}
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("auto", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
 )
-def test_kernels_are_examined_in_the_precision_of_the_run(monkeypatch, precision, dtype):
-    asked = []
+def test_kernels_are_checked_in_the_precision_of_the_run(monkeypatch, precision, dtype):
+    compared = []
 
     def compare(model, dtype, *, device, packed, length):
-        asked.append(dtype)
-        return 1e-3, 1e-3, 1.0  # right for bf16, far off for fp32
+        compared.append(dtype)
+        return 1e-3, 1e-3, 1.0  # fine for bf16, far off for fp32
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "compare", compare)
     found = dict(checks(small(train__precision=precision, run__device="auto"), short=True))["kernel parity"]()
-    assert asked == [dtype]
+    assert compared == [dtype]
     assert found.verdict == (FAILED if dtype == torch.float32 else OK)
 
 
-def test_a_gradient_that_is_not_a_number_fails(monkeypatch):
+def test_a_nan_gradient_fails(monkeypatch):
     from tercet.attention import functional
 
     real = functional.nsa_attention
 
     def poisoned(**named):
-        if named["v_window"].dtype == torch.bfloat16:  # what is examined; the reference beside it is fp32
+        if named["v_window"].dtype == torch.bfloat16:  # the kernels under test; the reference runs in fp32
             named["v_window"] = named["v_window"].clone()
             named["v_window"].register_hook(lambda grad: grad * torch.nan)
         return real(**named)
@@ -194,52 +193,53 @@ def test_kernels_that_disagree_fail(monkeypatch):
     monkeypatch.setattr(kernels, "compare", lambda *_, **__: (1e-3, 0.5, 1.0))
     found = kernels.parity(small().model)
     assert found.verdict == FAILED
-    assert "model.backend=reference" in found.mend
+    assert "model.backend=reference" in found.fix
 
 
-def test_a_model_that_the_kernels_do_not_run_is_a_warning_and_no_failure(monkeypatch):
-    def refuse(*_, **__):
+def test_an_unsupported_model_is_a_warning(monkeypatch):
+    def unsupported(*_, **__):
         raise kernels.Unsupported("head_dim=7 is odd")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "compare", refuse)
+    monkeypatch.setattr(kernels, "compare", unsupported)
     found = kernels.parity(small().model, short=True)
-    assert (found.verdict, found.finding) == (WARNING, "the kernels do not run this model: head_dim=7 is odd")
+    assert (found.verdict, found.finding) == (WARNING, "the kernels do not support this model: head_dim=7 is odd")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_kernels_are_not_tested_rather_than_passed():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_kernels_are_not_tested():
     assert kernels.parity(small().model).verdict == NOT_TESTED
 
 
-def test_a_check_that_breaks_is_a_finding():
+def test_an_exception_in_a_check_is_a_finding():
     def breaks() -> Finding:
         raise RuntimeError("two\nlines")
 
     found = timed("odd", breaks)
     assert (found.check, found.verdict, found.finding) == ("odd", FAILED, "RuntimeError: two lines")
-    assert found.mend
+    assert found.fix
 
 
-def test_only_failures_fail_the_command():
-    findings = [Finding("a", OK, ""), Finding("b", WARNING, "", "mend"), Finding("c", NOT_TESTED, "")]
+def test_only_failures_set_the_exit_code():
+    findings = [Finding("a", OK, ""), Finding("b", WARNING, "", "fix"), Finding("c", NOT_TESTED, "")]
     assert exit_code(findings) == 0
-    assert exit_code([*findings, Finding("d", FAILED, "", "mend")]) == 1
-    assert "→ mend" in lines(findings[1], 5)[1]
+    assert exit_code([*findings, Finding("d", FAILED, "", "fix")]) == 1
+    assert "→ fix" in lines(findings[1], 5)[1]
 
 
 def test_the_short_form_prints_json_and_an_exit_code(capsys):
     assert doctor(preset="tiny", short=True, json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {"versions", "device", "disk"} <= {f["check"] for f in told["findings"]}
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert {"versions", "device", "disk"} <= {f["check"] for f in findings}
+    assert {tuple(f) for f in findings} == {("check", "verdict", "finding", "mend", "seconds")}
 
 
-def test_the_long_form_asks_for_everything():
+def test_the_long_form_runs_every_check():
     names = [name for name, _ in checks(small(), short=False)]
     assert {"versions", "device", "triton", "kernel parity", "disk", "arithmetic", "collectives", "data"} <= set(names)
 
 
-def test_a_failure_stops_a_training_before_it_begins(tmp_path, monkeypatch):
+def test_a_failed_check_stops_training_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "NEEDED", (("torch", (99,), None),))
     with pytest.raises(TercetError, match=r"doctor: versions: torch .* is not >=99"):
         train(small(run__dir=str(tmp_path / "run")), origins={})
@@ -248,12 +248,12 @@ def test_a_failure_stops_a_training_before_it_begins(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_of_this_machine_can_speak_to_each_other():
-    assert collectives.collectives().verdict == OK
+def test_collectives_work_on_this_machine():
+    assert machine.collectives().verdict == OK
 
 
 @pytest.mark.slow
-def test_triton_compiles_here():
+def test_triton_compiles():
     assert kernels.triton_works().verdict == OK
 
 
@@ -263,7 +263,7 @@ def test_kernels_agree_with_the_reference_on_this_device():
     assert found.verdict == OK, found.finding
 
 
-def test_the_place_to_write_is_that_of_the_run(tmp_path):
+def test_the_disk_check_uses_the_nearest_existing_folder(tmp_path):
     found = storage.disk(tmp_path / "not" / "made" / "yet", megabytes=1)
     assert found.verdict == OK
     assert str(tmp_path) in found.finding

@@ -9,7 +9,7 @@ import torch
 
 from runs import small
 from tercet.inference.load import LanguageModel
-from tercet.train.loop import train
+from tercet.train.trainer import train
 
 # How the preset m7c chooses its blocks, at the sizes of these models: by means of the selected keys, l = d.
 AS_M7C = {"model__nsa__compress_block": 2, "model__compression": "mean", "model__compress_selected_keys": True}

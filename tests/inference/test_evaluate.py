@@ -1,4 +1,4 @@
-"""Evaluations: what is counted, against counting by hand."""
+"""Evaluations count what they should, compared with models whose answers are known."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from inference.models import language_model
 from tercet.cli import main
 from tercet.config.load import write_config
 from tercet.errors import TercetError
-from tercet.inference.needle import needle, usual_lengths
+from tercet.inference.needle import default_lengths, find_needles
 from tercet.inference.perplexity import by_position, held_out, overall
-from tercet.inference.pictures import curve_plot, needle_map, perplexity_plot
+from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
 from tercet.inference.recall import recall_by_distance, window_reach
-from tercet.inference.selection_map import page, selections
+from tercet.inference.selection_map import record_selections, selection_page
 
 RECALL = {
     "data__synthetic__task": "recall",
@@ -30,7 +30,7 @@ RECALL = {
 
 
 class Knowing(torch.nn.Module):
-    """A model that reads the fact wherever it stands, and whose answers are wrong beyond `sight` tokens."""
+    """A model that finds every fact up to `sight` tokens back, and none beyond."""
 
     def __init__(self, model, sight):
         super().__init__()
@@ -70,24 +70,24 @@ def test_recall_refuses_a_model_of_other_data():
 
 def test_a_needle_is_found_where_the_model_sees_it_and_nowhere_else():
     model = language_model(**RECALL)
-    found = list(needle(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=3))
+    found = list(find_needles(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=3))
     assert [(f.length, f.depth, f.right) for f in found] == [(32, 0.0, 3), (32, 1.0, 3), (128, 0.0, 0), (128, 1.0, 3)]
     # logits of 1 for the chosen one of 256 tokens, 0 for all others
     spread = math.log(math.e + 255)
     assert [f.nats for f in found] == pytest.approx([spread - 1, spread - 1, spread, spread - 1])
 
 
-def test_lengths_that_nobody_gave_are_those_that_a_needle_fits_into():
+def test_default_lengths_fit_a_needle():
     facts, text = language_model(**RECALL), language_model(data__source="python-source")
     assert (facts.context, text.context) == (128, 128)
-    assert usual_lengths(facts) == (32, 64, 128)  # a fact takes a dozen tokens, a sentence some eighty
-    assert usual_lengths(text) == usual_lengths(facts, "text") == (128,)
-    assert len(list(needle(text, lengths=usual_lengths(text), depths=(0.5,), trials=1))) == 1
+    assert default_lengths(facts) == (32, 64, 128)  # a fact takes a dozen tokens, a sentence some eighty
+    assert default_lengths(text) == default_lengths(facts, "text") == (128,)
+    assert len(list(find_needles(text, lengths=default_lengths(text), depths=(0.5,), trials=1))) == 1
 
 
 def test_a_needle_in_text_is_read_from_held_out_documents():
     model = language_model(data__source="python-source")
-    found = list(needle(model, lengths=(120,), depths=(0.5,), trials=2))
+    found = list(find_needles(model, lengths=(120,), depths=(0.5,), trials=2))
     assert [(f.length, f.asked) for f in found] == [(120, 2)]
 
 
@@ -100,24 +100,24 @@ def test_a_needle_in_text_is_read_from_held_out_documents():
         ({"batch": 0}, "batch=0 must be at least 1"),
     ],
 )
-def test_needles_that_cannot_be_are_refused(options, said):
+def test_invalid_needle_options_are_refused(options, said):
     with pytest.raises(TercetError, match=said):
-        list(needle(language_model(**RECALL), **{"lengths": (32,), "depths": (0.5,), **options}))
+        list(find_needles(language_model(**RECALL), **{"lengths": (32,), "depths": (0.5,), **options}))
 
 
 @pytest.mark.parametrize("name", ["sequences", "seq_len", "batch"])
-def test_held_out_data_of_no_size_are_refused_by_name(name):
+def test_empty_validation_data_is_refused_by_name(name):
     with pytest.raises(TercetError, match=f"{name}=0 must be at least 1"):
         list(held_out(language_model(), **{"sequences": 1, name: 0}))
 
 
 @pytest.mark.parametrize("name", ["length", "documents", "batch"])
-def test_recall_of_nothing_is_refused_by_name(name):
+def test_recall_with_zero_sizes_is_refused_by_name(name):
     with pytest.raises(TercetError, match=f"{name}=0 must be at least 1"):
         recall_by_distance(language_model(**RECALL), **{"length": 128, "documents": 1, name: 0})
 
 
-def test_no_targets_to_measure_is_a_wrong_question():
+def test_no_targets_to_measure_is_a_usage_error():
     with pytest.raises(TercetError, match="there is nothing to measure") as caught:
         by_position(language_model(), iter(()))
     assert caught.value.exit_code == 2
@@ -155,9 +155,7 @@ def test_longer_sequences_than_in_training_can_be_measured():
         ("recall {} --documents 1", "--length", "128", "256"),
     ],
 )
-def test_lengths_that_training_never_reached_are_measured_with_a_warning(
-    tmp_path, capsys, command, flag, usual, beyond
-):
+def test_lengths_beyond_training_are_measured_with_a_warning(tmp_path, capsys, command, flag, usual, beyond):
     model = language_model(**RECALL)
     write_config(model.run, {}, tmp_path)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -173,7 +171,7 @@ def test_lengths_that_training_never_reached_are_measured_with_a_warning(
         assert (err, record["warning"], record["trained_length"]) == ("", None, 128)
     err, record = measured(flag, *beyond.split())
     longer = beyond.removeprefix("64 ")
-    assert err.startswith(f"warning: {flag} {longer} is beyond the 128 tokens that {tmp_path} was trained at")
+    assert err.startswith(f"warning: {flag} {longer} is beyond the 128 tokens that {tmp_path} was trained with")
     assert err.count("\n") == 1
     assert err == f"warning: {record['warning']}\n"
 
@@ -181,14 +179,14 @@ def test_lengths_that_training_never_reached_are_measured_with_a_warning(
 def test_the_map_shows_the_blocks_that_the_layers_read():
     model = language_model()
     tokens = list(b"the quick brown fox jumps over <lazy> dogs and then & then some more words come")
-    found = selections(model, tokens)
+    found = record_selections(model, tokens)
     t, size = len(tokens) - 1, model.config.nsa.select_block
     for layer, selection in zip(model.attention_layers(), found, strict=True):
-        blocks = selection.read_by(t)
+        blocks = selection.selected_by(t)
         assert len(blocks) == model.config.nsa.select_count
         assert selection.forced(t) <= blocks.keys()
         assert layer.stats.read() == {}, "the layer has its own statistics back"
-    told = page(tokens, model.tokenizer, found)
+    told = selection_page(tokens, model.tokenizer, found)
     text = "".join(part.partition(">")[2].partition("</span>")[0] for part in told.split("<span ")[1:])
     assert text == bytes(tokens).decode().replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     spans = [part.partition('"')[0] for part in told.split('<span class="')[1:]]
@@ -196,36 +194,36 @@ def test_the_map_shows_the_blocks_that_the_layers_read():
     assert len(spans) == t // size + 1
 
 
-def test_what_a_query_reads_is_what_changes_it():
-    """A token outside of all that was read (blocks, window, compressed) cannot be told apart from another one."""
+def test_only_selected_blocks_influence_a_query():
+    """Changing a token outside the selected blocks does not change the output."""
     model = language_model(model__layers=1, model__branches=("selected",), model__compression="mean")
     tokens = [(7 * i) % 250 + 1 for i in range(100)]
-    (found,) = selections(model, tokens)
-    unread = set(range(99 // 8 + 1)) - found.read_by(99).keys()
+    (found,) = record_selections(model, tokens)
+    unread = set(range(99 // 8 + 1)) - found.selected_by(99).keys()
     hidden = model.hidden(torch.tensor([tokens]))[0, 99]
     for block in sorted(unread)[:3]:
         changed = list(tokens)
         changed[block * 8] = changed[block * 8] % 250 + 1
-        (again,) = selections(model, changed)
-        if again.read_by(99) == found.read_by(99):
+        (again,) = record_selections(model, changed)
+        if again.selected_by(99) == found.selected_by(99):
             assert torch.equal(model.hidden(torch.tensor([changed]))[0, 99], hidden)
     changed = list(tokens)
-    changed[max(found.read_by(99)) * 8] += 1
+    changed[max(found.selected_by(99)) * 8] += 1
     assert not torch.equal(model.hidden(torch.tensor([changed]))[0, 99], hidden)
 
 
 def test_a_model_that_selects_nothing_has_no_map():
     with pytest.raises(TercetError, match="no layer of this model selects"):
-        selections(language_model(model__attention="dense"), [1, 2, 3])
+        record_selections(language_model(model__attention="dense"), [1, 2, 3])
 
 
 def test_pictures_are_drawn(tmp_path):
     model = language_model(**RECALL)
-    found = list(needle(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=1))
+    found = list(find_needles(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=1))
     needle_map(found, tmp_path / "needle.svg")
     needle_map(found, tmp_path / "losses.svg", loss=True)
     perplexity_plot({"a": by_position(model, held_out(model, sequences=1))}, tmp_path / "p.svg")
-    curve_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", mark=14)
+    recall_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", window_reach=14)
     for name in ("needle", "losses", "p", "c"):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
 

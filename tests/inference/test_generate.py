@@ -1,4 +1,4 @@
-"""Generation: the same tokens whichever way they are computed, and one line for what cannot be."""
+"""Generation gives the same tokens with and without cache, in any batch; bad input raises one-line errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tercet
 from inference.models import AS_M7C, language_model
 from tercet.cli import main
 from tercet.errors import TercetError
-from tercet.inference.decoder import PlainDecoder
+from tercet.inference.decoder import UncachedDecoder
 from tercet.inference.generate import Timing, stream
 from tercet.inference.prompts import PromptError
 
@@ -37,7 +37,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """Each prompt alone, everything read again for each token."""
+    """Each prompt alone, without a cache."""
     return [greedy(model, prompt, cache=False) for prompt in PROMPTS]
 
 
@@ -47,7 +47,7 @@ def greedy(model, prompts, **options):
     return [g.tokens for g in made] if isinstance(made, list) else made.tokens
 
 
-def test_the_untrained_model_writes_something_worth_comparing(expected):
+def test_the_untrained_model_generates_varied_tokens(expected):
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     assert len({token for tokens in expected for token in tokens}) > 20
 
@@ -61,8 +61,8 @@ def test_tokens_are_the_same_for_any_chunking_of_the_prompt(model, expected, chu
     assert greedy(model, PROMPTS, prefill_chunk=chunk) == expected
 
 
-def test_equal_prompts_longer_than_a_chunk_are_read_one_by_one(model, expected, monkeypatch):
-    """Of several rows what is held would be copied for each chunk."""
+def test_prompts_longer_than_a_chunk_are_read_row_by_row(model, expected, monkeypatch):
+    """For several rows, the kernels would copy the cache for every chunk."""
     rows = []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda tokens, **o: rows.append(tuple(tokens.shape)) or hidden(tokens, **o))
@@ -135,7 +135,7 @@ def test_time_and_keys_are_counted():
     assert timing.tokens_per_second > 0
 
 
-def test_rows_of_the_embedding_without_a_token_are_never_drawn():
+def test_padding_rows_of_the_vocabulary_are_never_sampled():
     model = language_model(model__vocab_size=264)
     with torch.no_grad():
         model.head.weight[256:] *= 50
@@ -146,14 +146,14 @@ def test_rows_of_the_embedding_without_a_token_are_never_drawn():
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ("", {}, "the prompt is empty: give at least one token to go on from"),
+        ("", {}, "the prompt is empty: give at least one token"),
         (["a", ""], {}, "prompt 1 is empty"),
-        ([], {}, "no prompt was given"),
-        ([[1, 2, 300]], {}, "token 300 at place 2 is outside the vocabulary, 0 to 255"),
-        ([[1, -1]], {}, "token -1 at place 1"),
+        ([], {}, "no prompt given"),
+        ([[1, 2, 300]], {}, "token 300 at position 2 is outside the vocabulary, 0 to 255"),
+        ([[1, -1]], {}, "token -1 at position 1"),
         ("a\0b", {}, "has a zero byte at 1"),
-        ("a\udcffb", {}, "character 1 ('\\udcff') stands for a byte that is no UTF-8"),
-        ([{"role": "user"}], {}, "the prompt is dict: give text, or a list of token numbers"),
+        ("a\udcffb", {}, "not valid UTF-8: character 1 ('\\udcff')"),
+        ([{"role": "user"}], {}, "the prompt is dict: give text or a list of token IDs"),
         ("x" * 120, {}, "has 120 tokens, with max_new_tokens=16 that is 136, over the context of 128"),
         ("abc", {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ("abc", {"temperature": -1}, "temperature=-1 must be at least 0"),
@@ -161,7 +161,7 @@ def test_rows_of_the_embedding_without_a_token_are_never_drawn():
         ("abc", {"prefill_chunk": 0}, "prefill_chunk=0 must be at least 1"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_line(prompts, options, said):
+def test_invalid_prompts_and_options_raise_one_line(prompts, options, said):
     with pytest.raises(TercetError) as caught:
         tercet.generate(language_model(), prompts, **{"max_new_tokens": 16, **options})
     assert said in str(caught.value)
@@ -176,10 +176,10 @@ def test_what_cannot_be_read_is_refused_in_one_line(prompts, options, said):
         ("--max-new-tokens 0", "max_new_tokens=0 must be at least 1"),
         ("--prefill-chunk 0", "prefill_chunk=0 must be at least 1"),
         ("--context 0", "context=0 must be at least 1"),
-        ("--max-new-tokens 200", "or say context=203 (--context 203) to read"),
+        ("--max-new-tokens 200", "or set context=203 (--context 203)"),
     ],
 )
-def test_the_command_echoes_no_prompt_before_its_options_are_checked(monkeypatch, capsys, flags, said):
+def test_the_command_checks_its_options_before_printing_the_prompt(monkeypatch, capsys, flags, said):
     monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: language_model())
     assert main(["generate", "run", "--prompt", "abc", *flags.split()]) == 2
     out, err = capsys.readouterr()
@@ -189,7 +189,7 @@ def test_the_command_echoes_no_prompt_before_its_options_are_checked(monkeypatch
     assert err.count("\n") == 1
 
 
-def test_a_longer_context_can_be_asked_for():
+def test_the_context_can_be_extended():
     assert len(greedy(language_model(), [1] * 120, context=144)) == 16
 
 
@@ -203,7 +203,7 @@ def test_text_without_a_tokenizer_is_refused():
     assert tercet.generate(bare, [1, 2], max_new_tokens=3).text == ""
 
 
-def test_logits_that_are_not_numbers_are_an_error():
+def test_non_finite_logits_are_an_error():
     model = language_model()
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
@@ -211,8 +211,8 @@ def test_logits_that_are_not_numbers_are_an_error():
         tercet.generate(model, "abc", max_new_tokens=4)
 
 
-def test_a_decoder_that_runs_ahead_writes_the_same(monkeypatch):
-    """As on a GPU: steps are begun before the tokens of earlier ones are looked at; rows end late, and say no more."""
+def test_an_asynchronous_decoder_generates_the_same_tokens(monkeypatch):
+    """As on a GPU: steps are launched before the tokens of earlier ones arrive, and rows end late."""
     model = language_model()
     options = {"max_new_tokens": 16, "temperature": 0.9, "seed": 5, "repetition_penalty": 1.3}
     free = tercet.generate(model, PROMPTS, eos_id=-1, **options)
@@ -220,14 +220,14 @@ def test_a_decoder_that_runs_ahead_writes_the_same(monkeypatch):
     wanted = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), **options)
     begun = []
 
-    class Ahead(PlainDecoder):
-        runs_ahead = True
+    class Ahead(UncachedDecoder):
+        asynchronous = True
 
         def step(self, tokens, active):
             begun.append(int(active.sum()))
             return super().step(tokens, active)
 
-    monkeypatch.setattr("tercet.inference.generate.PlainDecoder", Ahead)
+    monkeypatch.setattr("tercet.inference.generate.UncachedDecoder", Ahead)
     found = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), cache=False, **options)
     assert [(g.tokens, g.text, g.finished) for g in found] == [(g.tokens, g.text, g.finished) for g in wanted]
     assert {"eos", "stop"} <= {g.finished for g in found}

@@ -1,4 +1,4 @@
-"""Loading a model: from a run, a checkpoint or a folder of weights; and one line for everything else."""
+"""Loading a model from a run, a checkpoint or a folder of weights; everything else is a one-line error."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_a_checkpoint_gives_itself(run):
     assert torch.equal(newest.embedding.weight, late.embedding.weight)
 
 
-def test_a_gpu_that_is_not_there_is_told_with_the_flag_that_asked_for_it(run, monkeypatch):
+def test_a_missing_gpu_names_the_flag(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TercetError, match=r"^--device cuda, but torch sees no CUDA device: use --device cpu"):
         tercet.load_model(run, device="cuda")
 
 
-def test_loading_leaves_the_random_numbers_alone(run):
+def test_loading_does_not_advance_the_random_state(run):
     before = torch.get_rng_state()
     tercet.load_model(run)
     assert torch.equal(torch.get_rng_state(), before)
@@ -61,13 +61,13 @@ def test_weights_are_those_of_training(run):
         ("auto", "cpu", torch.float32),
     ],
 )
-def test_on_a_gpu_a_model_is_loaded_in_the_numbers_it_was_trained_in(run, precision, device, loaded):
+def test_auto_dtype_follows_the_training_precision(run, precision, device, loaded):
     config = tercet.load_model(run).run
     config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
     assert load._pick_dtype("auto", config, torch.device(device)) == loaded
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_but_never_loaded_by_name(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_in_a_run_and_refused_by_name(tmp_path):
     run = trained(tmp_path / "run", train__steps=4)
     shard = next((run / "checkpoints" / "step-00000004").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
@@ -76,15 +76,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_but_never_loaded_by_name(tmp
         tercet.load_model(run / "checkpoints" / "step-00000004")
 
 
-def test_what_is_no_model_is_refused_in_one_line(tmp_path):
+def test_a_folder_without_a_model_raises_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "half" / "checkpoints" / ".writing-step-00000002").mkdir(parents=True)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text("{}")
     for name, said in {
         "nowhere": "does not exist",
-        "empty": "holds no checkpoint",
-        "half": "was never finished",
+        "empty": "has no checkpoint",
+        "half": "is unfinished",
         "theirs": "tercet import hf",
     }.items():
         with pytest.raises(TercetError) as caught:
@@ -115,7 +115,7 @@ def test_a_batch_and_json_on_the_command_line(run, capsys):
     ("arguments", "said"),
     [
         (["--prompt", ""], "error: the prompt is empty"),
-        ([], "error: no prompt was given"),
+        ([], "error: no prompt given"),
         (["--prompt", "x" * 70], "over the context of 64"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt-file", "/no/such/file"], "cannot be read"),

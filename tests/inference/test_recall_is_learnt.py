@@ -1,7 +1,7 @@
-"""The point of it all, at the smallest scale: a model with selection finds what windows cannot carry to it.
+"""At the smallest scale: a model with selection retrieves facts beyond the reach of its windows.
 
-About a minute of one core. The task is learnt all at once, after a hundred batches or after four hundred, so
-training goes on until it is learnt; the model with the window alone gets as many batches, and more.
+Takes about a minute on one core. The task is learnt suddenly, after 100 to 400 batches, so training continues until it
+is; the window-only model gets at least as many batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from runs import small
 from tercet.data.loader import build_loader
 from tercet.inference.load import LanguageModel
-from tercet.inference.needle import needle
+from tercet.inference.needle import find_needles
 from tercet.inference.recall import recall_by_distance, window_reach
 
 TASK = {
@@ -41,7 +41,7 @@ MOST = 900
 
 
 def learnt(**changes):
-    """A model, and after how many batches of 32 documents its loss was gone: at most MOST."""
+    """A model, and the number of batches of 32 documents until its loss vanished: at most MOST."""
     config = small(**TASK, **changes)
     torch.manual_seed(0)
     model = LanguageModel(config)
@@ -51,7 +51,7 @@ def learnt(**changes):
         for step, batch in enumerate(islice(loader, MOST)):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 * min(1, (step + 1) / 20)
-            loss = model(batch.tokens, None, batch.targets)  # one document per row: no packing to tell of
+            loss = model(batch.tokens, None, batch.targets)  # one document per row, no packing
             (loss.total / loss.tokens).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -93,7 +93,7 @@ def test_windows_alone_can_only_guess_there(window_only):
 
 def test_the_needle_is_found_at_every_depth(with_selection, window_only):
     found, missed = (
-        [f.accuracy for f in needle(model, lengths=(48,), depths=(0.0, 0.5), trials=32, batch=32)]
+        [f.accuracy for f in find_needles(model, lengths=(48,), depths=(0.0, 0.5), trials=32, batch=32)]
         for model in (with_selection, window_only)
     )
     assert min(found) > 0.8

@@ -1,11 +1,11 @@
-"""Text as tokens come."""
+"""Text streaming: whole characters only, and nothing of a stop string."""
 
 from __future__ import annotations
 
 import pytest
 
 from tercet.data.tokenizers import ByteTokenizer
-from tercet.inference.text_stream import TextStream
+from tercet.inference.generate import TextStream
 
 
 def pushed(text: bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""The examples run as they are told to be run."""
+"""The examples run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def module(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,9 @@ def offline(monkeypatch):
 
 
 def test_train_evaluate_generate_export_transformers_and_lm_eval(tmp_path):
-    came = module("everything").main(tmp_path, steps=12)
-    assert came["loss"] < 5.0  # ln 256 is 5.55
-    assert 0 <= came["accuracy"] <= 1
+    results = module("everything").main(tmp_path, steps=12)
+    assert results["loss"] < 5.0  # ln 256 is 5.55
+    assert 0 <= results["accuracy"] <= 1
 
 
 def test_the_layer_in_a_plain_loop_learns():

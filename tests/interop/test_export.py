@@ -1,4 +1,4 @@
-"""An exported model in transformers: the same bits, the same tokens, no code but ours."""
+"""An exported model in transformers has the same weights and generates the same tokens, without remote code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def padded(prompts, side):
     return torch.tensor(rows), torch.tensor(masks)
 
 
-def test_a_loaded_export_has_the_bits_of_the_run(run, folder):
+def test_an_export_has_exactly_the_weights_of_the_run(run, folder):
     ours = tercet.load_model(run).state_dict()
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is TercetForCausalLM
@@ -62,14 +62,14 @@ def test_a_loaded_export_has_the_bits_of_the_run(run, folder):
         assert torch.equal(stored[f"model.{name}"], tensor)
 
 
-def test_saving_what_was_loaded_gives_the_same_file(folder, tmp_path):
+def test_saving_a_loaded_export_gives_the_same_file(folder, tmp_path):
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     again, before = (json.loads((p / "config.json").read_text()) for p in (tmp_path, folder))
     assert again == before
 
 
-def test_nothing_remote_is_in_the_folder(folder):
+def test_an_export_contains_no_code(folder):
     assert not list(folder.glob("*.py"))
     assert "auto_map" not in json.loads((folder / "config.json").read_text())
     assert AutoConfig.from_pretrained(folder).max_position_embeddings == 64
@@ -128,18 +128,18 @@ def test_the_loss_is_that_of_shifted_labels(model, theirs):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"inputs_embeds": torch.zeros(1, 2, 16)}, "input_ids was not given"),
+        ({"inputs_embeds": torch.zeros(1, 2, 16)}, "input_ids is missing"),
         ({"input_ids": torch.ones(1, 2).long(), "output_attentions": True}, "output_attentions=True"),
         ({"input_ids": torch.ones(1, 2).long(), "head_mask": torch.ones(1)}, "head_mask"),
         ({"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "cu_seqlens"),
     ],
 )
-def test_what_would_be_ignored_is_refused(theirs, given, said):
+def test_unsupported_arguments_are_refused(theirs, given, said):
     with pytest.raises(ValueError, match=said):
         theirs(**given)
 
 
-def test_trainer_trains_it_and_saves_what_loads_again(folder, tmp_path):
+def test_trainer_trains_it_and_saves_a_loadable_checkpoint(folder, tmp_path):
     from transformers import Trainer, TrainingArguments
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -173,7 +173,7 @@ def refused(folder, *said):
 
 def test_a_folder_without_its_weights_is_refused(copied):
     (copied / "model.safetensors").unlink()
-    refused(copied, "has no model.safetensors", "half written")
+    refused(copied, "has no model.safetensors", "incomplete")
 
 
 def test_a_file_cut_short_is_refused(copied):
@@ -182,7 +182,7 @@ def test_a_file_cut_short_is_refused(copied):
     refused(copied, "model.safetensors cannot be read", "cut short")
 
 
-def test_a_lost_tensor_is_refused(copied):
+def test_a_missing_tensor_is_refused(copied):
     from safetensors.torch import save_file
 
     tensors = load_file(copied / "model.safetensors")
@@ -197,7 +197,7 @@ def test_a_config_that_contradicts_itself_is_refused(copied):
     refused(copied, "hidden_size=32", "tercet.dim=16")
 
 
-def test_an_interrupted_export_leaves_nothing_under_the_name(run, tmp_path, monkeypatch):
+def test_a_failed_export_leaves_nothing_behind(run, tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
@@ -207,7 +207,7 @@ def test_an_interrupted_export_leaves_nothing_under_the_name(run, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_something_in_it_is_not_overwritten(run, tmp_path):
+def test_a_non_empty_folder_is_not_overwritten(run, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(TercetError, match="not empty"):
         export(run, tmp_path)

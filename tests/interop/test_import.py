@@ -1,4 +1,4 @@
-"""Dense checkpoints of other families become models that go on learning from the same loss."""
+"""Imported dense checkpoints start with the loss of the dense model and can be trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tercet.attention.config import NSAConfig
 from tercet.config.load import load
 from tercet.errors import TercetError, UsageError
 from tercet.interop.huggingface.export import export
-from tercet.interop.huggingface.take_over import take_over
+from tercet.interop.huggingface.import_hf import import_model
 
 SIZES = {
     "hidden_size": 32,
@@ -55,7 +55,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 def dense_model(folder, config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():  # what starts as 0 or 1 would hide a weight in the wrong place
+    with torch.no_grad():  # weights of 0 or 1 would hide a wrong mapping
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
@@ -80,7 +80,7 @@ def losses(theirs, folder, length):
 
 def test_a_dense_import_is_the_same_model(family, tmp_path):
     theirs, folder = family
-    take_over(folder, tmp_path / "out", attention="dense")
+    import_model(folder, tmp_path / "out", attention="dense")
     tokens = torch.randint(1, 99, (2, 100))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -92,19 +92,19 @@ def test_a_dense_import_is_the_same_model(family, tmp_path):
 @pytest.mark.parametrize("cover", ["selected", "window"])
 def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover, chosen):
     theirs, folder = family
-    imported = take_over(folder, tmp_path / "out", cover=cover, **chosen)
-    assert imported.covers == LENGTH
+    imported = import_model(folder, tmp_path / "out", cover=cover, **chosen)
+    assert imported.exact_length == LENGTH
     dense, ours = losses(theirs, tmp_path / "out", LENGTH)
     assert abs(ours - dense) < 2e-3
-    take_over(folder, tmp_path / "shut", cover=cover, gate_logit=20.0, **chosen)
+    import_model(folder, tmp_path / "shut", cover=cover, gate_logit=20.0, **chosen)
     dense, ours = losses(theirs, tmp_path / "shut", LENGTH)
     assert abs(ours - dense) < 2e-5
 
 
-def test_keys_and_values_go_to_every_branch_that_has_its_own(family, tmp_path):
+def test_keys_and_values_are_copied_to_every_branch(family, tmp_path):
     theirs, folder = family
-    take_over(folder, tmp_path / "own", nsa=NSA)
-    take_over(folder, tmp_path / "tied", **RECOMMENDED)
+    import_model(folder, tmp_path / "own", nsa=NSA)
+    import_model(folder, tmp_path / "tied", **RECOMMENDED)
     own, tied = (tercet.load_model(tmp_path / name).state_dict() for name in ("own", "tied"))
     for i, layer in enumerate(theirs.model.layers):
         for kind in ("weight", "bias"):
@@ -117,22 +117,22 @@ def test_keys_and_values_go_to_every_branch_that_has_its_own(family, tmp_path):
         norms = [n for n in tied if n.startswith(f"blocks.{i}.attention.k_norms.")]
         assert len(norms) == (2 if hasattr(layer.self_attn, "k_norm") else 0)
         assert all(torch.equal(tied[n], layer.self_attn.k_norm.weight) for n in norms)
-    assert not [n for n in tied if "compress_" in n]  # a mean has nothing to learn
+    assert not [n for n in tied if "compress_" in n]  # a mean has no weights
 
 
 def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
-    """All branches have the same keys at first, and a learnt φ starts as the mean: also where gates let all through."""
+    """All branches start with the same keys, and a learnt φ starts as the mean, so shared keys change nothing."""
     folder, made = family[1], []
     for name, chosen in (("own", {"nsa": RECOMMENDED["nsa"]}), ("tied", RECOMMENDED)):
-        take_over(folder, tmp_path / name, gate_logit=0.0, **chosen)
+        import_model(folder, tmp_path / name, gate_logit=0.0, **chosen)
         made.append(tercet.load_model(tmp_path / name))
     tokens = torch.randint(1, 99, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(made[0](tokens), made[1](tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_the_commands_of_the_page_import_what_they_say(tmp_path, monkeypatch):
-    """Of the page's imports one is the paper's and one as m7c, the preset that the recommendation comes from."""
+def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
+    """One uses the paper's settings, the other those of the preset m7c."""
     dense_model(tmp_path / "Qwen3-0.6B", Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=16))
     monkeypatch.chdir(tmp_path)
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("tercet import hf ")]
@@ -152,34 +152,34 @@ def test_the_commands_of_the_page_import_what_they_say(tmp_path, monkeypatch):
     assert recommended.nsa == m7c.nsa
 
 
-def test_beyond_the_covering_branch_the_loss_is_another(tmp_path):
+def test_beyond_the_covering_branch_the_loss_differs(tmp_path):
     theirs = dense_model(tmp_path / "dense", FAMILIES["llama"])
-    take_over(tmp_path / "dense", tmp_path / "out", nsa=NSA, cover="window", gate_logit=20.0)
+    import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, cover="window", gate_logit=20.0)
     dense, ours = losses(theirs, tmp_path / "out", 4 * LENGTH)
     assert abs(ours - dense) > 1e-3
 
 
-def test_an_import_goes_on_learning(tmp_path):
-    from tercet.train.loop import train
+def test_an_import_can_be_trained(tmp_path):
+    from tercet.train.trainer import train
 
     theirs = dense_model(tmp_path / "dense", LlamaConfig(**{**SIZES, "vocab_size": 256}))
-    take_over(tmp_path / "dense", tmp_path / "out", nsa=NSA, seq_len=LENGTH)
+    import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, seq_len=LENGTH)
     flags = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.tokens_per_step": 128, "train.val_tokens": 0,
              "data.source": "synthetic", "log.tensorboard": False, "checkpoint.every": 2, "run.threads": 1,
              "train.sample_tokens": 0, "train.lr": 1e-2, "train.warmup_steps": 0}  # fmt: skip
     assert train(load(file=tmp_path / "out" / "config.toml", flags=flags).config, origins=None, resume=None) == 0
     before, after = (tercet.load_model(tmp_path / name).state_dict() for name in ("out", "run"))
     assert torch.equal(before["embedding.weight"], theirs.model.embed_tokens.weight)
-    # closed gates are not stuck: what they close gets gradients too
+    # Closed branches get gradients too.
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert "blocks.0.attention.gate.proj.weight" in changed
     assert "blocks.0.attention.kv_proj.weight" in changed
 
 
 @pytest.mark.parametrize("changes", [{}, AS_M7C], ids=str)
-def test_an_export_comes_back_with_the_same_bits(tmp_path, changes):
+def test_an_imported_export_has_exactly_the_same_weights(tmp_path, changes):
     run = trained(tmp_path / "run", train__steps=2, **changes)
-    take_over(export(run, tmp_path / "exported"), tmp_path / "back")
+    import_model(export(run, tmp_path / "exported"), tmp_path / "back")
     before, after = tercet.load_model(run), tercet.load_model(tmp_path / "back")
     assert before.config == after.config
     assert before.context == after.context
@@ -189,12 +189,12 @@ def test_an_export_comes_back_with_the_same_bits(tmp_path, changes):
         assert torch.equal(tensor, after.state_dict()[name])
 
 
-def test_choices_that_an_export_has_made_are_refused_and_not_passed_over(tmp_path):
+def test_options_of_a_dense_import_are_refused_for_an_export(tmp_path):
     folder = export(trained(tmp_path / "run", train__steps=1), tmp_path / "exported")
     with pytest.raises(
-        UsageError, match=r"exported is an export .*: leave out nsa, compress_selected_keys, gate_logit$"
+        UsageError, match=r"exported is a Tercet export.*: leave out nsa, compress_selected_keys, gate_logit$"
     ):
-        take_over(folder, tmp_path / "back", nsa=NSA, compress_selected_keys=True, gate_logit=2.0)
+        import_model(folder, tmp_path / "back", nsa=NSA, compress_selected_keys=True, gate_logit=2.0)
     assert not (tmp_path / "back").exists()
 
 
@@ -206,28 +206,28 @@ def test_choices_that_an_export_has_made_are_refused_and_not_passed_over(tmp_pat
         ({"sliding_window": 8, "use_sliding_window": True}, "sliding_window=8 cannot be imported"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type='llama3' cannot be imported"),
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight"),
-        ({"num_hidden_layers": 2}, "weights have no place here"),
-        ({"intermediate_size": 64}, "config.json asks for [32, 64]"),
+        ({"num_hidden_layers": 2}, "unexpected weights"),
+        ({"intermediate_size": 64}, "config.json requires [32, 64]"),
         ({"num_key_value_heads": 3}, "kv_heads=3"),
         ({"hidden_size": None}, "config.json: dim"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_in_one_line(tmp_path, change, said):
+def test_unsupported_models_raise_one_line(tmp_path, change, said):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     path = tmp_path / "dense" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(TercetError) as caught:
-        take_over(tmp_path / "dense", tmp_path / "out")
+        import_model(tmp_path / "dense", tmp_path / "out")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["dense"]
 
 
-def test_a_half_written_folder_is_refused(tmp_path):
+def test_an_incomplete_folder_is_refused(tmp_path):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     (tmp_path / "dense" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(TercetError, match=r"model\.safetensors cannot be read"):
-        take_over(tmp_path / "dense", tmp_path / "out")
+        import_model(tmp_path / "dense", tmp_path / "out")
     (tmp_path / "dense" / "config.json").unlink()
     with pytest.raises(TercetError, match=r"has no config\.json"):
-        take_over(tmp_path / "dense", tmp_path / "out")
+        import_model(tmp_path / "dense", tmp_path / "out")

@@ -14,7 +14,7 @@ from kernels.caches import filled
 from tercet.attention.kernels import table
 from tercet.attention.reference import block_importance
 from tercet.config.load import load
-from tercet.inference.decoder import CachedDecoder, PlainDecoder
+from tercet.inference.decoder import CachedDecoder, UncachedDecoder
 from tercet.model.transformer import Transformer
 
 pytestmark = [
@@ -216,7 +216,7 @@ def greedy(decoder, prompts: list[list[int]], steps: int) -> list[list[int]]:
 
 def test_a_graph_writes_what_reading_everything_again_writes(model) -> None:
     prompts = [[(37 * i * i + 11) % 251 for i in range(n)] for n in (3, 200, 350)]
-    wanted = greedy(PlainDecoder(model), prompts, 24)
+    wanted = greedy(UncachedDecoder(model), prompts, 24)
     decoder = CachedDecoder(model, 3, 400)
     assert decoder.graph_reason is None
     assert greedy(decoder, prompts, 24) == wanted

@@ -8,7 +8,7 @@ import torch
 
 import tercet
 from cases import cu, inputs
-from tercet.attention.functional import run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
 
 pytestmark = pytest.mark.interpreter
@@ -26,7 +26,12 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def run(x, backend, dout, packing, span, block_indices=None):
     leaves = x.map(lambda t: t.detach().clone().requires_grad_())
     out, chosen, route = run_nsa(
-        *leaves.tensors(), config=CONFIG, packing=packing, backend=backend, span=span, block_indices=block_indices
+        NSAInputs(*leaves.tensors()),
+        config=CONFIG,
+        packing=packing,
+        backend=backend,
+        span=span,
+        block_indices=block_indices,
     )
     assert route[0] == backend
     return out, chosen, torch.autograd.grad(out, leaves.tensors(), dout.to(out.dtype))
@@ -62,7 +67,7 @@ def test_a_stretch_has_its_rows_of_the_whole_and_its_own_gradients(documents, ba
     span = Span(queries[0], selected[0], window[0])
     out, chosen, grads = run(some, "triton", dout, packing, span)
     exact = x.map(lambda t: t.double()).leaves()
-    wanted, all_chosen, _ = run_nsa(*exact.tensors(), config=CONFIG, packing=packing, backend="reference")
+    wanted, all_chosen, _ = run_nsa(NSAInputs(*exact.tensors()), config=CONFIG, packing=packing, backend="reference")
     assert torch.equal(chosen, all_chosen[:, part])
     assert relative(out, wanted[:, part]) < 1e-5
     whole = dict(zip(NAMES, torch.autograd.grad(wanted[:, part], exact.tensors(), dout.double()), strict=True))
@@ -86,7 +91,7 @@ def test_keys_that_begin_within_a_document_are_left_to_the_reference() -> None:
     )
     call = {"config": CONFIG, "packing": packing, "span": Span(50, 25)}
     with pytest.raises(RuntimeError, match="k_selected begins at token 25, within a document"):
-        run_nsa(*some.tensors(), backend="triton", **call)
-    assert run_nsa(*some.tensors(), backend="auto", **call)[2][0] == "reference"
+        run_nsa(NSAInputs(*some.tensors()), backend="triton", **call)
+    assert run_nsa(NSAInputs(*some.tensors()), backend="auto", **call)[2][0] == "reference"
     # without the selected branch nothing counts blocks
-    run_nsa(*some.tensors(), backend="triton", branches=("compressed", "window"), **call)
+    run_nsa(NSAInputs(*some.tensors()), backend="triton", branches=("compressed", "window"), **call)

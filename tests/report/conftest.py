@@ -1,4 +1,4 @@
-"""One real run, made once: saved, validated, stopped and resumed. Tests copy it where they change it."""
+"""One real run for all report tests: saved, validated, stopped and resumed. Tests that change it copy it first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates that no health rule stands behind, each brought down by the fault itself."""
+"""Gates without a health rule behind them fail when the fault they watch for is provoked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 import tercet.telemetry.memory as memory
 import tercet.train.step as step_module
-from tercet.report.attention_gates import selection
+from tercet.report.attention_gates import selection_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.report.verdict import judge
 from tercet.telemetry.events import CheckpointFailed, HealthFired
 from tercet.train import manifest
-from watched import FEW, copy, dense_twin, even_clock, gate, run, verdict
+from watched import FEW, copy, dense_baseline, even_clock, gate, run, verdict
 
 PLAIN = {"train__val_tokens": 0, "checkpoint__every": 0}
 
@@ -25,7 +25,7 @@ def test_memory_that_grows_is_no_go(tmp_path, data, monkeypatch):
     true = step_module.loss_sum
 
     def leaky(model, batch):
-        kept.append(torch.ones(6 * 2**20))  # 24 MiB that nobody gives back
+        kept.append(torch.ones(6 * 2**20))  # leak 24 MiB
         return true(model, batch)
 
     monkeypatch.setattr(step_module, "loss_sum", leaky)
@@ -37,7 +37,7 @@ def test_memory_that_grows_is_no_go(tmp_path, data, monkeypatch):
 
 
 def test_memory_that_does_not_fit_is_no_go(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(memory, "host_total_gib", lambda: 0.1)  # a machine with less than this process takes
+    monkeypatch.setattr(memory, "host_total_gib", lambda: 0.1)  # less memory than the process uses
     with even_clock():
         found, _ = run(tmp_path / "run", data, train__steps=4, **PLAIN)
     told = gate(verdict(found), "memory")
@@ -76,10 +76,10 @@ def test_bad_records_are_no_go(tmp_path, data):
     assert "bad records" in told.sentence
 
 
-def test_made_up_data_is_not_tested(tmp_path, data):
+def test_synthetic_data_is_not_tested(tmp_path, data):
     with even_clock():
         found, _ = run(tmp_path / "run", data, train__steps=2, **PLAIN, data__source="synthetic", data__path=())
-    assert "made-up tokens" in gate(verdict(found), "data").sentence
+    assert "synthetic data" in gate(verdict(found), "data").sentence
 
 
 def test_a_loss_that_does_not_fall_is_no_go(tmp_path, data, monkeypatch):
@@ -93,7 +93,7 @@ def test_a_loss_that_does_not_fall_is_no_go(tmp_path, data, monkeypatch):
 
 
 def as_on_a_gpu(lines, route="triton", reason="", fallback=False):
-    """The record as a GPU would have left it; no kernel runs here."""
+    """Rewrite the record as a GPU run would have left it."""
     for line in lines:
         if line["kind"] == "run_started":
             line["device"] = "NVIDIA H200"
@@ -116,9 +116,9 @@ def on_gpu(healthy, folder: Path, **changes):
 def test_everything_tested_and_well_is_go(healthy, tmp_path):
     judged = judge(on_gpu(healthy, tmp_path / "run"), limits=Thresholds(40, checkpoint_blocked=1.0, tokens_per_s=1.0))
     assert (judged.verdict, judged.exit_code) == ("GO", 0), judged.sentence
-    # What one device cannot test is said beside the GO, and is no part of it.
-    assert [names for _, _, names in judged.gaps()] == [["several devices"]]
-    assert judged.sentence.endswith("Not tested, and no part of this: several devices.")
+    # What one device cannot test is shown, but is not part of the verdict.
+    assert [names for _, _, names in judged.untested()] == [["several devices"]]
+    assert "not part of the verdict: several devices" in judged.sentence
     told = judged.as_dict(healthy)
     assert [(g["name"], g["verdict"]) for g in told["beyond"]] == [("several devices", "NOT TESTED")]
 
@@ -126,21 +126,21 @@ def test_everything_tested_and_well_is_go(healthy, tmp_path):
 def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):
     asked = verdict(on_gpu(healthy, tmp_path / "a", route="reference", reason="asked for"))
     assert gate(asked, "routing").verdict == "NO-GO"
-    assert gate(asked, "fallbacks").verdict == "GO"  # slow, but no fallback: somebody wanted it
+    assert gate(asked, "fallbacks").verdict == "GO"  # slow, but requested
     fell = verdict(on_gpu(healthy, tmp_path / "b", route="reference", reason="head_dim=7", fallback=True))
     assert gate(fell, "routing").verdict == gate(fell, "fallbacks").verdict == "NO-GO"
     assert "head_dim=7" in gate(fell, "fallbacks").sentence
 
 
-def test_a_run_slower_than_its_dense_twin_is_no_go(healthy, tmp_path):
-    twin = dense_twin(healthy, tmp_path / "twin")
-    told = gate(judge(healthy, twin, Thresholds(min_steps=40, dense_ratio=1.5)), "throughput")
+def test_a_run_slower_than_its_dense_baseline_is_no_go(healthy, tmp_path):
+    baseline = dense_baseline(healthy, tmp_path / "baseline")
+    told = gate(judge(healthy, baseline, Thresholds(min_steps=40, dense_ratio=1.5)), "throughput")
     assert told.verdict == "NO-GO"
-    assert "1.00× the dense twin, below 1.5×" in told.sentence
-    assert gate(judge(healthy, twin, FEW), "throughput").verdict == "GO"
+    assert "1.00× dense, below 1.5×" in told.sentence
+    assert gate(judge(healthy, baseline, FEW), "throughput").verdict == "GO"
 
 
-def test_a_dense_twin_that_ran_on_something_slow_shows_nothing(healthy, tmp_path):
+def test_a_dense_baseline_on_a_slow_backend_proves_nothing(healthy, tmp_path):
     def one_slow_layer(lines):
         for line in lines:
             if line["kind"] == "routes":
@@ -149,14 +149,14 @@ def test_a_dense_twin_that_ran_on_something_slow_shows_nothing(healthy, tmp_path
     def uncounted(lines):
         lines[:] = [line for line in lines if line["kind"] != "routes"]
 
-    told = gate(judge(healthy, dense_twin(healthy, tmp_path / "slow", one_slow_layer), FEW), "throughput")
+    told = gate(judge(healthy, dense_baseline(healthy, tmp_path / "slow", one_slow_layer), FEW), "throughput")
     assert told.verdict == "NOT TESTED"
-    assert "the dense twin ran on reference (asked for)" in told.sentence
-    told = gate(judge(healthy, dense_twin(healthy, tmp_path / "uncounted", uncounted), FEW), "throughput")
+    assert "the dense baseline ran on reference (asked for)" in told.sentence
+    told = gate(judge(healthy, dense_baseline(healthy, tmp_path / "uncounted", uncounted), FEW), "throughput")
     assert told.verdict == "NOT TESTED"
 
 
-def test_kernels_never_compared_on_a_gpu_are_not_tested_and_bad_ones_no_go(healthy, tmp_path):
+def test_unchecked_kernels_are_not_tested_and_wrong_ones_are_no_go(healthy, tmp_path):
     found = on_gpu(healthy, tmp_path / "run")
 
     def without(lines):
@@ -171,14 +171,14 @@ def test_kernels_never_compared_on_a_gpu_are_not_tested_and_bad_ones_no_go(healt
     assert gate(verdict(copy(found, tmp_path / "b", disagree)), "numerics").verdict == "NO-GO"
 
 
-def test_weights_kept_in_half_precision_are_no_go(healthy, tmp_path):
+def test_weights_stored_in_half_precision_are_no_go(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run")
     report = found.folder / "dtypes_report.txt"
     report.write_text(report.read_text().replace("parameters: float32", "parameters: bfloat16"))
     assert gate(verdict(read_run(found.folder)), "numerics").verdict == "NO-GO"
 
 
-def test_a_layer_that_leaves_a_branch_to_others_is_told_and_many_such_layers_are_no_go(healthy, tmp_path):
+def test_a_few_layers_with_a_dead_branch_are_go_and_many_are_no_go(healthy, tmp_path):
     ran = on_gpu(healthy, tmp_path / "run")
     layers = ran.config["model.layers"]
 
@@ -189,20 +189,21 @@ def test_a_layer_that_leaves_a_branch_to_others_is_told_and_many_such_layers_are
         )
 
     one_in_all = Thresholds(40, lone_branch_layers=1 / layers)
-    told = selection(ran, [dead(0)], one_in_all)
+    told = selection_gate(ran, [dead(0)], one_in_all)
     assert told.verdict == "GO"
     assert layers == 2
-    do = "use their branches and choose their blocks"
-    assert told.sentence == f"1 of 2 layers {do}; layer 0 does not (up to 50% may)"
-    assert selection(ran, [], one_in_all).sentence == f"2 layers {do}"
-    everywhere = selection(ran, [dead(1), dead(0)], Thresholds(40, lone_branch_layers=1.0))
-    assert everywhere.sentence == f"0 of 2 layers {do}; layers 0, 1 do not (up to 100% may)"
+    assert "1 of 2 layers" in told.sentence
+    assert "layer 0 does not (50% of the layers" in told.sentence
+    assert "all 2 layers" in selection_gate(ran, [], one_in_all).sentence
+    everywhere = selection_gate(ran, [dead(1), dead(0)], Thresholds(40, lone_branch_layers=1.0))
+    assert "0 of 2 layers" in everywhere.sentence
+    assert "layers 0, 1 do not (100% of the layers" in everywhere.sentence
     assert ("dead branch", f"{dead(0).sentence} from step 30 on: 1 of {layers} layers") in told.evidence
-    assert selection(ran, [dead(0), dead(1)], one_in_all).verdict == "NO-GO"
-    assert selection(ran, [dead(0)], Thresholds(40, lone_branch_layers=0)).verdict == "NO-GO"
+    assert selection_gate(ran, [dead(0), dead(1)], one_in_all).verdict == "NO-GO"
+    assert selection_gate(ran, [dead(0)], Thresholds(40, lone_branch_layers=0)).verdict == "NO-GO"
 
 
-def test_layers_are_counted_over_all_that_is_wrong_with_them_and_a_stuck_selection_in_any_is_no_go(healthy, tmp_path):
+def test_a_layer_with_two_problems_counts_once_and_a_stuck_selection_is_always_no_go(healthy, tmp_path):
     ran = on_gpu(healthy, tmp_path / "run")
     one_in_all = Thresholds(40, lone_branch_layers=1 / ran.config["model.layers"])
 
@@ -211,8 +212,8 @@ def test_layers_are_counted_over_all_that_is_wrong_with_them_and_a_stuck_selecti
             step=30, rule=rule, action="warn", sentence=f"layer {layer}: {rule}", value=0, threshold=0, layer=layer
         )
 
-    assert selection(ran, [fired("dead_branch", 0), fired("gate_collapse", 0)], one_in_all).verdict == "GO"
-    assert selection(ran, [fired("dead_branch", 0), fired("gate_collapse", 1)], one_in_all).verdict == "NO-GO"
-    assert selection(ran, [fired("dead_branch", None)], one_in_all).verdict == "NO-GO"
-    assert selection(ran, [fired("selection_stuck", 0)], one_in_all).verdict == "NO-GO"
-    assert selection(ran, [fired("selection_stuck", 0)], Thresholds(40, lone_branch_layers=1.0)).verdict == "NO-GO"
+    assert selection_gate(ran, [fired("dead_branch", 0), fired("gate_collapse", 0)], one_in_all).verdict == "GO"
+    assert selection_gate(ran, [fired("dead_branch", 0), fired("gate_collapse", 1)], one_in_all).verdict == "NO-GO"
+    assert selection_gate(ran, [fired("dead_branch", None)], one_in_all).verdict == "NO-GO"
+    assert selection_gate(ran, [fired("selection_stuck", 0)], one_in_all).verdict == "NO-GO"
+    assert selection_gate(ran, [fired("selection_stuck", 0)], Thresholds(40, lone_branch_layers=1.0)).verdict == "NO-GO"

@@ -1,4 +1,4 @@
-"""The page: whole, escaped, without a single request, and there for every kind of run."""
+"""The report page: self-contained, escaped, and written for every kind of run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from tercet.errors import TercetError, UsageError
 from tercet.report import render, side_by_side
 from tercet.report.commands import report
-from tercet.report.facts import gather
+from tercet.report.facts import collect_facts
 from tercet.report.figure import _VARIABLES
-from tercet.report.plots import below_the_descent, loss
+from tercet.report.plots import loss_axis_limits, loss_plot
 from tercet.report.read import read_run
-from watched import copy, dense_twin, gate, verdict
+from watched import copy, dense_baseline, gate, verdict
 
 NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
 
@@ -40,17 +40,17 @@ class Tags(HTMLParser):
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Pages without plots: drawing is slow, and some tests are about the rest."""
+def no_plots(monkeypatch):
+    """Pages without plots: drawing is slow."""
     monkeypatch.setattr(render, "all_plots", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
 def page(healthy):
-    return render.page(healthy, verdict(healthy))
+    return render.html_page(healthy, verdict(healthy))
 
 
-def test_the_page_asks_nobody_for_anything(page):
+def test_the_page_loads_nothing_external(page):
     for tag, attrs in Tags(page).tags:
         assert tag not in ("script", "iframe", "object", "embed")
         for name in ("src", "href", "xlink:href", "data", "action", "srcset"):
@@ -60,7 +60,7 @@ def test_the_page_asks_nobody_for_anything(page):
     assert not re.search(r"url\((?!#)", page)
 
 
-def test_every_link_leads_somewhere(page):
+def test_every_internal_link_has_a_target(page):
     tags = Tags(page).tags
     ids = {attrs["id"] for _, attrs in tags if "id" in attrs}
     for _, attrs in tags:
@@ -74,7 +74,7 @@ def test_plots_take_their_colours_from_the_page(page):
     assert "prefers-color-scheme: dark" in page
 
 
-def test_all_text_of_a_run_is_escaped(healthy, tmp_path, undrawn):
+def test_all_text_of_a_run_is_escaped(healthy, tmp_path, no_plots):
     def nasty(lines):
         for line in lines:
             for field in ("name", "reason", "text", "prompt", "path"):
@@ -87,68 +87,67 @@ def test_all_text_of_a_run_is_escaped(healthy, tmp_path, undrawn):
         (found.folder / file).write_text(json.dumps({key: NASTY}))
     found = read_run(found.folder)
     judged = verdict(found)
-    page = render.page(found, judged)
+    page = render.html_page(found, judged)
     parsed = Tags(page)
     assert not [t for t, _ in parsed.tags if t == "script"]
     assert not [a for t, a in parsed.tags if t == "img"]
-    assert parsed.text.count('<script>alert("x")</script>') >= 4  # shown, not obeyed
+    assert parsed.text.count('<script>alert("x")</script>') >= 4  # shown as text
     assert "<script>" not in render.markdown(found, judged)
 
 
-def test_a_loss_on_the_page_says_of_which_steps_it_is(healthy):
+def test_a_loss_on_the_page_names_its_steps(healthy):
     losses = [x for e in healthy.steps for x in e.losses]
     assert len(losses) == 60
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
-    (figure,) = [f for f in gather(healthy, ()).figures if f.name == "training loss"]
-    assert (figure.value, figure.note) == (f"{losses[-1]:.4f}", f"of the last step; {losses[0]:.4f} at first")
+    (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
+    assert (figure.value, figure.note) == (f"{losses[-1]:.4f}", f"last step; {losses[0]:.4f} at first")
     judged = gate(verdict(healthy), "stability")
-    fell = f"from {first:.3f} (mean of the first 5 steps) to {last:.3f} (mean of the last 5 steps)"
-    assert f"the training loss fell {fell}" in judged.sentence
+    assert f"from {first:.3f} (mean of the first 5 steps) to {last:.3f} (mean of the last 5 steps)" in judged.sentence
     shown = f"{first:.4f} → {last:.4f} (mean of the first 5 steps, mean of the last 5 steps)"
     assert ("training loss", shown) in judged.evidence
 
 
-def test_a_run_that_ends_in_no_number_shows_the_loss_of_its_last_finite_step(healthy):
+def test_a_run_that_ends_in_nan_shows_its_last_finite_loss(healthy):
     whole = healthy.steps[-1]
     cut = dataclasses.replace(whole, losses=[*whole.losses[:-1], float("nan")])
     healthy = dataclasses.replace(healthy, events={**healthy.events, 0: swapped(healthy.events[0], whole, cut)})
-    (figure,) = [f for f in gather(healthy, ()).figures if f.name == "training loss"]
+    (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
     assert figure.value == f"{whole.losses[-2]:.4f}"
-    assert figure.note.startswith("of the last finite step; ")
+    assert figure.note.startswith("last finite step; ")
 
 
 def swapped(events, old, new):
     return [new if event is old else event for event in events]
 
 
-def test_what_was_not_tested_stands_at_the_top(page, healthy):
+def test_untested_gates_are_listed_at_the_top(page, healthy):
     text = Tags(page).text
     assert text.index("Not tested, and how to test it") < text.index("Needs:")
     for g in verdict(healthy).gates:
         assert g.sentence.lower() in text.lower()
-    for reason, mend, names in verdict(healthy).gaps():
+    for reason, fix, names in verdict(healthy).untested():
         assert names
         assert reason.lower() in text.lower()
-        assert mend in text
+        assert fix in text
 
 
-def test_what_speaks_against_a_run_stands_at_the_top_with_its_mend(healthy, tmp_path, undrawn):
+def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plots):
     def killed(lines):
         lines.pop()
 
     found = copy(healthy, tmp_path / "run", killed)
     judged = verdict(found)
-    text = Tags(render.page(found, judged)).text
-    assert judged.objections()
-    for reason, mend, names in judged.objections():
+    text = Tags(render.html_page(found, judged)).text
+    assert judged.failures()
+    for reason, fix, names in judged.failures():
         assert "stability" in names
         assert text.lower().index(reason.lower()) < text.index("Not tested, and how to test it")
-        assert mend in text
-        assert mend.replace("`", "\\`") in render.markdown(found, judged)
-    assert "What speaks against it" not in Tags(render.page(healthy, verdict(healthy))).text
+        assert fix in text
+        assert fix.replace("`", "\\`") in render.markdown(found, judged)
+    assert "Failed, and how to fix it" not in Tags(render.html_page(healthy, verdict(healthy))).text
 
 
-def test_a_dense_twin_stands_beside_its_run(healthy, tmp_path):
+def test_a_dense_baseline_is_shown_with_its_run(healthy, tmp_path):
     def worse(lines):
         for line in lines:
             if line["kind"] == "validation":
@@ -156,46 +155,46 @@ def test_a_dense_twin_stands_beside_its_run(healthy, tmp_path):
             if line["kind"] == "step":
                 line["tokens_per_s"] /= 2
 
-    twin = dense_twin(healthy, tmp_path / "twin", worse)
-    told = {f.name: f.value for f in gather(healthy, (), twin).figures}
-    assert (told["speed, dense twin = 1"], told["loss against dense"]) == ("2.00×", "-20.00%")
-    assert "loss against dense" not in {f.name for f in gather(healthy, (), healthy).figures}  # no twin of its own
-    assert "dense twin" in loss(healthy, (), twin).svg
-    assert "dense twin" not in loss(healthy, ()).svg
+    dense = dense_baseline(healthy, tmp_path / "dense", worse)
+    figures = {f.name: f.value for f in collect_facts(healthy, (), dense).figures}
+    assert (figures["speed vs dense"], figures["loss vs dense"]) == ("2.00×", "-20.00%")
+    assert "loss vs dense" not in {f.name for f in collect_facts(healthy, (), healthy).figures}  # not its own baseline
+    assert "dense baseline" in loss_plot(healthy, (), dense).svg
+    assert "dense baseline" not in loss_plot(healthy, ()).svg
 
 
-def test_only_the_first_descent_is_cut_from_the_frame():
+def test_only_the_initial_descent_is_cut_off():
     falling = [(i, 5.0 - 0.4 * i, 5.0 - 0.4 * i, 5.0 - 0.4 * i) for i in range(9)]
     rows = falling + [(i, 1.5, 1.4, 1.6) for i in range(9, 400)]
-    assert below_the_descent([rows]) == pytest.approx((1.4 - 0.05 * 1.08 * 0.2, 1.4 + 1.08 * 0.2))
+    assert loss_axis_limits([rows]) == pytest.approx((1.4 - 0.05 * 1.08 * 0.2, 1.4 + 1.08 * 0.2))
     early, late = [(10, 4.0)], [(100, 2.0), (300, 1.9)]
-    assert below_the_descent([rows], [early, late])[1] == pytest.approx(1.4 + 1.08 * 0.6)  # points are seen too
-    twin = [(i, y + 0.5, low + 0.5, high + 0.5) for i, y, low, high in rows]
-    assert below_the_descent([rows, twin])[1] == pytest.approx(1.4 + 1.08 * 0.7)
-    assert below_the_descent([falling + [(i, 1.5, 1.5, 1.5) for i in range(9, 400)]]) is None  # no height, no frame
+    assert loss_axis_limits([rows], [early, late])[1] == pytest.approx(1.4 + 1.08 * 0.6)  # points stay visible
+    baseline = [(i, y + 0.5, low + 0.5, high + 0.5) for i, y, low, high in rows]
+    assert loss_axis_limits([rows, baseline])[1] == pytest.approx(1.4 + 1.08 * 0.7)
+    assert loss_axis_limits([falling + [(i, 1.5, 1.5, 1.5) for i in range(9, 400)]]) is None  # a flat line
     rows[300] = (300, 4.0, 4.0, 4.9)
-    assert below_the_descent([rows]) is None  # a spike is seen
+    assert loss_axis_limits([rows]) is None  # a spike stays visible
 
 
 @pytest.mark.parametrize(("was", "now"), [("seed = 1337", "seed = 3"), ("lr = 0.01", "lr = 0.02")])
-def test_losses_of_runs_that_learnt_otherwise_are_not_compared(healthy, tmp_path, was, now):
-    config = dense_twin(healthy, tmp_path / "twin").folder / "config.toml"
+def test_losses_of_differently_trained_runs_are_not_compared(healthy, tmp_path, was, now):
+    config = dense_baseline(healthy, tmp_path / "dense").folder / "config.toml"
     assert was in config.read_text()
     config.write_text(config.read_text().replace(was, now))
-    twin = read_run(config.parent)
-    told = {f.name: f for f in gather(healthy, (), twin).figures}
-    assert told["speed, dense twin = 1"].value == "1.00×"
-    assert told["loss against dense"].value == "–"
-    assert now.split()[0] in told["loss against dense"].note
-    drawn = loss(healthy, (), twin).svg
-    assert "dense twin" not in drawn
-    assert "baseline twin" in drawn
+    baseline = read_run(config.parent)
+    figures = {f.name: f for f in collect_facts(healthy, (), baseline).figures}
+    assert figures["speed vs dense"].value == "1.00×"
+    assert figures["loss vs dense"].value == "–"
+    assert now.split()[0] in figures["loss vs dense"].note
+    drawn = loss_plot(healthy, (), baseline).svg
+    assert "dense baseline" not in drawn
+    assert "baseline dense" in drawn
 
 
-def test_a_crashed_run_gets_a_page(healthy, tmp_path, undrawn):
+def test_a_crashed_run_gets_a_page(healthy, tmp_path, no_plots):
     found = copy(healthy, tmp_path / "run", lambda lines: lines.pop())
-    page = render.page(found, verdict(found))
-    assert "ended without a word" in Tags(page).text
+    page = render.html_page(found, verdict(found))
+    assert "died after step" in Tags(page).text
 
 
 def test_a_run_that_has_only_started_gets_a_page(healthy, tmp_path):
@@ -205,11 +204,11 @@ def test_a_run_that_has_only_started_gets_a_page(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run", only_started)
     judged = verdict(found)
     assert judged.verdict == "NO-GO"
-    assert "Nothing was logged" in Tags(render.page(found, judged)).text
+    assert "no steps were logged" in Tags(render.html_page(found, judged)).text
     assert render.markdown(found, judged)
 
 
-def test_the_command_writes_page_markdown_and_verdict_and_gives_the_exit_code(healthy, tmp_path, capsys):
+def test_the_command_writes_page_markdown_and_verdict_and_returns_the_exit_code(healthy, tmp_path, capsys):
     code = report([healthy.folder], out=tmp_path / "out")
     told = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert code == told["exit_code"] == 4
@@ -221,12 +220,12 @@ def test_the_command_writes_page_markdown_and_verdict_and_gives_the_exit_code(he
     assert "NOT TESTED  routing" in capsys.readouterr().out
 
 
-def test_fewer_steps_cannot_be_asked_for(healthy, tmp_path):
+def test_min_steps_cannot_be_lowered(healthy, tmp_path):
     with pytest.raises(TercetError, match="min_steps=10 is below 500"):
         report([healthy.folder], out=tmp_path, min_steps=10)
 
 
-def test_two_runs_stand_side_by_side_with_their_differences(healthy, tmp_path, undrawn):
+def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plots):
     def nasty(lines):
         for line in lines:
             if line["kind"] == "run_started":
@@ -249,15 +248,15 @@ def test_two_runs_stand_side_by_side_with_their_differences(healthy, tmp_path, u
             assert (tmp_path / "both" / attrs["href"]).resolve().exists()
 
 
-def test_a_run_is_not_held_against_itself_whatever_it_is_called(healthy, tmp_path):
+def test_a_run_is_not_compared_with_itself_under_any_path(healthy, tmp_path):
     folder, link = healthy.folder, tmp_path / "link"
     link.symlink_to(folder, target_is_directory=True)
     before = sorted(p.name for p in folder.iterdir())
     for runs, baseline, said in (
-        ([folder, folder], None, rf"^{folder} was given twice: .*give each run once$"),
-        ([folder, Path(str(folder)), tmp_path], None, rf"^{folder} was given twice"),
+        ([folder, folder], None, rf"^{folder} is given twice: give each run once$"),
+        ([folder, Path(str(folder)), tmp_path], None, rf"^{folder} is given twice"),
         ([folder, link], None, rf"^{folder} and {link} are the same folder: "),
-        ([folder], link, rf"^--baseline {link} is among the runs to judge: .*name its dense twin"),
+        ([folder], link, rf"^--baseline {link} is also one of the runs to judge: .*dense baseline"),
     ):
         with pytest.raises(UsageError, match=said):
             report(runs, out=tmp_path / "out", baseline=baseline)
@@ -265,7 +264,7 @@ def test_a_run_is_not_held_against_itself_whatever_it_is_called(healthy, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_no_run_of_a_comparison_is_cut_off(healthy, tmp_path, monkeypatch):
+def test_the_axes_of_a_comparison_fit_all_runs(healthy, tmp_path, monkeypatch):
     def faster(lines):
         for line in lines:
             if line["kind"] == "step":
@@ -284,7 +283,7 @@ def test_no_run_of_a_comparison_is_cut_off(healthy, tmp_path, monkeypatch):
     fast = copy(healthy, tmp_path / "fast", faster)
     read = [healthy, fast]
     pages = [tmp_path / "a", tmp_path / "b"]
-    side_by_side.page(side_by_side.columns(read, [verdict(r) for r in read], pages, tmp_path), "now")
+    side_by_side.comparison_page(side_by_side.columns(read, [verdict(r) for r in read], pages, tmp_path), "now")
     low, high = limits["tokens per second"]
     assert low == 0
     assert high > max(e.tokens_per_s for e in fast.steps)

@@ -1,4 +1,4 @@
-"""Every pass of every step is counted, whoever made it, and where some were not the report says so."""
+"""Every forward pass of every step is counted, and the report shows when some are missing from the log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 import tercet.train.step as step_module
-from tercet.report.read import Run, read_run
-from tercet.report.routes import passes_made, route_counts, uncounted
+from tercet.report.read import Run, expected_passes, read_run, unlogged_passes
 from tercet.telemetry.events import RoutesCounted
 from tercet.telemetry.progress import Screen
 from watched import copy, gate, run, verdict
 
-# Log lines, saves and stops fall on different steps; two passes a step.
+# Log lines, saves and stops fall on different steps; two passes per step.
 APART = {"log__every": 10, "checkpoint__every": 0, "train__tokens_per_step": 256, "train__val_tokens": 0}
 BRANCHES = 2 * 3  # layers × branches
 
@@ -38,13 +37,13 @@ def test_passes_between_the_last_log_line_and_a_stop_are_counted(tmp_path, data,
         signalled_after(13, patch)
         found, code = run(tmp_path / "run", data, **APART)
     assert code == 128 + signal.SIGTERM
-    assert list(route_counts(found).values()) == [26] * BRANCHES
-    assert uncounted(found) == ""
+    assert list(found.route_counts.values()) == [26] * BRANCHES
+    assert unlogged_passes(found) == ""
 
     found, code = run(tmp_path / "run", data, resume="auto", **APART)
     assert code == 0
-    assert list(route_counts(found).values()) == [80] * BRANCHES
-    assert (passes_made(found), uncounted(found)) == (80 * BRANCHES, "")
+    assert list(found.route_counts.values()) == [80] * BRANCHES
+    assert (expected_passes(found), unlogged_passes(found)) == (80 * BRANCHES, "")
     assert counted(tmp_path / "run") == ["80"] * BRANCHES  # of both processes
 
 
@@ -63,13 +62,13 @@ def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data
     with pytest.raises(RuntimeError, match="a cable was pulled"):
         run(tmp_path / "run", data, **config)
     failed = read_run(tmp_path / "run")
-    assert list(route_counts(failed).values()) == [34] * BRANCHES
-    assert uncounted(failed) == ""
-    # Saved in step 15, so the passes of 16 and 17 are made again.
+    assert list(failed.route_counts.values()) == [34] * BRANCHES
+    assert unlogged_passes(failed) == ""
+    # Resumes from step 15, so steps 16 and 17 are redone.
     found, code = run(tmp_path / "run", data, resume="auto", **config)
     assert code == 0
     assert [e.calls[0] for e in found.of(RoutesCounted)] == [20, 30, 10, 30, 50]
-    assert list(route_counts(found).values()) == [80] * BRANCHES
+    assert list(found.route_counts.values()) == [80] * BRANCHES
     assert counted(tmp_path / "run") == ["80"] * BRANCHES
 
 
@@ -86,12 +85,13 @@ def without_the_last_count(lines):
     del lines[max(i for i, line in enumerate(lines) if line["kind"] == "routes")]
 
 
-def test_passes_that_no_event_counted_are_told_beside_the_verdict(healthy: Run, tmp_path):
+def test_passes_missing_from_the_log_are_reported_with_the_verdict(healthy: Run, tmp_path):
     whole = verdict(copy(healthy, tmp_path / "whole", as_on_a_kernel))
     assert gate(whole, "fallbacks").sentence == "none in 360 passes"
     assert gate(whole, "routing").sentence == "2 layers, all branches on their kernels"
     told = verdict(copy(healthy, tmp_path / "cut", without_the_last_count))
-    missing = "348 passes logged of 360, and what the other 12 ran on is not known"
+    missing = unlogged_passes(copy(healthy, tmp_path / "missing", without_the_last_count))
+    assert missing.startswith("348 of 360 passes logged, ")
     for name, sentence in (
         ("fallbacks", f"none in {missing}"),
         ("routing", f"2 layers, all branches on their kernels; {missing}"),
@@ -101,18 +101,18 @@ def test_passes_that_no_event_counted_are_told_beside_the_verdict(healthy: Run, 
         assert gate(told, name).verdict == gate(whole, name).verdict
 
 
-def test_steps_that_a_later_process_made_again_are_expected_once(healthy: Run, tmp_path):
-    """Begun at 0, gone on with at 20, then at 40 (of which nothing is left), and at last at 20 again."""
+def test_redone_steps_are_expected_once(healthy: Run, tmp_path):
+    """Started at 0, resumed at 20, then at 40 (whose record is lost), and finally at 20 again."""
 
     def changed(lines):
         began = [i for i, line in enumerate(lines) if line["kind"] == "run_started"]
         assert [lines[i]["step"] for i in began] == [0, 20]
         lines.insert(began[1], lines[began[1]] | {"step": 40})
 
-    assert passes_made(copy(healthy, tmp_path / "run", changed)) == 60 * BRANCHES
+    assert expected_passes(copy(healthy, tmp_path / "run", changed)) == 60 * BRANCHES
 
 
-def test_a_run_of_which_nothing_was_made_lacks_nothing(tmp_path, data, monkeypatch):
+def test_a_run_without_steps_has_no_missing_passes(tmp_path, data, monkeypatch):
     monkeypatch.setattr(Screen, "begin", lambda *_: signal.raise_signal(signal.SIGTERM))
     found, _ = run(tmp_path / "run", data, **APART)
-    assert (passes_made(found), uncounted(found)) == (0, "")
+    assert (expected_passes(found), unlogged_passes(found)) == (0, "")

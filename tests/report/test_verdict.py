@@ -1,4 +1,4 @@
-"""A verdict is what the run's own record shows, and nothing can talk it into more."""
+"""Verdicts come from the run's own record; a cut or inconsistent record is never GO."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from tercet.config.keys import flatten
 from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError
+from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
-from tercet.report.twin import not_a_twin
 from tercet.report.verdict import judge
-from watched import FEW, copy, dense_twin, gate, rules, verdict
+from watched import FEW, copy, dense_baseline, gate, rules, verdict
 
 
 def verdicts(judged):
     return {g.name: g.verdict for g in judged.gates}
 
 
-def test_a_healthy_run_passes_what_it_tested_and_says_what_it_did_not(healthy):
+def test_a_healthy_run_passes_the_gates_it_tested(healthy):
     judged = verdict(healthy)
     assert verdicts(judged) == {
         "record": "GO",
@@ -42,28 +42,28 @@ def test_a_healthy_run_passes_what_it_tested_and_says_what_it_did_not(healthy):
     assert judged.findings == ()
 
 
-def test_every_gate_names_its_threshold_and_every_gap_its_mend(healthy):
+def test_every_gate_has_a_threshold_and_a_fix_if_it_is_not_go(healthy):
     for g in verdict(healthy).gates:
         assert g.threshold
         assert g.evidence
-        assert g.verdict == "GO" or g.mend
+        assert g.verdict == "GO" or g.fix
 
 
-def test_too_few_steps_are_not_tested_whatever_they_show(healthy):
+def test_too_few_steps_are_not_tested(healthy):
     judged = judge(healthy)  # 60 steps, 500 are needed
     passed = {name for name, v in verdicts(judged).items() if v == "GO"}
     assert passed == {"record", "checkpoint and resume"}
-    assert "only 60 steps were made, 500 are needed" in gate(judged, "stability").sentence
+    assert "fewer than 500 steps (60 logged)" in gate(judged, "stability").sentence
 
 
-def test_a_stated_target_is_held_against_the_median(healthy):
+def test_a_stated_target_is_compared_with_the_median(healthy):
     fast = judge(healthy, limits=Thresholds(min_steps=40, tokens_per_s=1.0))
     slow = judge(healthy, limits=Thresholds(min_steps=40, tokens_per_s=1e12))
     assert gate(fast, "throughput").verdict == "GO"
     assert gate(slow, "throughput").verdict == "NO-GO"
 
 
-# ------------------------------------------------------------ records that are not whole
+# Ways to damage a record
 
 
 def last(lines, kind):
@@ -154,16 +154,16 @@ def a_column_too_short(lines):
     ],
 )
 def test_a_record_that_is_cut_or_contradicts_itself_is_never_go(healthy, tmp_path, change):
-    # Everything else would pass: the one thing wrong must be what stops it.
+    # Everything else passes, so only the damage can stop it.
     limits = Thresholds(min_steps=1, tokens_per_s=1.0)
     judged = judge(copy(healthy, tmp_path / "run", change), limits=limits)
     assert judged.verdict == "NO-GO"
-    if change is not without_end:  # a process that vanished is told by the stability gate
+    if change is not without_end:  # the stability gate reports a process that died
         assert gate(judged, "record").verdict == "NO-GO"
         assert "GO" not in verdicts(judged).values()
 
 
-def test_unreadable_lines_are_counted_not_skipped_in_silence(healthy, tmp_path):
+def test_unreadable_lines_are_counted(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run")
     with (found.folder / "events_rank0.jsonl").open("a") as stream:
         stream.write("{not json}\n[1, 2]\n" + '{"kind": "step"')
@@ -179,18 +179,15 @@ def test_a_missing_file_is_a_gap_in_the_record(healthy, tmp_path, name):
     assert gate(verdict(read_run(found.folder)), "record").verdict == "NO-GO"
 
 
-def test_figures_that_disagree_with_the_events_are_found(healthy, tmp_path):
+def test_metrics_that_contradict_the_events_are_found(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run")
     metrics = json.loads((found.folder / "metrics.json").read_text())
     (found.folder / "metrics.json").write_text(json.dumps(metrics | {"step": 500}))
     assert "metrics.json says" in gate(verdict(read_run(found.folder)), "record").sentence
 
 
-def test_a_rank_that_lags_behind_is_missing(healthy, tmp_path):
-    def two_ranks(lines):
-        a_second_rank(lines)
-
-    found = copy(healthy, tmp_path / "run", two_ranks)
+def test_a_rank_with_fewer_steps_is_reported(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run", a_second_rank)
     shutil.copy(found.folder / "events_rank0.jsonl", found.folder / "events_rank1.jsonl")
     whole = gate(verdict(read_run(found.folder)), "record")
     assert whole.verdict == "GO"
@@ -199,18 +196,18 @@ def test_a_rank_that_lags_behind_is_missing(healthy, tmp_path):
     assert "rank 1 logged up to step" in gate(verdict(read_run(found.folder)), "record").sentence
 
 
-def test_a_checkpoint_that_lost_a_file_is_no_checkpoint(healthy, tmp_path):
+def test_a_checkpoint_with_a_truncated_file_is_no_go(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run")
     newest = max((found.folder / "checkpoints").iterdir())
     next(newest.glob("*.safetensors")).write_bytes(b"")
     assert gate(verdict(read_run(found.folder)), "checkpoint and resume").verdict == "NO-GO"
 
 
-def test_a_folder_copied_without_its_checkpoints_shows_nothing_of_them(healthy, tmp_path):
+def test_a_folder_copied_without_its_checkpoints_is_not_tested(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run")
     shutil.rmtree(found.folder / "checkpoints")
     told = gate(verdict(read_run(found.folder)), "checkpoint and resume")
-    assert (told.verdict, told.mend) == ("NOT TESTED", "make the report where they are")
+    assert (told.verdict, told.fix) == ("NOT TESTED", "run the report where they are")
 
 
 def test_a_run_that_was_never_resumed_has_not_tested_resume(healthy, tmp_path):
@@ -223,26 +220,24 @@ def test_a_run_that_was_never_resumed_has_not_tested_resume(healthy, tmp_path):
     assert gate(judged, "checkpoint and resume").verdict == "NOT TESTED"
 
 
-def test_only_a_true_twin_counts_as_one(healthy, tmp_path):
-    assert "model.attention" in not_a_twin(healthy, healthy)
-    twin = dense = dense_twin(healthy, tmp_path / "twin")
-    assert not_a_twin(healthy, dense) == ""
-    config = twin.folder / "config.toml"
+def test_a_baseline_must_match_in_everything_but_attention(healthy, tmp_path):
+    assert "model.attention" in baseline_mismatch(healthy, healthy)
+    dense = dense_baseline(healthy, tmp_path / "dense")
+    assert baseline_mismatch(healthy, dense) == ""
+    config = dense.folder / "config.toml"
     told = config.read_text()
     config.write_text("".join(line for line in told.splitlines(keepends=True) if not line.startswith("rope_scaling")))
     assert "rope_scaling" in told
-    assert not_a_twin(healthy, read_run(twin.folder)) == ""  # of a version that did not have the key yet
-    config.write_text(told.replace('backend = "auto"', 'backend = "reference"', 1))  # another feed-forward
-    assert not_a_twin(healthy, read_run(twin.folder)) == "model.backend is reference there and auto here"
-    config.write_text(told.replace('gate = "sigmoid"', 'gate = "softmax"'))  # which a dense model does not have
-    assert (not_a_twin(healthy, read_run(twin.folder)), 'gate = "sigmoid"' in told) == ("", True)
+    assert baseline_mismatch(healthy, read_run(dense.folder)) == ""  # an older version without the key
+    config.write_text(told.replace('backend = "auto"', 'backend = "reference"', 1))  # another FFN
+    assert baseline_mismatch(healthy, read_run(dense.folder)) == "model.backend is reference instead of auto"
+    config.write_text(told.replace('gate = "sigmoid"', 'gate = "softmax"'))  # which a dense model does not use
+    assert (baseline_mismatch(healthy, read_run(dense.folder)), 'gate = "sigmoid"' in told) == ("", True)
     config.write_text(told)
     assert gate(judge(healthy, dense, FEW), "throughput").verdict == "GO"  # as fast as itself
-    (twin.folder / "config.toml").write_text(
-        (twin.folder / "config.toml").read_text().replace("seq_len = 128", "seq_len = 64")
-    )
-    other = read_run(twin.folder)
-    assert "data.seq_len" in not_a_twin(healthy, other)
+    config.write_text(told.replace("seq_len = 128", "seq_len = 64"))
+    other = read_run(dense.folder)
+    assert "data.seq_len" in baseline_mismatch(healthy, other)
     assert gate(judge(healthy, other, FEW), "throughput").verdict == "NOT TESTED"
 
 
@@ -251,12 +246,12 @@ PLANS += [{"flags": {"train.tokens_per_step": 3 * 512, "train.micro_batch": 3, "
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_the_command_for_several_devices_can_be_run(healthy, tmp_path, plan):
+def test_the_suggested_command_for_two_ranks_is_valid(healthy, tmp_path, plan):
     made = load(**plan)
     (tmp_path / "a run").mkdir()
     write_config(made.config, made.origins, tmp_path / "a run")
     found = dataclasses.replace(healthy, folder=tmp_path / "a run", config=flatten(made.config))
-    command = shlex.split(judge(found).beyond[0].mend)
+    command = shlex.split(judge(found).informational[0].fix)
     words = command[command.index("train") + 1 :]
     flags = dict(zip(words[::2], words[1::2], strict=True))
     file = flags.pop("--config")

@@ -21,9 +21,9 @@ from tercet.data import loader
 from tercet.doctor import machine
 from tercet.errors import TercetError
 from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
-from tercet.train import loop
-from tercet.train.loop import train
+from tercet.train import trainer
 from tercet.train.manifest import complete_checkpoints, step_of
+from tercet.train.trainer import train
 from tercet.typed import typed
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
@@ -51,7 +51,7 @@ def test_a_signal_saves_the_very_step_and_leaves_with_a_sentence(
     last = ended(folder)
     assert (last.outcome, last.reason) == ("interrupted", number.name)
     assert saved_steps(folder) == [last.step]
-    assert f"saved after step {last.step} and left" in child.output
+    assert f"saved step {last.step} and stopped" in child.output
     assert f"--resume auto --run.dir {folder}" in child.output
     assert max(losses(folder)) == last.step
 
@@ -64,12 +64,12 @@ def test_a_second_ctrl_c_leaves_at_once(nursery: Nursery, tmp_path: Path) -> Non
     child.until("model ")
     time.sleep(0.3)
     child.signal(signal.SIGINT)
-    child.until("Ctrl-C again leaves at once")
+    child.until("Ctrl-C again exits at once")
     begun = time.monotonic()
     child.signal(signal.SIGINT)
     assert child.wait() == 130
     assert time.monotonic() - begun < 2
-    assert "complete checkpoints are untouched" in child.output
+    assert "complete checkpoints are intact" in child.output
     assert saved_steps(folder) == []
 
 
@@ -91,9 +91,9 @@ def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pyt
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("tercet.data.ahead.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("tercet.data.ahead.PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr("tercet.data.ahead.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tercet.data.prefetch.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("tercet.data.prefetch.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("tercet.data.prefetch.CLOSE_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(loader, "pack", hanging)
         threading.Thread(target=interrupt, daemon=True).start()
@@ -108,7 +108,7 @@ def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pyt
 def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, true, chosen = tmp_path / "run", loop.sample_text, 0
+    folder, true, chosen = tmp_path / "run", trainer.sample_text, 0
 
     def interrupted(*args: Any, agree: Callable[[Callable[[], int]], int], **options: Any) -> str:
         assert saved_steps(folder)[-1] == 6
@@ -124,7 +124,7 @@ def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
 
     config = small(run__dir=str(folder), train__steps=6, train__sample_tokens=50)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "sample_text", interrupted)
+        patch.setattr(trainer, "sample_text", interrupted)
         assert train(config) == 0
     assert chosen == 3
     assert ended(folder).outcome == "completed"
@@ -168,7 +168,7 @@ def test_the_command_that_an_interrupted_run_names_goes_on_with_it(nursery: Nurs
     child.until("step  5/")
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
-    named = re.search(r"go on with: (.*)", child.output)
+    named = re.search(r"resume with: (.*)", child.output)
     assert named, child.output
     done = subprocess.run(shlex.split(named.group(1)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -259,7 +259,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_over(nursery: Nursery, tmp_pat
     before = losses(tmp_path / "run")
     child = nursery.run(config)
     assert child.code == 2
-    assert f"already holds a run: pick another --run.dir, or go on with: {typed()} train --resume auto" in child.output
+    assert f"already holds a run: pick another --run.dir, or resume with: {typed()} train --resume auto" in child.output
     assert losses(tmp_path / "run") == before
     child = nursery.run(config, resume="auto")
     assert child.code == 0
@@ -288,7 +288,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_the_same(nu
     victim.write_bytes(content)
     child = nursery.run(config, resume="auto")
     assert child.code == 0, child.output
-    assert f"passing over a damaged checkpoint: {newest}" in child.output
+    assert f"skipping a damaged checkpoint: {newest}" in child.output
     assert "resuming from" in child.output
     assert losses(tmp_path / "run") == before
     assert (tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}").is_dir()
@@ -307,7 +307,7 @@ def test_a_config_that_changed_since_is_refused_with_the_difference(nursery: Nur
     assert "train.steps" not in child.output
     child = nursery.run(small(run__dir=folder, model__ffn_dim=40), resume="auto")
     assert child.code == 2
-    assert "another model: model.ffn_dim was 32, now 40" in child.output
+    assert "different model: model.ffn_dim was 32, now 40" in child.output
     changed = small(run__dir=folder, train__lr=0.5, train__steps=8, checkpoint__allow_config_change=True)
     child = nursery.run(changed, resume="auto")
     assert child.code == 0, child.output
@@ -327,7 +327,7 @@ def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
     for resume in (str(source), str(a)):
         child = nursery.run(small(run__dir=str(b)), resume=resume)
         assert child.code == 2
-        assert f"{b} already holds a run, and --resume {resume} is another's: pick another --run.dir" in child.output
+        assert f"{b} already holds a run, and --resume {resume} belongs to another one" in child.output
         assert (losses(b), saved_steps(b)) == before
     # Its own, by whatever way, is no other's.
     (tmp_path / "link").symlink_to(a)
@@ -346,7 +346,7 @@ def test_a_run_forked_from_another_saves_what_it_begins_with(nursery: Nursery, t
     assert child.wait() == 143, child.output
     last = ended(b)
     assert saved_steps(b) == sorted({2, last.step})
-    assert f"saved after step {last.step} and left" in child.output
+    assert f"saved step {last.step} and stopped" in child.output
     # Without a signal it is saved too, and the fork goes the way of the run that it left.
     assert nursery.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
     assert saved_steps(c) == [2, 6]
@@ -364,7 +364,8 @@ def test_a_fork_that_died_before_its_first_save_begins_again(nursery: Nursery, t
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     child = nursery.run(forked, resume="auto")  # this would have been another run, from step 0
     assert child.code == 2
-    assert f"{b} began with {source} and has saved nothing of its own: go on with --resume {source}" in child.output
+    assert f"{b} was forked from {source} and has no checkpoint" in child.output
+    assert f"resume with --resume {source}" in child.output
     other = a / "checkpoints" / "step-00000004"
     assert "already holds a run" in nursery.run(forked, resume=str(other)).output
     child = nursery.run(forked, resume=str(source))

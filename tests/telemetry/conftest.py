@@ -1,4 +1,4 @@
-"""Processes of their own, for runs that are frozen or killed."""
+"""Child processes for runs that are frozen or killed."""
 
 from __future__ import annotations
 

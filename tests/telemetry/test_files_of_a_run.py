@@ -1,4 +1,4 @@
-"""The files that people know by name are in every run folder, with headers and true contents."""
+"""Files of a run folder: present, with headers, and correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from watched import corpus, run, settings
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory):
+def finished(tmp_path_factory: pytest.TempPathFactory):
     data = corpus(tmp_path_factory.mktemp("corpus"))
     folder = tmp_path_factory.mktemp("runs") / "run"
     found, code = run(folder, data, train__steps=10, health__memory_every=4, profile__steps="3:5")
@@ -33,17 +33,17 @@ def table(path: Path):
         return list(csv.DictReader(stream))
 
 
-def test_all_artefacts_are_there(made):
+def test_all_files_exist(finished):
     names = {
         "env.json", "training.csv", "val.csv", "heartbeat_rank0.jsonl", "dtypes_report.txt", "k_stats.csv",
         "fallback_counters.csv", "mem_boot.json", "mem_step1.json", "mem_step4.json", "mem_step8.json",
         "opt_state_mb.txt", "metrics.json", "checkpoints", "events_rank0.jsonl", "config.toml", "origins.json",
     }  # fmt: skip
-    assert names <= {p.name for p in made.folder.iterdir()}
+    assert names <= {p.name for p in finished.folder.iterdir()}
 
 
-def test_layer_statistics_of_all_layers_at_every_log_line(made):
-    rows = table(made.folder / "k_stats.csv")
+def test_layer_statistics_of_all_layers_at_every_log_line(finished):
+    rows = table(finished.folder / "k_stats.csv")
     assert [(r["step"], r["layer"]) for r in rows] == [(str(s), str(i)) for s in (2, 4, 6, 8, 10) for i in (0, 1)]
     for row in rows:
         shares = [float(row[f"gate_share_{b}"]) for b in ("compressed", "selected", "window")]
@@ -52,37 +52,39 @@ def test_layer_statistics_of_all_layers_at_every_log_line(made):
     assert float(rows[0]["selected_blocks"]) <= 5
 
 
-def test_routes_count_every_forward_pass_of_training(made):
-    rows = table(made.folder / "fallback_counters.csv")
+def test_routes_count_every_forward_pass_of_training(finished):
+    rows = table(finished.folder / "fallback_counters.csv")
     assert [(r["layer"], r["branch"], r["route"], r["calls"]) for r in rows] == [
         (str(i), b, "reference", "10") for i in (0, 1) for b in ("compressed", "selected", "window")
     ]
 
 
-def test_optimizer_state_and_types(made):
-    parameters = made.started[0].parameters
-    assert float((made.folder / "opt_state_mb.txt").read_text()) == pytest.approx(2 * 4 * parameters / 2**20, rel=0.05)
-    lines = (made.folder / "dtypes_report.txt").read_text().splitlines()
+def test_optimizer_state_and_types(finished):
+    parameters = finished.started[0].parameters
+    assert float((finished.folder / "opt_state_mb.txt").read_text()) == pytest.approx(
+        2 * 4 * parameters / 2**20, rel=0.05
+    )
+    lines = (finished.folder / "dtypes_report.txt").read_text().splitlines()
     assert f"parameters: float32 {parameters}" in lines
     assert f"gradients: float32 {parameters}" in lines
     assert f"optimizer: float32 {2 * parameters}" in lines
 
 
-def test_a_device_that_has_not_begun_holds_nothing(monkeypatch):
+def test_an_uninitialised_device_reports_zero_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: False)
     assert set(device_memory(torch.device("cuda")).values()) == {0.0}
 
 
-def test_memory_by_part(made):
-    record = json.loads((made.folder / "mem_step1.json").read_text())
-    # Gradients of projections that are multiplied together may be parts of one storage, which stays whole.
+def test_memory_by_part(finished):
+    record = json.loads((finished.folder / "mem_step1.json").read_text())
+    # Gradients of a fused projection share one storage, which may be larger than its parts.
     assert 1 <= record["gradients_mib"] / record["parameters_mib"] < 1.25
     assert record["optimizer_mib"] == pytest.approx(2 * record["parameters_mib"], rel=0.05)
     assert record["host_total_gib"] > record["host_gib"] > 0
 
 
-def test_the_parts_of_a_step_add_up_to_it(made):
-    for used, logged in zip(made.resources, made.steps, strict=True):
+def test_the_phases_of_a_step_add_up(finished):
+    for used, logged in zip(finished.resources, finished.steps, strict=True):
         parts = [used.forward_seconds, used.backward_seconds, used.optimizer_seconds, used.other_seconds]
         assert min(parts) >= 0
         assert used.forward_seconds > 0
@@ -92,17 +94,17 @@ def test_the_parts_of_a_step_add_up_to_it(made):
         )
 
 
-def test_a_profile_starts_ends_and_is_written_by_itself(made):
-    trace = made.folder / "profile" / "trace_rank0_steps3-5.json.gz"
+def test_a_profile_is_written_for_the_requested_steps(finished):
+    trace = finished.folder / "profile" / "trace_rank0_steps3-5.json.gz"
     with gzip.open(trace, "rt") as stream:
         names = [e.get("name") for e in json.load(stream)["traceEvents"]]
     for phase in ("forward", "backward", "optimizer"):
         assert names.count(phase) == 3  # balanced: one for each of steps 3, 4, 5
-    assert "Self CPU" in (made.folder / "profile" / "kernels_rank0_steps3-5.txt").read_text()
-    assert any("profile:" in e.text for e in made.of(Noted))
+    assert "Self CPU" in (finished.folder / "profile" / "kernels_rank0_steps3-5.txt").read_text()
+    assert any("profile:" in e.text for e in finished.of(Noted))
 
 
-def test_killed_in_the_middle_a_run_loses_only_its_last_interval(tmp_path, nursery):
+def test_a_killed_run_loses_at_most_its_last_interval(tmp_path, nursery):
     data = corpus(tmp_path)
     config = settings(tmp_path / "run", data, train__steps=5000, checkpoint__every=0, train__val_tokens=0)
     child = nursery.start(config)
@@ -111,6 +113,6 @@ def test_killed_in_the_middle_a_run_loses_only_its_last_interval(tmp_path, nurse
     assert child.wait() == -signal.SIGKILL
     found = read_run(tmp_path / "run")
     assert found.state == "gone"
-    told = max(int(n) for n in re.findall(r"step +(\d+)/5000", child.output))
-    assert found.step >= told  # whatever was on the screen is on the disk
+    shown = max(int(n) for n in re.findall(r"step +(\d+)/5000", child.output))
+    assert found.step >= shown  # what was printed is on disk
     assert found.problems == ()

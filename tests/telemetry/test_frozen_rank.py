@@ -1,4 +1,4 @@
-"""A rank that freezes is named by the others, in a dump with everybody's last words."""
+"""When a rank freezes, another rank's dump names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from dist.world import Run, flags
+from parallel.world import Run, flags
 from runs import SMALL
 from tercet.report.read import read_run
 from tercet.telemetry.events import Stalled
@@ -25,7 +25,7 @@ FLAGS = {
 }
 
 
-def test_the_rank_that_stands_still_is_named_by_the_one_that_waits_for_it(tmp_path):
+def test_a_waiting_rank_names_the_frozen_one(tmp_path):
     folder = tmp_path / "run"
     run = Run(tmp_path / "out", 2, "--preset", "tiny", *flags(SMALL | FLAGS | {"run.dir": str(folder)}))
     frozen = 0

@@ -1,4 +1,4 @@
-"""What other tools are told: TensorBoard on every run, Weights & Biases where somebody asks for it."""
+"""TensorBoard, Weights & Biases and background sinks."""
 
 from __future__ import annotations
 
@@ -10,76 +10,74 @@ from types import SimpleNamespace
 import pytest
 
 from tercet.errors import TercetError
-from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import LayersObserved, Noted, RunEnded, Validated, decode, encode
-from tercet.telemetry.sinks import TensorBoardSink, WandbSink
-from tercet.telemetry.tables import STATISTICS
-from tercet.train.loop import train
+from tercet.telemetry.sinks import STATISTICS, BackgroundSink, TensorBoardSink, WandbSink
+from tercet.train.trainer import train
 from watched import corpus, even_clock, run, settings
 
 
-def test_tensorboard_has_the_layers_of_the_run(tmp_path):
+def test_tensorboard_has_training_and_layer_scalars(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with even_clock():
         found, code = run(tmp_path / "run", corpus(tmp_path), train__steps=4, log__tensorboard=True)
     assert code == 0
-    told = EventAccumulator(str(found.folder / "tb"))
-    told.Reload()
-    names = told.Tags()["scalars"]
+    board = EventAccumulator(str(found.folder / "tb"))
+    board.Reload()
+    names = board.Tags()["scalars"]
     assert {"train/loss", "train/grad_norm", "layers/gate_share_window/1", "resources/backward_seconds"} <= set(names)
-    assert [e.step for e in told.Scalars("layers/gate_entropy/0")] == [2, 4]
-    assert told.Scalars("train/loss")[-1].value == pytest.approx(found.steps[-1].loss, rel=1e-6)
+    assert [e.step for e in board.Scalars("layers/gate_entropy/0")] == [2, 4]
+    assert board.Scalars("train/loss")[-1].value == pytest.approx(found.steps[-1].loss, rel=1e-6)
 
 
-def test_weights_and_biases_is_told_the_same(tmp_path, monkeypatch):
-    told: list[tuple[int, dict[str, float]]] = []
+def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch):
+    logged: list[tuple[int, dict[str, float]]] = []
     ended: list[int] = []
     double = SimpleNamespace(
-        log=lambda values, step: told.append((step, values)), finish=lambda exit_code: ended.append(exit_code)
+        log=lambda values, step: logged.append((step, values)), finish=lambda exit_code: ended.append(exit_code)
     )
-    asked: dict[str, object] = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: asked.update(given) or double))
+    given: dict[str, object] = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: given.update(options) or double))
     with even_clock():
         found, code = run(tmp_path / "run", corpus(tmp_path), train__steps=4, log__wandb=True)
     assert code == 0
-    losses = {step: values["train/loss"] for step, values in told if "train/loss" in values}
+    losses = {step: values["train/loss"] for step, values in logged if "train/loss" in values}
     assert losses == {e.step: e.loss for e in found.steps}
-    assert any("layers/gate_share_selected/0" in values for _, values in told)
+    assert any("layers/gate_share_selected/0" in values for _, values in logged)
     assert ended == [0]
-    assert asked["id"] == "run"
+    assert given["id"] == "run"
 
 
-def test_asking_for_what_is_not_installed_is_an_error(tmp_path, monkeypatch):
+def test_a_missing_package_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TercetError, match="tercet\\[wandb\\]"):
         WandbSink(tmp_path, "x", {})
 
 
 @pytest.mark.parametrize(
-    ("module", "asked", "mend"),
+    ("module", "option", "fix"),
     [
         ("torch.utils.tensorboard", {"log__tensorboard": True}, r"--log\.no_tensorboard"),
-        ("wandb", {"log__wandb": True}, "or leave it off"),
+        ("wandb", {"log__wandb": True}, "drop --log.wandb"),
     ],
 )
-def test_a_run_refused_for_what_is_not_installed_can_be_tried_again_in_its_folder(
-    tmp_path, monkeypatch, module, asked, mend
+def test_a_run_that_failed_for_a_missing_package_can_be_retried_in_its_folder(
+    tmp_path, monkeypatch, module, option, fix
 ):
     folder, data = tmp_path / "run", corpus(tmp_path)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module, None)
-        with pytest.raises(TercetError, match=mend):
-            train(settings(folder, data, train__steps=1, **asked))
+        with pytest.raises(TercetError, match=fix):
+            train(settings(folder, data, train__steps=1, **option))
     assert not folder.exists()
     folder.mkdir()
-    (folder / "events_rank0.jsonl").touch()  # as one that was killed before its first word leaves it
+    (folder / "events_rank0.jsonl").touch()  # as left by a run killed before its first event
     with even_clock():
         assert run(folder, data, train__steps=1)[1] == 0
 
 
-def test_a_slow_reader_does_not_hold_up_the_log_and_a_broken_one_is_named(tmp_path):
-    entered, release, seen, said = threading.Event(), threading.Event(), [], []
+def test_a_slow_sink_does_not_block_and_a_failed_one_is_reported(tmp_path):
+    entered, release, seen, warnings = threading.Event(), threading.Event(), [], []
 
     def slow(event):
         entered.set()
@@ -88,18 +86,19 @@ def test_a_slow_reader_does_not_hold_up_the_log_and_a_broken_one_is_named(tmp_pa
             raise OSError("no room")
         seen.append(event.text)
 
-    behind = InBackground("TensorBoard", slow, said.append)
+    sink = BackgroundSink("TensorBoard", slow, warnings.append)
     for text in ("one", "two", "break", "never"):
-        behind(Noted(step=1, text=text))  # returns, though nothing has been taken in yet
+        sink(Noted(step=1, text=text))  # returns although nothing has been written yet
     assert entered.wait(20)
     assert seen == []
     release.set()
-    behind.close()
+    sink.close()
     assert seen == ["one", "two"]
-    assert said == ["warning: TensorBoard stopped (OSError: no room); the events in the run folder have everything"]
+    assert len(warnings) == 1
+    assert "TensorBoard stopped (OSError: no room)" in warnings[0]
 
 
-def test_tensorboard_hears_nothing_after_the_end(tmp_path):
+def test_tensorboard_ignores_events_after_the_end(tmp_path):
     sink = TensorBoardSink(tmp_path, 0)
     sink(Validated(step=1, loss=1.0, tokens=5, seconds=0.1))
     sink(RunEnded(step=1, outcome="completed", reason="all steps made", seconds=1.0))
@@ -109,7 +108,7 @@ def test_tensorboard_hears_nothing_after_the_end(tmp_path):
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_numbers_that_json_has_not_survive_in_any_column():
+def test_non_finite_numbers_survive_in_any_column():
     event = LayersObserved(
         step=1, attention=["nsa"], distances=[[1, 2]],
         **{name: [float("nan")] for name in STATISTICS if name != "gate_collapse"}, gate_collapse=[float("inf")],

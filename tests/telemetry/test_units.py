@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tercet.telemetry.units import quantity
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "text"),
     [
         (0, "0"),
         (999, "999"),
@@ -27,8 +27,8 @@ from tercet.telemetry.units import quantity
         (math.nan, "nan"),
     ],
 )
-def test_a_quantity_has_three_digits_and_the_prefix_that_suits_them(value, told):
-    assert quantity(value) == told
+def test_quantities_have_three_digits_and_a_prefix(value, text):
+    assert quantity(value) == text
 
 
 def test_a_unit_follows_its_prefix():

@@ -1,4 +1,4 @@
-"""The live view reads what is there: whole runs, several ranks, runs that only begin."""
+"""`tercet watch`: one frame of a finished run, several ranks, and an empty folder."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from watched import corpus, even_clock, run
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory):
+def finished(tmp_path_factory: pytest.TempPathFactory):
     data = corpus(tmp_path_factory.mktemp("corpus"))
     with even_clock():
         found, _ = run(tmp_path_factory.mktemp("runs") / "run", data, train__steps=8, run__name="na[bold]me")
     return found
 
 
-def test_one_frame_tells_step_loss_gates_and_ranks(made, capsys):
-    assert watch(made.folder, once=True) == 0
+def test_a_frame_shows_step_loss_and_gates(finished, capsys):
+    assert watch(finished.folder, once=True) == 0
     out = capsys.readouterr().out
     assert "8/8 steps" in out
     assert "completed" in out
-    assert f"{made.steps[-1].loss:.4f}" in out
+    assert f"{finished.steps[-1].loss:.4f}" in out
     assert "gate shares by layer" in out
-    assert "na[bold]me" in out  # shown, not obeyed
+    assert "na[bold]me" in out  # markup is printed literally
 
 
-def test_every_rank_has_a_line(made, tmp_path, capsys):
+def test_every_rank_has_a_line(finished, tmp_path, capsys):
     folder = tmp_path / "run"
-    shutil.copytree(made.folder, folder)
+    shutil.copytree(finished.folder, folder)
     for kind in ("events", "heartbeat"):
         text = (folder / f"{kind}_rank0.jsonl").read_text()
         (folder / f"{kind}_rank1.jsonl").write_text(text.replace('"rank": 0', '"rank": 1'))

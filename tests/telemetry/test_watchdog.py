@@ -1,4 +1,4 @@
-"""Slow is not stuck: the watchdog knows a run's own pace, and writes everything down when nothing moves."""
+"""The watchdog adapts to a run's pace, and dumps its state when there is no progress."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 import tercet.report.read as read_module
-from tercet.config.health import HealthConfig
+from tercet.config.sections import HealthConfig
 from tercet.report.read import read_run
 from tercet.report.watch import View
 from tercet.telemetry.events import EventLog, Stalled, StepLogged, read_events
-from tercet.telemetry.heartbeat import Heartbeat
-from tercet.telemetry.watchdog import STALLED_EXIT, Watchdog
+from tercet.telemetry.watchdog import STALLED_EXIT, Heartbeat, Watchdog
 from watched import corpus, gate, settings, verdict
 
 
@@ -49,18 +48,18 @@ def stalls(log: EventLog) -> list[Stalled]:
     return [e for e in read_events(log.path) if isinstance(e, Stalled)]
 
 
-def test_the_limit_follows_the_runs_own_pace(parts):
+def test_the_limit_follows_the_pace_of_the_run(parts):
     folder, beat, log = parts
     dog = Watchdog(folder, 0, HealthConfig(), beat, log)
-    assert dog.limit() == 900  # nothing is known yet: the first step may compile
+    assert dog.limit() == 900  # before the first log line, which may include compilation
     dog.observe(step_event(0.1))
-    assert dog.limit() == 180  # 1 s between log lines: the floor
+    assert dog.limit() == 180  # 1 s between log lines: the minimum
     for _ in range(3):
         dog.observe(step_event(60.0))
     assert dog.limit() == 3000  # 600 s between log lines
 
 
-def test_a_stuck_step_is_dumped_with_its_stack_and_told_when_it_moves_again(parts):
+def test_a_stall_dumps_the_stack_and_its_end_is_logged(parts):
     folder, beat, log = parts
     config = HealthConfig(stall_seconds=0.2, stall_start_seconds=0.2)
 
@@ -81,7 +80,7 @@ def test_a_stuck_step_is_dumped_with_its_stack_and_told_when_it_moves_again(part
     assert "no CUDA device in use" in text
 
 
-def test_a_slow_run_is_left_alone(parts):
+def test_a_slow_run_is_not_a_stall(parts):
     folder, beat, log = parts
     with Watchdog(folder, 0, HealthConfig(stall_seconds=0.1, stall_start_seconds=5.0), beat, log) as dog:
         dog.observe(step_event(0.2))  # 2 s between log lines, five times that is the limit
@@ -90,7 +89,7 @@ def test_a_slow_run_is_left_alone(parts):
     assert stalls(log) == []
 
 
-def test_sigusr1_writes_stacks_and_training_goes_on(parts, capfd):
+def test_sigusr1_writes_stacks_and_training_continues(parts, capfd):
     folder, beat, log = parts
     with Watchdog(folder, 0, HealthConfig(), beat, log):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -100,7 +99,7 @@ def test_sigusr1_writes_stacks_and_training_goes_on(parts, capfd):
     assert stalls(log) == []
 
 
-def test_signals_are_given_back(parts):
+def test_signal_handlers_are_restored(parts):
     folder, beat, log = parts
     before = signal.getsignal(signal.SIGUSR1)
     with Watchdog(folder, 0, HealthConfig(), beat, log):
@@ -109,7 +108,7 @@ def test_signals_are_given_back(parts):
     assert not list(folder.glob("stack_rank0_locked.txt"))
 
 
-def test_a_frozen_process_is_told_from_a_dead_one(tmp_path, monkeypatch, nursery):
+def test_a_frozen_process_is_distinguished_from_a_dead_one(tmp_path, monkeypatch, nursery):
     monkeypatch.setattr(read_module, "FRESH_SECONDS", 0.5)
     monkeypatch.setattr("tercet.report.watch.STALE_SECONDS", 0.5)
     data = corpus(tmp_path)
@@ -125,18 +124,17 @@ def test_a_frozen_process_is_told_from_a_dead_one(tmp_path, monkeypatch, nursery
     wait_for(lambda: read_run(folder).state == "silent")
     judged = verdict(read_run(folder))
     assert gate(judged, "stability").verdict == "NO-GO"
-    assert "lives but has not spoken" in gate(judged, "stability").sentence
+    assert "alive but its heartbeat stopped" in gate(judged, "stability").sentence
     view = View(folder)
-    view.look()
-    assert "frozen or gone" in drawn(view)
+    view.poll()
+    assert "frozen or dead" in drawn(view)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert read_run(folder).state == "gone"
 
 
-def test_a_stuck_process_can_end_itself(tmp_path, nursery):
-    # It hangs for good, and for real: in the middle of a print, since nobody reads its output any more. Neither the
-    # dump nor the leaving may need that output.
+def test_a_stalled_process_can_exit(tmp_path, nursery):
+    # It really hangs, in a print to a pipe that is not read. Neither the dump nor the exit may need that output.
     pipe, folder = tmp_path / "output", tmp_path / "run"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -147,13 +145,13 @@ def test_a_stuck_process_can_end_itself(tmp_path, nursery):
         health__stall="end", health__stall_seconds=0.5, health__stall_start_seconds=120.0,
     )  # fmt: skip
     child = nursery.start(config, output=pipe)
-    said = b""
+    output = b""
 
     def the_first_steps() -> bool:
-        nonlocal said
+        nonlocal output
         with contextlib.suppress(BlockingIOError):
-            said += os.read(reader, 65536)
-        return b"step      5/100000" in said
+            output += os.read(reader, 65536)
+        return b"step      5/100000" in output
 
     wait_for(the_first_steps, seconds=120)
     rescue = threading.Timer(120, os.kill, (child.pid, signal.SIGKILL))  # a watchdog that fails must not hang the test

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tercet.atomic_io import write_json
 from tercet.config.load import load
-from tercet.config.train import CheckpointConfig
-from tercet.durable import write_json
-from tercet.train import hashed_file, manifest, restore
+from tercet.config.sections import CheckpointConfig
+from tercet.train import checkpoint, manifest, resume
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
-from tercet.train.folder import locate
 from tercet.train.manifest import CheckpointError
+from tercet.train.run_folder import locate
 
 
 class Net(nn.Module):
@@ -70,13 +70,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_what_is_loaded_is_what_was_saved_and_learns_on_alike(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_one_and_trains_on_identically(tmp_path: Path) -> None:
     net, optimizer = build()
     learn(net, optimizer, 3)
     path = save(tmp_path, 3, net, optimizer)
     other, other_optimizer = build(seed=9)
     learn(other, other_optimizer, 1)
-    restore.load_tensors(path, other, other_optimizer)
+    resume.load_tensors(path, other, other_optimizer)
     assert same(frozen(net, optimizer), frozen(other, other_optimizer))
     assert other.a.weight is other.b.weight
     for pair in ((net, optimizer), (other, other_optimizer)):
@@ -86,7 +86,7 @@ def test_what_is_loaded_is_what_was_saved_and_learns_on_alike(tmp_path: Path) ->
     assert [g["weight_decay"] for g in other_optimizer.param_groups] == [0.01, 0.0]
 
 
-def test_a_save_holds_the_moment_it_was_ordered_while_training_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_save_has_the_state_at_its_start_while_training_continues(tmp_path: Path, monkeypatch: Any) -> None:
     net, optimizer = build()
     learn(net, optimizer)
     ordered = frozen(net, optimizer)
@@ -101,11 +101,11 @@ def test_a_save_holds_the_moment_it_was_ordered_while_training_goes_on(tmp_path:
     assert saved is not None
     assert saved.blocked_seconds < saved.seconds
     other, other_optimizer = build()
-    restore.load_tensors(saved.path, other, other_optimizer)
+    resume.load_tensors(saved.path, other, other_optimizer)
     assert same(ordered, frozen(other, other_optimizer))
 
 
-def test_no_pickle_is_written_and_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pickle_is_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, optimizer = build()
     path = save(tmp_path, 1, net, optimizer)
     assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
@@ -117,7 +117,7 @@ def test_no_pickle_is_written_and_none_is_read(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(pickle, "loads", refuse)
     monkeypatch.setattr(pickle, "Unpickler", refuse)
     monkeypatch.setattr(torch, "load", refuse)
-    restore.load_tensors(path, *build(seed=2))
+    resume.load_tensors(path, *build(seed=2))
 
 
 class Bomb:
@@ -131,7 +131,7 @@ def test_a_foreign_pickle_in_the_folder_is_not_executed(tmp_path: Path) -> None:
     Path("/tmp/tercet-was-here").unlink(missing_ok=True)
     for name in (".metadata", "__0_0.distcp", "optimizer.pt"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
-    restore.load_tensors(path, *build(seed=2))
+    resume.load_tensors(path, *build(seed=2))
     assert not Path("/tmp/tercet-was-here").exists()
 
 
@@ -146,15 +146,15 @@ def test_a_flipped_byte_anywhere_is_found_before_anything_is_loaded(tmp_path: Pa
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"step-00000002"):
-        restore.choose(str(newest), tmp_path, verify=True)
-    found = restore.choose("auto", tmp_path, verify=True)
+        resume.find_checkpoint(str(newest), tmp_path, verify=True)
+    found = resume.find_checkpoint("auto", tmp_path, verify=True)
     assert found is not None
     assert found.path == older
-    assert "step-00000002" in found.said[0]
+    assert "step-00000002" in found.messages[0]
 
 
 @pytest.mark.parametrize("mask", [1, 2, 16, 128])
-def test_a_flipped_bit_anywhere_in_the_list_of_files_is_found(tmp_path: Path, mask: int) -> None:
+def test_a_flipped_bit_anywhere_in_the_file_list_is_found(tmp_path: Path, mask: int) -> None:
     path = save(tmp_path, 1, *build())
     listed = path / "manifest.json"
     intact = listed.read_bytes()
@@ -179,13 +179,13 @@ def json_or_none(content: bytes) -> object:
 
 
 @pytest.mark.parametrize("files", [None, [], {"run.json": None}, {"run.json": 7}, {"run.json": {"bytes": 1}}])
-def test_a_manifest_whose_list_of_files_makes_no_sense_is_passed_over(tmp_path: Path, files: object) -> None:
+def test_a_manifest_with_a_malformed_file_list_is_skipped(tmp_path: Path, files: object) -> None:
     net, optimizer = build()
     older, newest = (save(tmp_path, step, net, optimizer) for step in (1, 2))
     write_json(newest / "manifest.json", manifest.read_json(newest / "manifest.json") | {"files": files})
     with pytest.raises(CheckpointError, match=r"step-00000002: manifest\.json is damaged"):
-        restore.choose(str(newest), tmp_path, verify=True)
-    found = restore.choose("auto", tmp_path, verify=True)
+        resume.find_checkpoint(str(newest), tmp_path, verify=True)
+    found = resume.find_checkpoint("auto", tmp_path, verify=True)
     assert found is not None
     assert found.path == older
 
@@ -196,9 +196,9 @@ def test_a_missing_file_is_named(tmp_path: Path, which: str) -> None:
     victim = next(p for p in path.iterdir() if which in p.name)
     victim.unlink()
     with pytest.raises(CheckpointError, match=re.escape(f"{victim.name} is missing")):
-        restore.choose(str(path), tmp_path, verify=True)
+        resume.find_checkpoint(str(path), tmp_path, verify=True)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact, nothing was changed"):
-        restore.choose("auto", tmp_path, verify=True)
+        resume.find_checkpoint("auto", tmp_path, verify=True)
 
 
 def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
@@ -207,10 +207,10 @@ def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
     size = victim.stat().st_size
     victim.write_bytes(victim.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match=f"has {size - 3} bytes, the manifest says {size}"):
-        restore.choose(str(path), tmp_path, verify=True)
+        resume.find_checkpoint(str(path), tmp_path, verify=True)
 
 
-def test_a_shard_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+def test_a_shard_without_a_checksum_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build())
     shard = next(path.glob("*.safetensors"))
     (path / "shard-00009-model-00001-of-00001.safetensors").write_bytes(shard.read_bytes())
@@ -218,7 +218,7 @@ def test_a_shard_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
         manifest.verify(path)
 
 
-def test_weights_and_each_kind_of_moment_have_a_file_of_their_own(tmp_path: Path) -> None:
+def test_weights_and_each_kind_of_moment_are_in_separate_files(tmp_path: Path) -> None:
     net, optimizer = build()
     learn(net, optimizer)
     path = save(tmp_path, 1, net, optimizer)
@@ -231,13 +231,13 @@ def test_weights_and_each_kind_of_moment_have_a_file_of_their_own(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_a_file_is_hashed_while_it_is_written_whatever_the_system_takes_at_a_time(
+def test_a_file_is_hashed_while_it_is_written_even_in_partial_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = torch.arange(9999, dtype=torch.int32).numpy()
     true = io.FileIO.write
-    monkeypatch.setattr(hashed_file.HashedFile, "_take", lambda self, part: true(self, part[:1000]))
-    with hashed_file.HashedFile(tmp_path / "a") as stream:
+    monkeypatch.setattr(checkpoint.HashingFile, "_write_part", lambda self, part: true(self, part[:1000]))
+    with checkpoint.HashingFile(tmp_path / "a") as stream:
         stream.write(b"head")
         assert stream.write(content) == content.nbytes
         with pytest.raises(io.UnsupportedOperation):
@@ -249,14 +249,14 @@ def test_a_file_is_hashed_while_it_is_written_whatever_the_system_takes_at_a_tim
 def test_one_file_of_several_that_cannot_be_written_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: hashed_file.HashedFile, part: Any) -> int:
+    def full(self: checkpoint.HashingFile, part: Any) -> int:
         if "00003-of" in str(self.name):
             raise OSError(errno.ENOSPC, "No space left on device")
         return io.FileIO.write(self, part)
 
     net, optimizer = build()
     learn(net, optimizer)
-    monkeypatch.setattr(hashed_file.HashedFile, "_take", full)
+    monkeypatch.setattr(checkpoint.HashingFile, "_write_part", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path, 1, net, optimizer)
     assert not list(tmp_path.iterdir())
@@ -267,26 +267,26 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 99'))
     with pytest.raises(CheckpointError, match="checkpoint format 99, this Tercet reads format 1"):
-        restore.choose(str(path), tmp_path, verify=True)
+        resume.find_checkpoint(str(path), tmp_path, verify=True)
 
 
 def test_without_any_checkpoint_auto_finds_none_and_a_path_is_an_error(tmp_path: Path) -> None:
-    assert restore.choose("auto", tmp_path / "nothing", verify=True) is None
+    assert resume.find_checkpoint("auto", tmp_path / "nothing", verify=True) is None
     with pytest.raises(CheckpointError, match="neither a checkpoint folder"):
-        restore.choose(str(tmp_path), tmp_path, verify=True)
+        resume.find_checkpoint(str(tmp_path), tmp_path, verify=True)
 
 
-def test_what_a_crash_left_behind_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_not_checkpoints_and_are_removed(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build())
     (tmp_path / ".writing-step-00000002").mkdir()
     (tmp_path / ".removing-step-00000000").mkdir()
     (tmp_path / ".writing-step-00000002" / "manifest.json").write_text("{}")
     assert manifest.complete_checkpoints(tmp_path) == [path]
-    manifest.sweep(tmp_path)
+    manifest.remove_leftovers(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
-def test_the_newest_are_kept_and_those_marked_for_good(tmp_path: Path) -> None:
+def test_the_newest_and_every_nth_checkpoint_are_kept(tmp_path: Path) -> None:
     net, optimizer = build()
     for step in range(1, 8):
         save(tmp_path, step, net, optimizer, keep=2, keep_every=3)
@@ -303,11 +303,11 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     learn(net, optimizer)
     path = save(tmp_path, 1, net, optimizer)
     other, other_optimizer = build(seed=4)
-    restore.load_tensors(path, other, other_optimizer)
+    resume.load_tensors(path, other, other_optimizer)
     assert same(frozen(net, optimizer), frozen(other, other_optimizer))
 
 
-def test_a_save_that_fails_says_so_frees_its_space_and_leaves_the_earlier_one(
+def test_a_failed_save_is_reported_frees_its_space_and_keeps_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, optimizer = build()
@@ -317,7 +317,9 @@ def test_a_save_that_fails_says_so_frees_its_space_and_leaves_the_earlier_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tercet.train.checkpoint.write_json", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*newest complete.*step-00000001.*free space"):
+    with pytest.raises(
+        CheckpointError, match=r"No space left.*newest complete.*step-00000001.*free some space"
+    ):
         save(tmp_path, 2, net, optimizer)
     assert manifest.complete_checkpoints(tmp_path) == [earlier]
     assert not list(tmp_path.glob(".writing*"))
@@ -329,67 +331,67 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "mend"),
+    ("error", "fix"),
     [
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free space there"),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), "free space there"),
-        (raised(RuntimeError("it failed"), OSError(errno.ENOSPC, "full")), "free space there"),
-        (OSError(errno.EACCES, "Permission denied", "/workspace/runs"), "see that the folder can be written"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free some space there"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "free some space there"),
+        (raised(RuntimeError("it failed"), OSError(errno.ENOSPC, "full")), "free some space there"),
+        (OSError(errno.EACCES, "Permission denied", "/workspace/runs"), "check that the folder is writable"),
     ],
 )
-def test_the_mend_of_a_failed_save_is_that_of_its_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, mend: str
+def test_a_failed_save_suggests_a_fix_for_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, fix: str
 ) -> None:
     def fail(*args: object) -> None:
         raise error
 
     monkeypatch.setattr("tercet.train.checkpoint.write_json", fail)
-    with pytest.raises(CheckpointError, match=f": {mend}$"):
+    with pytest.raises(CheckpointError, match=f": {fix}$"):
         save(tmp_path, 2, *build())
 
 
 def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build())
     with pytest.raises(CheckpointError, match=r"differs in shape: model\.a\.bias \[8\], the model has \[16\]"):
-        restore.load_tensors(path, *build(width=16))
+        resume.load_tensors(path, *build(width=16))
 
 
-def test_a_changed_config_is_told_or_refused() -> None:
+def test_a_changed_config_is_reported_or_refused() -> None:
     saved = {"model": {"dim": 8}, "train": {"lr": 1.0, "steps": 5}, "log": {"every": 1}}
-    assert restore.check_config(saved, saved, allow_change=False) == []
+    assert resume.check_config(saved, saved, allow_change=False) == []
     longer = saved | {"train": {"lr": 1.0, "steps": 9}, "log": {"every": 7}}
-    assert restore.check_config(saved, longer, allow_change=False) == ["train.steps was 5, now 9"]
+    assert resume.check_config(saved, longer, allow_change=False) == ["train.steps was 5, now 9"]
     hotter = saved | {"train": {"lr": 2.0, "steps": 5}}
     with pytest.raises(CheckpointError, match=r"train\.lr was 1\.0, now 2\.0.*allow-config-change"):
-        restore.check_config(saved, hotter, allow_change=False)
-    assert restore.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
-    with pytest.raises(CheckpointError, match=r"another model: model\.dim was 8, now 16.* settings in its own folder"):
-        restore.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
+        resume.check_config(saved, hotter, allow_change=False)
+    assert resume.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
+    with pytest.raises(CheckpointError, match=r"different model: model\.dim was 8, now 16.* settings in its folder"):
+        resume.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
 
 
-def test_a_preset_whose_sparse_attention_has_changed_is_another_model_but_not_to_its_dense_twin() -> None:
+def test_changed_nsa_settings_are_refused_except_for_dense_models() -> None:
     earlier = {"model.nsa.compress_block": 32, "model.compression": "mlp", "model.compress_selected_keys": False}
 
     def check(preset: str, **changes: object) -> list[str]:
         saved, now = (load(preset, flags=f).config.model_dump(mode="json") for f in (earlier | changes, changes))
-        return restore.check_config(saved, now, allow_change=False)
+        return resume.check_config(saved, now, allow_change=False)
 
-    told = ["model.compress_selected_keys was False, now True", "model.compression was 'mlp', now 'mean'",
+    changes_found = ["model.compress_selected_keys was False, now True", "model.compression was 'mlp', now 'mean'",
             "model.nsa.compress_block was 32, now 16"]  # fmt: skip
-    assert check("m7c-dense") == told  # said, not refused
+    assert check("m7c-dense") == changes_found  # reported, not refused
     for changes in ({}, {"model.attention": ("nsa", *("dense",) * 11)}):
-        with pytest.raises(CheckpointError, match="; ".join(told)):
+        with pytest.raises(CheckpointError, match="; ".join(changes_found)):
             check("m7c", **changes)
-    assert check("m7c", **{"model.attention": ("dense",) * 12}) == told
+    assert check("m7c", **{"model.attention": ("dense",) * 12}) == changes_found
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-dense"])
-def test_going_on_with_another_backend_is_said_and_not_refused(preset: str) -> None:
+def test_resuming_with_another_backend_is_reported_and_not_refused(preset: str) -> None:
     saved, now = (load(preset, flags={"model.backend": b}).config.model_dump(mode="json") for b in ("auto", "triton"))
-    assert restore.check_config(saved, now, allow_change=False) == ["model.backend was 'auto', now 'triton'"]
+    assert resume.check_config(saved, now, allow_change=False) == ["model.backend was 'auto', now 'triton'"]
 
 
-def test_auto_looks_for_earlier_runs_of_this_very_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_finds_earlier_runs_with_exactly_this_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(preset="tiny").config
     assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", str(locate(config, "auto")))  # there is no runs/ yet
@@ -402,18 +404,18 @@ def test_auto_looks_for_earlier_runs_of_this_very_name(tmp_path: Path, monkeypat
     assert locate(config, "auto") == Path("runs/tiny-20250102-120000-2")
 
 
-def test_a_key_that_came_to_be_later_has_its_default_and_one_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_new_config_keys_get_defaults_and_removed_ones_are_named(tmp_path: Path) -> None:
     now = load(preset="tiny").config.model_dump(mode="json")
     before = copy.deepcopy(now)
     del before["train"]["clip"], before["health"]
-    found = restore.Found(tmp_path, {"config": before}, [])
-    assert restore.check_config(restore.saved_config(found), now, allow_change=False) == []
+    found = resume.FoundCheckpoint(tmp_path, {"config": before}, [])
+    assert resume.check_config(resume.saved_config(found), now, allow_change=False) == []
     hotter = copy.deepcopy(now)
     hotter["train"]["clip"] = 77.0
     with pytest.raises(CheckpointError, match=r"train\.clip was 1\.0, now 77\.0"):
-        restore.check_config(restore.saved_config(found), hotter, allow_change=False)
+        resume.check_config(resume.saved_config(found), hotter, allow_change=False)
     before["train"]["former"] = 1
-    with pytest.raises(CheckpointError, match=r"its config is not one of this Tercet \(train\.former: "):
-        restore.saved_config(found)
+    with pytest.raises(CheckpointError, match=r"this Tercet cannot read its config \(train\.former: "):
+        resume.saved_config(found)
     with pytest.raises(CheckpointError, match=r"run\.json lacks 'config'"):
-        restore.saved_config(restore.Found(tmp_path, {}, []))
+        resume.saved_config(resume.FoundCheckpoint(tmp_path, {}, []))

@@ -14,11 +14,10 @@ from runs import losses, small
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
-from tercet.train.guard import NonFiniteGuard
-from tercet.train.loop import train
 from tercet.train.optim import build_optimizer
 from tercet.train.state import compile_blocks
-from tercet.train.step import MicroBatch, StepResult, train_step
+from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step
+from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
 

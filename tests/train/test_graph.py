@@ -16,23 +16,25 @@ from stepping import SteppedModel
 from tercet.errors import TercetError
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.transformer import Transformer
-from tercet.report.attention_gates import fallbacks
+from tercet.report.attention_gates import fallback_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.telemetry.events import (
+    GraphCaptureFailed,
     HealthFired,
     Noted,
-    RecordingFailed,
     ResourcesObserved,
     RoutesCounted,
     events_file,
     read_events,
 )
-from tercet.train import graph, header, loop, state
-from tercet.train.graph import StepGraph, fill_bounds, room_for
-from tercet.train.loop import train
-from tercet.train.state import records
+from tercet.train import console, state
+from tercet.train import cuda_graph as graph
+from tercet.train import trainer as loop
+from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
+from tercet.train.state import uses_cuda_graph
 from tercet.train.step import IGNORED_TARGET, MicroBatch
+from tercet.train.trainer import train
 
 CPU = torch.device("cpu")
 
@@ -43,14 +45,14 @@ class Again:
     def __init__(self, model: nn.Module) -> None:
         self.trained = list(model.parameters())
         self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
-        self.warmed = self.forgot = 0
-        self.held_bytes = self.kept_bytes = 0
+        self.warmed = self.resets = 0
+        self.held_bytes = self.pool_bytes = 0
 
     def warm_up(self, act: Callable[[], None]) -> None:
         self.warmed += 1
         act()
 
-    def record(self, act: Callable[[], None]) -> Again.Recorded:
+    def capture(self, act: Callable[[], None]) -> Again.Recorded:
         given = [p.grad for p in self.trained]
         values = [None if g is None else g.clone() for g in given]
         act()
@@ -63,11 +65,11 @@ class Again:
         grads, adds = [p.grad for p in self.trained], any(g is not None for g in given)
         return Again.Recorded(act, self.trained, grads, adds, self.layers)
 
-    def lend(self, made: Tensor) -> Tensor:
+    def borrow(self, made: Tensor) -> Tensor:
         return made
 
-    def forget(self) -> None:
-        self.forgot += 1
+    def reset(self) -> None:
+        self.resets += 1
         self.held_bytes = 0
 
     @dataclass
@@ -97,20 +99,20 @@ class Fails(Again):
 
     def __init__(self, model: nn.Module, last: int = 0, error: Exception | None = None) -> None:
         super().__init__(model)
-        self.left, self.error = last, error or TercetError("a step could not be recorded (RuntimeError: no)")
+        self.left, self.error = last, error or TercetError("a step could not be captured (RuntimeError: no)")
 
-    def record(self, act: Callable[[], None]) -> Again.Recorded:
+    def capture(self, act: Callable[[], None]) -> Again.Recorded:
         self.left -= 1
         if self.left < 0:
             act()  # something of it may be there when it fails
             raise self.error
-        return super().record(act)
+        return super().capture(act)
 
 
-def on_cpu(*, recorded: bool) -> SteppedModel:
+def on_cpu(*, graphs: bool) -> SteppedModel:
     run = SteppedModel(small(train__lr=1e-2, train__precision="fp32"), seed=3)
-    if recorded:
-        run.record(Again(run.model))
+    if graphs:
+        run.use_graphs(Again(run.model))
     return run
 
 
@@ -152,8 +154,8 @@ def test_empty_documents_at_the_end_change_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), attention
 
 
-def test_room_for_documents_is_a_power_of_two() -> None:
-    assert [room_for(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
+def test_capacity_for_documents_is_a_power_of_two() -> None:
+    assert [capacity_for(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -162,13 +164,13 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulati
     """Another number of documents in every batch, more than there is room for in the fourth; one step looked at."""
     documents = [3, 9, 2, 40, 5, 33]
     told = []
-    for recorded in (False, True):
-        run, seen = on_cpu(recorded=recorded), []
+    for graphs in (False, True):
+        run, seen = on_cpu(graphs=graphs), []
         for i, count in enumerate(documents):
             batches = [
                 plain(10 * i + j) if kind == "plain" else packed(10 * i + j, count + j) for j in range(accumulation)
             ]
-            result = run.step(batches, looked_at=i in (2, 4))
+            result = run.step(batches, with_stats=i in (2, 4))
             seen += [result.loss, result.grad_norm]
             if i in (2, 4):
                 seen += [torch.tensor(list(s.read().values())) for s in run.stats]
@@ -181,10 +183,10 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulati
 
 def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
     """The test above is no test if what a step leaves behind could not reach the next."""
-    run = on_cpu(recorded=True)
+    run = on_cpu(graphs=True)
     run.step([packed(1, 3), packed(2, 3)])
     assert run.graph is not None
-    expected = on_cpu(recorded=False)
+    expected = on_cpu(graphs=False)
     expected.step([packed(1, 3), packed(2, 3)])
     for g in run.graph._grads[False]:
         assert g is not None
@@ -195,42 +197,42 @@ def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
 
 
 def test_passes_are_recorded_once_for_as_long_as_they_fit() -> None:
-    run = on_cpu(recorded=True)
+    run = on_cpu(graphs=True)
     assert run.graph is not None
     for i in range(4):
         run.step([packed(i, 3 + i)])
-    assert len(run.graph.news()) == 1
-    assert run.recorder.forgot == 1
-    run.step([packed(9, 3)], looked_at=True)  # the first of its kind: both are recorded, in one pool
-    assert run.recorder.held_bytes == 2
+    assert len(run.graph.take_messages()) == 1
+    assert run.capturer.resets == 1
+    run.step([packed(9, 3)], with_stats=True)  # the first of its kind: both are recorded, in one pool
+    assert run.capturer.held_bytes == 2
     run.step([packed(9, 17)])  # more documents than there is room for
-    both, more = run.graph.news()
+    both, more = run.graph.take_messages()
     assert "up to 16 documents" in both
     assert "up to 32 documents" in more
-    assert run.recorder.held_bytes == 2
-    run.step([packed(9, 3)], looked_at=True)
+    assert run.capturer.held_bytes == 2
+    run.step([packed(9, 3)], with_stats=True)
     run.step([packed(8, 30)])
-    assert not run.graph.news()
+    assert not run.graph.take_messages()
     run.step([packed(7, 3), packed(8, 3)])  # now gradients are added
     run.step([packed(7, 3)])
-    assert len(run.graph.news()) == 1
+    assert len(run.graph.take_messages()) == 1
     run.step([packed(7, 3, length=64)])
-    assert "1 × 64 tokens" in run.graph.news()[0]
+    assert "1 × 64 tokens" in run.graph.take_messages()[0]
 
 
 def test_parameters_without_a_gradient_stay_without() -> None:
     for accumulation in (1, 2):
-        run = on_cpu(recorded=True)
+        run = on_cpu(graphs=True)
         unused = nn.Parameter(torch.ones(3))
         run.model.register_parameter("unused", unused)
-        run.record(Again(run.model))
+        run.use_graphs(Again(run.model))
         run.optimizer.add_param_group({"params": [unused], "weight_decay": 0.5})
         run.step([packed(i, 3) for i in range(accumulation)])
         assert torch.equal(unused.detach(), torch.ones(3))
 
 
 def test_routes_are_those_of_the_recorded_pass_whatever_ran_since() -> None:
-    run = on_cpu(recorded=True)
+    run = on_cpu(graphs=True)
     run.step([packed(1, 3)])
     wanted = [layer.routes for layer in run.model.attention_layers()]
     for layer in run.model.attention_layers():
@@ -240,14 +242,14 @@ def test_routes_are_those_of_the_recorded_pass_whatever_ran_since() -> None:
 
 
 def test_micro_batches_of_one_step_have_one_shape() -> None:
-    with pytest.raises(TercetError, match=r"tokens \[1, 64\] beside one of \[1, 128\].*--train.cuda-graph off"):
-        on_cpu(recorded=True).step([packed(1, 3), packed(2, 3, length=64)])
+    with pytest.raises(TercetError, match=r"micro-batches of \[1, 64\] and \[1, 128\] tokens.*--train.cuda-graph off"):
+        on_cpu(graphs=True).step([packed(1, 3), packed(2, 3, length=64)])
 
 
 @pytest.fixture
-def recorded_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (state, header):
-        monkeypatch.setattr(room, "records", lambda config, device: config.train.cuda_graph != "off")
+def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (state, console):
+        monkeypatch.setattr(module, "uses_cuda_graph", lambda config, device: config.train.cuda_graph != "off")
     built = StepGraph.__init__
     monkeypatch.setattr(
         graph.StepGraph,
@@ -256,7 +258,7 @@ def recorded_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, recorded_anywhere: None) -> None:
+def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, graphs_anywhere: None) -> None:
     """Statistics, validation, samples and saves in between; the second process records anew."""
     several = {
         "train__tokens_per_step": 256,
@@ -290,7 +292,7 @@ def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, recorded_any
     )
     counted = {how: [(e.route, e.calls) for e in events[how] if isinstance(e, RoutesCounted)] for how in told}
     assert counted["on"] == counted["off"]  # a pass is a pass, and what sampling ran on is not training's
-    assert any("CUDA graph: passes of 1 × 128 tokens" in e.text for e in events["on"] if isinstance(e, Noted))
+    assert any("CUDA graph: captured passes of 1 × 128 tokens" in e.text for e in events["on"] if isinstance(e, Noted))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -298,54 +300,54 @@ def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, recorded_any
 def test_steps_that_may_fail_to_be_recorded_go_on_launch_by_launch(error: Exception | None, accumulation: int) -> None:
     """The third step is looked at: it asks for both recordings anew, of which the second fails."""
     told = []
-    for recorded in (False, True):
-        run = on_cpu(recorded=False)
-        if recorded:
-            run.record(Fails(run.model, 2, error), may_fail=True)
+    for graphs in (False, True):
+        run = on_cpu(graphs=False)
+        if graphs:
+            run.use_graphs(Fails(run.model, 2, error), may_fail=True)
         results = []
         for i in range(5):
-            result = run.step([packed(10 * i + j, 3) for j in range(accumulation)], looked_at=i == 2)
+            result = run.step([packed(10 * i + j, 3) for j in range(accumulation)], with_stats=i == 2)
             results += [result.loss, result.grad_norm]
             if i == 2:
                 results += [torch.tensor(list(s.read().values())) for s in run.stats]
             if run.graph is not None:
-                said = run.graph.failures()
+                said = run.graph.take_failures()
                 assert len(said) == (1 if i == 2 else 0)
-                assert not said or ("out of memory" if error else "could not be recorded") in said[0]
+                assert not said or ("out of memory" if error else "could not be captured") in said[0]
         told.append([*results, *bits(run.model)])
-    assert run.recorder.held_bytes == 0  # nothing is kept for what is not replayed any more
+    assert run.capturer.held_bytes == 0  # nothing is kept for what is not replayed any more
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
 def test_steps_that_must_be_recorded_stop_the_run_where_they_cannot_be() -> None:
     for error, kind in ((None, TercetError), (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError)):
-        run = on_cpu(recorded=False)
-        run.record(Fails(run.model, 0, error))
+        run = on_cpu(graphs=False)
+        run.use_graphs(Fails(run.model, 0, error))
         with pytest.raises(kind):
             run.step([packed(1, 3)])
 
 
 def test_micro_batches_of_several_shapes_are_launched_where_recording_may_fail() -> None:
     told = []
-    for recorded in (False, True):
-        run = on_cpu(recorded=False)
-        if recorded:
-            run.record(Again(run.model), may_fail=True)
+    for graphs in (False, True):
+        run = on_cpu(graphs=False)
+        if graphs:
+            run.use_graphs(Again(run.model), may_fail=True)
         run.step([packed(1, 3), packed(2, 3, length=64)])
         told.append(bits(run.model))
     assert run.graph is not None
-    assert "tokens [1, 64] beside one of [1, 128]" in run.graph.failures()[0]
+    assert "micro-batches of [1, 64] and [1, 128] tokens" in run.graph.take_failures()[0]
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
 @pytest.mark.parametrize("action", ["warn", "halt"])
 def test_a_run_that_cannot_be_recorded_goes_on_and_its_report_counts_it(
-    tmp_path: Path, recorded_anywhere: None, monkeypatch: pytest.MonkeyPatch, action: str
+    tmp_path: Path, graphs_anywhere: None, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    def record(self: Again, act: Callable[[], None]) -> Again.Recorded:
-        raise TercetError("a step could not be recorded as a CUDA graph (ValueError: no)")
+    def capture(self: Again, act: Callable[[], None]) -> Again.Recorded:
+        raise TercetError("a step could not be captured as a CUDA graph (ValueError: no)")
 
-    monkeypatch.setattr(Again, "record", record)
+    monkeypatch.setattr(Again, "capture", capture)
     told = {}
     for how in ("off", "auto"):
         run = small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action)
@@ -357,17 +359,18 @@ def test_a_run_that_cannot_be_recorded_goes_on_and_its_report_counts_it(
         told[how] = losses(tmp_path / how)
     assert told["auto"] == told["off"]
     events = list(read_events(events_file(tmp_path / "auto")))
-    assert [e.step for e in events if isinstance(e, RecordingFailed)] == [1]
+    assert [e.step for e in events if isinstance(e, GraphCaptureFailed)] == [1]
     fired = [e.sentence for e in events if isinstance(e, HealthFired) and e.rule == "fallback"]
     assert len(fired) == 1
-    assert "launched kernel by kernel, though train.cuda_graph=auto" in fired[0]
-    assert ("recordings that failed", "1") in fallbacks(read_run(tmp_path / "auto"), Thresholds()).evidence
-    assert not any("recordings" in label for label, _ in fallbacks(read_run(tmp_path / "off"), Thresholds()).evidence)
+    assert "train.cuda_graph=auto fell back to eager execution" in fired[0]
+    evidence = {how: dict(fallback_gate(read_run(tmp_path / how), Thresholds()).evidence) for how in ("auto", "off")}
+    assert evidence["auto"]["recordings that failed"] == "1"
+    assert "recordings that failed" not in evidence["off"]
     with pytest.raises(TercetError, match="ValueError: no"):
         train(small(run__dir=str(tmp_path / "on"), train__cuda_graph="on"), origins={})
 
 
-def test_a_resumed_run_has_room_for_the_documents_of_its_past(tmp_path: Path, recorded_anywhere: None) -> None:
+def test_a_resumed_run_has_capacity_for_the_documents_of_its_past(tmp_path: Path, graphs_anywhere: None) -> None:
     """How sums are divided may depend on it, and a resumed run has the bits of one that was not interrupted."""
     made: list[StepGraph] = []
     several = {"train__cuda_graph": "on", "run__dir": str(tmp_path / "run")}
@@ -377,7 +380,7 @@ def test_a_resumed_run_has_room_for_the_documents_of_its_past(tmp_path: Path, re
         found = built(*given)  # type: ignore[arg-type]
         assert found.graph is not None
         if not made:
-            found.graph.room = 64  # as if a batch of so many had been
+            found.graph.capacity = 64  # as if a batch of so many had been
         made.append(found.graph)
         return found
 
@@ -385,9 +388,9 @@ def test_a_resumed_run_has_room_for_the_documents_of_its_past(tmp_path: Path, re
         patched.setattr(loop, "build_state", build)
         train(small(**several, train__steps=2), origins={})
         train(small(**several, train__steps=4), origins={}, resume="auto")
-    assert [g.room for g in made] == [64, 64]
-    assert made[1]._fit is not None
-    assert made[1]._fit.room == 64
+    assert [g.capacity for g in made] == [64, 64]
+    assert made[1]._shape is not None
+    assert made[1]._shape.capacity == 64
 
 
 @pytest.mark.parametrize(
@@ -402,13 +405,13 @@ def test_a_resumed_run_has_room_for_the_documents_of_its_past(tmp_path: Path, re
 def test_a_graph_is_refused_where_it_cannot_be(device: str, changes: dict[str, str], refusal: str | None) -> None:
     where = torch.device(device)
     if refusal is None:
-        assert records(small(train__cuda_graph="on", **changes), where)
+        assert uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
     else:
         with pytest.raises(TercetError, match=refusal) as refused:
-            records(small(train__cuda_graph="on", **changes), where)
+            uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
         assert "--train.cuda-graph off" in str(refused.value)
-    assert records(small(train__cuda_graph="auto", **changes), where) == (refusal is None)
-    assert not records(small(**changes), where)
+    assert uses_cuda_graph(small(train__cuda_graph="auto", **changes), where) == (refusal is None)
+    assert not uses_cuda_graph(small(**changes), where)
 
 
 def test_what_broke_a_recording_is_told_not_what_broke_after_it() -> None:
@@ -419,12 +422,12 @@ def test_what_broke_a_recording_is_told_not_what_broke_after_it() -> None:
 
     def capture() -> None:
         try:
-            graph._tell_what_breaks(wait)
+            graph._mark_errors(wait)
         finally:
             raise last
 
     with pytest.raises(RuntimeError) as broken:
         capture()
-    assert graph._what_broke(broken.value) is first
+    assert graph._find_marked(broken.value) is first
     other = RuntimeError("the capture could not begin")
-    assert graph._what_broke(other) is other
+    assert graph._find_marked(other) is other

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from runs import losses, small
 from stepping import SteppedModel
+from tercet.train.cuda_graph import CudaGraphCapturer, Graph, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
-from tercet.train.graph import CudaRecorder, Replays, fill_bounds, room_for
-from tercet.train.loop import train
-from tercet.train.rng import capture_rng
+from tercet.train.state import capture_rng
 from tercet.train.step import IGNORED_TARGET, MicroBatch
+from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def same_bits() -> Iterator[None]:
     set_arithmetic(deterministic=False, threads=None)
 
 
-def on_gpu(*, recorded: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> SteppedModel:
+def on_gpu(*, graphs: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> SteppedModel:
     config = small(
         **SIZES,
         model__attention=attention,
@@ -66,8 +66,8 @@ def on_gpu(*, recorded: bool, compiled: bool = True, mode: str = "none", attenti
         train__precision="bf16",
     )
     run = SteppedModel(config, seed=0, compiled=compiled)
-    if recorded:
-        run.record()
+    if graphs:
+        run.use_graphs()
     return run
 
 
@@ -92,7 +92,7 @@ def packed(seed: int, documents: int) -> MicroBatch:
 
 def with_room(batch: MicroBatch, least: int = 0) -> MicroBatch:
     """With the empty documents that a recording has."""
-    room = max(least, room_for(batch.cu_seqlens.shape[0] - 1))
+    room = max(least, capacity_for(batch.cu_seqlens.shape[0] - 1))
     bounds = torch.zeros(room + 1, dtype=torch.int32, device=batch.tokens.device)
     fill_bounds(bounds, batch.cu_seqlens, batch.tokens.numel())
     return replace(batch, cu_seqlens=bounds)
@@ -115,13 +115,13 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, op
     and a validation in between."""
     told: list[list[Tensor]] = []
     padded = options.get("attention") == "dense"
-    for recorded in (False, True):
-        run, seen = on_gpu(recorded=recorded, **options), []
+    for graphs in (False, True):
+        run, seen = on_gpu(graphs=graphs, **options), []
         for i, documents in enumerate((3, 11, 2, 7, 60, 5)):
             batches = [packed(10 * i + j, documents + j) for j in range(accumulation)]
-            if padded and not recorded:
+            if padded and not graphs:
                 batches = [with_room(b, 16 if i < 4 else 64) for b in batches]
-            result = run.step(batches, looked_at=i == 2)
+            result = run.step(batches, with_stats=i == 2)
             seen += [result.loss, result.grad_norm]
             if i == 2:
                 seen += [torch.tensor(list(s.read().values())) for s in run.stats]
@@ -133,7 +133,9 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, op
         assert run.guard.total() == 0
         told.append([x.cpu() for x in (*seen, *(p.detach() for p in run.model.parameters()))])
         if run.graph is not None:
-            assert len(run.graph.news()) == (3 if run.stats else 2)  # at first, for statistics, for more documents
+            assert len(run.graph.take_messages()) == (
+                3 if run.stats else 2
+            )  # at first, for statistics, for more documents
     for i, (a, b) in enumerate(zip(*told, strict=True)):
         assert torch.equal(a, b), f"number {i} of what was told: {(a.double() - b.double()).abs().max():.3e}"
 
@@ -144,7 +146,7 @@ def test_empty_documents_change_no_more_than_the_order_of_sums(attention: str) -
     together: those that must come out as zero (what is added to every key) are nothing but rounding."""
     found = []
     for batch in (packed(1, 0), with_room(packed(1, 0))):
-        model = on_gpu(recorded=False, compiled=False, attention=attention).model
+        model = on_gpu(graphs=False, compiled=False, attention=attention).model
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
         (loss / LENGTH).backward()
@@ -159,21 +161,21 @@ def test_empty_documents_change_no_more_than_the_order_of_sums(attention: str) -
 @pytest.mark.serial
 def test_what_a_recording_has_made_is_lent_and_its_memory_used_again() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    recorder, x = CudaRecorder(device), torch.ones(16 << 20, device=device)
+    capturer, x = CudaGraphCapturer(device), torch.ones(16 << 20, device=device)
     before = torch.cuda.memory_allocated()
     made: list[Tensor] = []
-    recorded: list[tuple[Replays, Tensor, int]] = []
+    recorded: list[tuple[Graph, Tensor, int]] = []
     for factor in (2.0, 3.0):
-        replays = recorder.record(lambda factor=factor: made.append(x * factor))
-        recorded.append((replays, recorder.lend(made.pop()), recorder.kept_bytes))
+        replays = capturer.capture(lambda factor=factor: made.append(x * factor))
+        recorded.append((replays, capturer.borrow(made.pop()), capturer.pool_bytes))
     # one tensor for both recordings, and the few bytes that CUDA's generator keeps for a capture
-    assert x.nbytes <= recorder.held_bytes <= x.nbytes + 4096
+    assert x.nbytes <= capturer.held_bytes <= x.nbytes + 4096
     assert recorded[0][2] == recorded[1][2] >= x.nbytes
     assert torch.cuda.memory_allocated() == before
     for order in (0, 1, 0):
         recorded[order][0].replay()
         assert (recorded[order][1] == 2.0 + order).all()
-    recorder.forget()
+    capturer.reset()
 
 
 @pytest.mark.serial
@@ -188,34 +190,34 @@ def _go_on() -> None:
     """The model waits for the device, which no recording can hold."""
     set_arithmetic(deterministic=True, threads=None)
     told = []
-    for recorded in (False, True):
-        run = on_gpu(recorded=False, compiled=False)
-        if recorded:
-            run.record(may_fail=True)
+    for graphs in (False, True):
+        run = on_gpu(graphs=False, compiled=False)
+        if graphs:
+            run.use_graphs(may_fail=True)
             run.model.register_forward_hook(
                 lambda model, given, out: out.total.item() if torch.cuda.is_current_stream_capturing() else None
             )
         here = torch.cuda.current_stream()
-        seen = [run.step([packed(i, 5)], looked_at=i == 1).loss for i in range(3)]
+        seen = [run.step([packed(i, 5)], with_stats=i == 1).loss for i in range(3)]
         assert torch.cuda.current_stream() == here
         capture_rng(run.device)  # as a save does
         if run.graph is not None:
-            (failure,) = run.graph.failures()
-            assert "could not be recorded as a CUDA graph" in failure, failure
+            (failure,) = run.graph.take_failures()
+            assert "could not be captured as a CUDA graph" in failure, failure
         told.append([*seen, *(p.detach() for p in run.model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
 def test_a_replay_never_waits_for_the_device() -> None:
-    run = on_gpu(recorded=True)
-    for looked_at in (False, True):
-        run.step([packed(1, 5)], looked_at=looked_at)
+    run = on_gpu(graphs=True)
+    for with_stats in (False, True):
+        run.step([packed(1, 5)], with_stats=with_stats)
     batches = [packed(2, 8), packed(3, 4)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         run.step(batches[:1])
-        run.step(batches[1:], looked_at=True)
+        run.step(batches[1:], with_stats=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert run.guard.total() == 0
@@ -225,16 +227,16 @@ def test_a_replay_never_waits_for_the_device() -> None:
 def test_memory_is_not_taken_twice() -> None:
     """Reserved memory with recordings of both kinds, after a re-recording, beside what steps take without."""
     taken = {}
-    for recorded in (False, True):
+    for graphs in (False, True):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        run = on_gpu(recorded=recorded)
+        run = on_gpu(graphs=graphs)
         for i, documents in enumerate((5, 5, 60, 5)):
-            run.step([packed(i, documents)], looked_at=i == 1)
+            run.step([packed(i, documents)], with_stats=i == 1)
         torch.cuda.synchronize()
-        taken[recorded] = torch.cuda.max_memory_reserved() - before
+        taken[graphs] = torch.cuda.max_memory_reserved() - before
         if run.graph is not None:
             assert run.graph.held_bytes > 0
         del run

@@ -1,4 +1,4 @@
-"""What is said before anything moves."""
+"""What a run prints before it starts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from runs import small
 from tercet.parallel.strategy import Single
-from tercet.train import header
+from tercet.train import console
 
 CPU = torch.device("cpu")
 
 
 def lines(device=CPU, step=0, vocab_size=256, **changes):
     state = SimpleNamespace(step=step, tokens=128 * step, parent=None)
-    return dict(header.header_lines(small(**changes), state, device, Single(), "runs/x", vocab_size))
+    return dict(console.header_lines(small(**changes), state, device, Single(), "runs/x", vocab_size))
 
 
 @pytest.mark.parametrize(("asked", "passes"), [(1, 1), (128, 1), (129, 2), (256, 2)])
-def test_a_validation_is_rounded_up_to_whole_passes_and_says_so(asked, passes):
+def test_validation_is_rounded_up_to_whole_batches(asked, passes):
     assert small(train__val_tokens=asked).validation_passes == passes
     told = lines(train__val_tokens=asked, train__val_every=5)["validation"]
     assert told.startswith(f"{128 * passes} tokens")
@@ -28,10 +28,10 @@ def test_a_validation_is_rounded_up_to_whole_passes_and_says_so(asked, passes):
     assert "validation" not in lines(train__val_tokens=0)
 
 
-def test_the_time_is_estimated_where_the_device_is_known(monkeypatch):
+def test_the_time_is_estimated_for_known_devices(monkeypatch):
     assert lines()["time"] == "estimated after the first log lines"
-    monkeypatch.setattr(header, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(header, "_total_memory", lambda device: 139 << 30)
+    monkeypatch.setattr(console, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(console, "_device_memory", lambda device: 139 << 30)
     gpu = torch.device("cuda")
     whole, half = (lines(gpu, step, train__steps=10**9)["time"] for step in (0, 5 * 10**8))
     assert "if steps reach 30% of the device's peak" in whole
@@ -40,26 +40,24 @@ def test_the_time_is_estimated_where_the_device_is_known(monkeypatch):
     assert lines(gpu, train__precision="fp32")["time"] == "estimated after the first log lines"  # no peak for it
 
 
-def test_a_step_that_cannot_fit_is_told_before_it_is_tried(monkeypatch):
+def test_a_step_that_does_not_fit_in_memory_is_warned_about(monkeypatch):
     assert "warning" not in lines()
-    monkeypatch.setattr(header, "host_total_gib", lambda: 2**-13)
+    monkeypatch.setattr(console, "host_total_gib", lambda: 2**-13)
     told = lines()["warning"]
-    assert "and there are 0.1 MiB" in told
+    assert "but there are 0.1 MiB" in told
     assert "train.micro_batch" in told
 
 
-def test_a_large_block_of_shuffled_sequences_is_told_before_it_is_read(monkeypatch):
-    monkeypatch.setattr(header, "host_total_gib", lambda: 64)
+def test_a_large_shuffle_buffer_is_warned_about(monkeypatch):
+    monkeypatch.setattr(console, "host_total_gib", lambda: 64)
     assert "warning" not in lines(data__shuffle_sequences=2**24)  # 64 tokens of 4 bytes each: 4 GiB
     told = lines(data__shuffle_sequences=2**25)["warning"]
-    assert told == (
-        "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB in the memory of every process, and there "
-        "are 64.0 GiB: --data.shuffle_sequences 16777216 holds 4.0 GiB"
-    )
+    assert "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB" in told
+    assert "(of 64.0 GiB): --data.shuffle_sequences 16777216 holds 4.0 GiB" in told
     narrow, wide = ({"vocab_size": n, "data__tokenizer": "of-another-name"} for n in (256, 257))
     assert lines(data__shuffle_sequences=2**25, **narrow)["warning"] == told
     assert "holds 16.0 GiB" in lines(data__shuffle_sequences=2**25, **wide)["warning"]
-    monkeypatch.setattr(header, "host_total_gib", lambda: 4)
+    monkeypatch.setattr(console, "host_total_gib", lambda: 4)
     assert lines(data__shuffle_sequences=2**24)["warning"].endswith("--data.shuffle_sequences 8388608 holds 2.0 GiB")
-    monkeypatch.setattr(header, "host_total_gib", lambda: None)
-    assert "there are" not in lines(data__shuffle_sequences=2**25)["warning"]
+    monkeypatch.setattr(console, "host_total_gib", lambda: None)
+    assert "(of" not in lines(data__shuffle_sequences=2**25)["warning"]

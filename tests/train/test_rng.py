@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from tercet.train.rng import capture_rng, restore_rng, seed_all
+from tercet.train.state import capture_rng, restore_rng, seed_all
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tercet.errors import TercetError
-from tercet.train import folder as module
-from tercet.train.folder import LOCK, RunFolder
+from tercet.train import run_folder as module
+from tercet.train.run_folder import LOCK, RunFolder
 
 
 def test_a_folder_that_nothing_was_written_into_goes_away_with_the_parents_that_were_made_for_it(tmp_path: Path):

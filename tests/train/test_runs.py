@@ -19,8 +19,8 @@ from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, events_file, read_events
 from tercet.train.dump import replay
-from tercet.train.loop import train
 from tercet.train.manifest import complete_checkpoints, read_json
+from tercet.train.trainer import train
 from tercet.typed import typed
 
 
@@ -92,9 +92,9 @@ def test_a_sample_is_announced_before_it_is_written(
         said.append(capsys.readouterr().out)
         return "a text"
 
-    monkeypatch.setattr("tercet.train.loop.sample_text", writing)
+    monkeypatch.setattr("tercet.train.trainer.sample_text", writing)
     assert train(small(run__dir=str(tmp_path / "run"), train__steps=1, train__sample_tokens=4)) == 0
-    assert said[0].endswith("\nwriting a sample of up to 4 tokens …\n")
+    assert said[0].endswith("\nsampling up to 4 tokens …\n")
     assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")
 
 
@@ -153,7 +153,9 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reprod
         train__max_skipped_in_row=2,
         log__every=10,
     )
-    with pytest.raises(TercetError, match=r"were not finite, past the limits .*`\S+ -m tercet\.train\.dump") as error:
+    with pytest.raises(
+        TercetError, match=r"were not finite.*`\S+ -m tercet\.train\.dump"
+    ) as error:
         train(config, origins={})
     told = list(read_events(events_file(folder)))
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
@@ -285,19 +287,19 @@ def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_fur
         "data__validation_fraction": 0.0,
     }
     assert train(small(run__dir=str(run), train__steps=5, **(by_data if "data" in ended else {})), origins={}) == 0
-    assert "nothing was left" not in capsys.readouterr().out
+    assert "nothing left" not in capsys.readouterr().out
     made = len(losses(run))
     before = losses(run)
 
     assert cli.main(["train", "--resume", "auto", "--run.dir", str(run)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"nothing was left to do: {made} steps were made before, of 5 planned")
+    assert last.startswith(f"nothing left to do: {made} of 5 steps are done")
     assert ("and the data ended" in last) == ("data" in ended)
     assert losses(run) == before
 
-    further = last.partition(f"to train further: {typed()} ")[2]
+    further = last.partition(f"train longer with: {typed()} ")[2]
     assert cli.main(shlex.split(further)) == 0
-    assert "nothing was left" not in capsys.readouterr().out
+    assert "nothing left" not in capsys.readouterr().out
     assert len(losses(run)) > made
 
 
@@ -306,9 +308,9 @@ def test_the_last_line_joins_the_time_of_a_process_with_what_that_process_made(
 ) -> None:
     run = str(tmp_path / "run")
     assert train(small(run__dir=run, train__steps=4), origins={}) == 0
-    assert re.search(r"^done: 4/4 steps, 512 tokens in \d+s \(all", capsys.readouterr().out, re.M)
+    assert re.search(r"^done: 4/4 steps, 512 tokens in \d+s \(all steps done", capsys.readouterr().out, re.M)
     assert train(small(run__dir=run, train__steps=6), origins={}, resume="auto") == 0
-    said = r"^done: 6/6 steps, 768 tokens; since the resume 2 steps, 256 tokens in \d+s \(all"
+    said = r"^done: 6/6 steps, 768 tokens \(2 steps, 256 tokens since the resume\) in \d+s \(all"
     assert re.search(said, capsys.readouterr().out, re.M)
 
 
@@ -333,5 +335,5 @@ def test_records_left_out_are_counted_in_every_log_line_and_named_at_the_end(
     assert train(config, origins={}) == 0
     assert int(rows(tmp_path / "run" / "training.csv")[-1]["bad_records"]) >= 1
     out = capsys.readouterr().out
-    assert "bad records were left out" in out
+    assert "bad records were skipped" in out
     assert "texts.jsonl" in out

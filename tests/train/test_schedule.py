@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tercet.config.train import TrainConfig
-from tercet.train.schedule import learning_rate
+from tercet.config.sections import TrainConfig
+from tercet.train.optim import learning_rate
 
 
 def test_warmup_rises_in_a_line_and_peaks_at_its_last_step() -> None:

@@ -12,10 +12,8 @@ from runs import small
 from tercet.data.loader import build_loader
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
-from tercet.train.batches import to_device
-from tercet.train.guard import NonFiniteGuard
 from tercet.train.optim import build_optimizer
-from tercet.train.step import IGNORED_TARGET, MicroBatch, StepResult, loss_sum, train_step
+from tercet.train.step import IGNORED_TARGET, MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
 
 CPU = torch.device("cpu")
 
@@ -148,10 +146,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on() -> Non
     before = snapshot(model, optimizer)
     poison.on = True
     result = step(model, optimizer, [batch(2, seed=1)], guard)
-    assert bool(result.bad)
+    assert bool(result.nonfinite)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     poison.on = False
-    assert not bool(step(model, optimizer, [batch(2, seed=2)], guard).bad)
+    assert not bool(step(model, optimizer, [batch(2, seed=2)], guard).nonfinite)
     assert not all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert guard.total() == 1
     assert guard.halted_at() == 0
@@ -169,7 +167,7 @@ def test_past_a_limit_the_weights_freeze_until_the_host_has_noticed(total: int, 
     before = snapshot(model, optimizer)
     poison.on = False
     result = step(model, optimizer, [batch(2, seed=3)], guard, halts_at + 1)
-    assert not bool(result.bad)
+    assert not bool(result.nonfinite)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert guard.halted_at() == halts_at
 

@@ -14,15 +14,15 @@ from runs import losses, small
 from tercet.config.data import DataConfig
 from tercet.config.load import load
 from tercet.data import text
-from tercet.data.errors import DataError
 from tercet.data.prepare import prepare
+from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.events import RunEnded, Validated, events_file, read_events
-from tercet.train import loop
-from tercet.train.loop import train
+from tercet.train import trainer as loop
 from tercet.train.manifest import complete_checkpoints
-from tercet.train.validate import Validation, check_documents
+from tercet.train.trainer import train
+from tercet.train.validate import Validation, check_validation_data
 
 VALIDATES = {"train__val_tokens": 128}
 
@@ -76,9 +76,9 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
     with pytest.raises(UsageError) as caught:
         train(config, origins={})
     told = str(caught.value)
-    assert told.startswith("train.val_tokens=128 asks for a validation that the data cannot give: ")
+    assert told.startswith("train.val_tokens=128, but the data has nothing to validate on: ")
     assert said in told
-    assert told.endswith("; --train.val-tokens 0 turns it off")
+    assert told.endswith("; turn validation off with --train.val-tokens 0")
     assert "\n" not in told
     assert not (tmp_path / "run").exists()
 
@@ -102,7 +102,7 @@ def test_looking_for_a_validation_document_reads_few_of_many(tmp_path: Path, mon
     monkeypatch.setattr(text, "document_hash", counting)
     path = corpus(tmp_path / "many.jsonl", 20_000)
     config = small(data__source="jsonl", data__path=(str(path),), **VALIDATES)
-    check_documents(config, load_tokenizer("byte"))
+    check_validation_data(config, load_tokenizer("byte"))
     assert 0 < read < 1000
 
 
@@ -110,7 +110,7 @@ def test_a_bad_record_met_on_the_way_can_be_told_to_other_ranks(tmp_path: Path) 
     path = corpus(tmp_path / "bad.jsonl", 3, first="{rubbish")
     config = small(data__source="jsonl", data__path=(str(path),), **VALIDATES)
     with pytest.raises(DataError, match=r"record 1 of .*--data.bad_records skip") as caught:
-        check_documents(config, load_tokenizer("byte"))
+        check_validation_data(config, load_tokenizer("byte"))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -172,8 +172,8 @@ def test_a_save_that_fails_after_a_validation_does_not_hide_why(
 
 @pytest.mark.slow
 def test_ranks_refuse_data_without_a_validation_document_together(few: Path, tmp_path: Path) -> None:
-    from dist.test_ranks_in_runs import arguments
-    from dist.world import Run
+    from parallel.test_ranks_in_runs import arguments
+    from parallel.world import Run
 
     changes = {**sources(few)["jsonl"], **VALIDATES, "data__path": str(few), "parallel__strategy": "ddp"}
     with Run(tmp_path / "said.txt", 2, *arguments(tmp_path / "run", **changes)) as run:
@@ -187,9 +187,9 @@ def test_a_config_that_does_not_validate_reads_nothing(tmp_path: Path) -> None:
     config = load(
         flags={"data.source": "jsonl", "data.path": (str(tmp_path / "absent"),), "train.val_tokens": 0}
     ).config
-    check_documents(config, load_tokenizer("byte"))
+    check_validation_data(config, load_tokenizer("byte"))
     with pytest.raises(TercetError):
-        check_documents(
+        check_validation_data(
             config.model_copy(update={"train": config.train.model_copy(update={"val_tokens": 1})}),
             load_tokenizer("byte"),
         )

@@ -1,4 +1,4 @@
-"""What is refused at the operator's door, each with one line that names the thing, its value, the rule and the mend."""
+"""Argument checks of the operator. Each error names the argument, its value, the rule and the fix in one line."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def check_config(config: object) -> None:
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
-    """All 4-dimensional, of one device and one floating dtype (gates may be of another precision)."""
+    """All must be 4-dimensional, on one device and of one floating dtype (gates may differ in precision)."""
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__name__}, not a torch.Tensor")
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {shape_of(x)}: it must have 4 axes, [batch, tokens, heads, size]")
+            raise ValueError(f"{name} has shape {shape_of(x)}: expected 4 axes, [batch, tokens, heads, size]")
         if name == "q" and 0 in x.shape:
-            raise ValueError(f"q has shape {shape_of(x)}: it must have at least one sequence, token, head and number")
+            raise ValueError(f"q has shape {shape_of(x)}: every axis must have at least one element")
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}: move all to one device")
         if not x.dtype.is_floating_point:
-            raise ValueError(f"{name} has dtype {x.dtype}: it must be a floating-point type")
+            raise ValueError(f"{name} has dtype {x.dtype}: expected a floating-point dtype")
         if name != "gates" and x.dtype != first.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype} and {first_name} {first.dtype}: give all the same dtype")
+            raise ValueError(f"{name} has dtype {x.dtype} and {first_name} {first.dtype}: use one dtype for all")
 
 
 def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None) -> None:
-    """k and v of one branch belong to q's batch, groups and head size; `tokens` None leaves their length open."""
+    """k and v of one branch must match q's batch, groups and head size; `tokens` None skips the length check."""
     k_name, v_name = f"k_{branch}", f"v_{branch}"
     for name, x in ((k_name, k), (v_name, v)):
         if x.shape[0] != q.shape[0]:
@@ -50,7 +50,7 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None)
                 if branch == "compressed"
                 else f"q's {tokens} tokens"
             )
-            raise ValueError(f"{name} has {x.shape[1]} tokens (shape {shape_of(x)}): it must have {rule}")
+            raise ValueError(f"{name} has {x.shape[1]} tokens (shape {shape_of(x)}): expected {rule}")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"{k_name} has {k.shape[1]} tokens and {v_name} {v.shape[1]}: they must be equal")
     if k.shape[2] != v.shape[2]:
@@ -61,22 +61,22 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None)
 
 
 def check_span(q: Tensor, k: Tensor, branch: str, span: Span, config: NSAConfig, packing: Packing | None) -> None:
-    """The keys at hand reach as far as the queries do, and as far back as their windows."""
+    """The given keys must reach as far as the queries, and as far back as their windows."""
     first, end = span.first_query, span.first_query + q.shape[1]
     if span.first_query < 0 or span.first_key < 0:
-        raise ValueError(f"{span} counts from the sequence's first token: it must not be negative")
+        raise ValueError(f"{span} counts tokens of the sequence: its fields must not be negative")
     if packing is not None and end > packing.length:
-        raise ValueError(f"q holds tokens {first} to {end} of a sequence of {packing.length}: it must end within it")
+        raise ValueError(f"q holds tokens {first} to {end} of {packing.length}: it must end within the sequence")
     if branch == "compressed":
         if packing is None and k.shape[1] < config.num_compressed(end):
             raise ValueError(
-                f"k_compressed has {k.shape[1]} tokens: queries up to token {end} see {config.num_compressed(end)}"
+                f"k_compressed has {k.shape[1]} tokens: queries up to token {end} need {config.num_compressed(end)}"
             )
         return
     if span.first_key + k.shape[1] < end:
         raise ValueError(
             f"k_{branch} holds tokens {span.first_key} to {span.first_key + k.shape[1]}: queries up to token {end} "
-            "need keys up to there"
+            f"need keys up to token {end}"
         )
     if branch == "window" and packing is None and span.first_key > max(0, first - config.window + 1):
         raise ValueError(
@@ -91,12 +91,12 @@ def check_same_groups(keys: dict[str, Tensor], values: dict[str, Tensor]) -> Non
         if keys[name].shape[2] != keys[names[0]].shape[2]:
             raise ValueError(
                 f"k_{name} has {keys[name].shape[2]} KV heads and k_{names[0]} {keys[names[0]].shape[2]}: "
-                "all branches share one number of KV heads"
+                "all branches must have the same number of KV heads"
             )
         if values[name].shape[3] != values[names[0]].shape[3]:
             raise ValueError(
                 f"v_{name} has head size {values[name].shape[3]} and v_{names[0]} {values[names[0]].shape[3]}: "
-                "all branches share one value size"
+                "all branches must have the same value size"
             )
 
 
@@ -104,8 +104,8 @@ def check_gates(gates: Tensor, q: Tensor) -> None:
     expected = (*q.shape[:3], 3)
     if tuple(gates.shape) != expected:
         raise ValueError(
-            f"gates has shape {shape_of(gates)}: it must be {list(expected)}, q's batch, tokens and heads, "
-            "then one number each for compressed, selected, window"
+            f"gates has shape {shape_of(gates)}: expected {list(expected)}, q's batch, tokens and heads, "
+            "then one gate each for compressed, selected, window"
         )
 
 
@@ -113,7 +113,7 @@ def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: N
     expected = (q.shape[0], q.shape[1], groups, config.select_count)
     if tuple(block_indices.shape) != expected or block_indices.dtype != torch.int32:
         raise ValueError(
-            f"block_indices has shape {shape_of(block_indices)} and dtype {block_indices.dtype}: it must be int32 "
+            f"block_indices has shape {shape_of(block_indices)} and dtype {block_indices.dtype}: expected int32 "
             f"{list(expected)}, [batch, tokens, kv_heads, select_count]"
         )
     if block_indices.device != q.device:
@@ -121,7 +121,7 @@ def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: N
 
 
 def check_block_order(block_indices: Tensor) -> None:
-    """Each query's blocks ascend, each once, before the padding. Reads the numbers, which on a device synchronises."""
+    """Each query's blocks must ascend, each once, before the padding. Reads the values: synchronises on a device."""
     before, after = block_indices[..., :-1], block_indices[..., 1:]
     wrong = (after >= 0) & ((before < 0) | (after <= before))
     if bool(wrong.any()):
@@ -141,21 +141,20 @@ def check_cu_seqlens(
     values: bool,
     max_seqlen: int | None = None,
 ) -> None:
-    """Bounds of packed documents, and of their lengths. `values` reads the numbers themselves, which on a device
-    synchronises."""
+    """Check the bounds of packed documents. `values` also checks the numbers, which synchronises on a device."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens is {type(cu_seqlens).__name__}: it must be an int32 tensor [documents + 1]")
+        raise TypeError(f"cu_seqlens is {type(cu_seqlens).__name__}: expected an int32 tensor [documents + 1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens has shape {shape_of(cu_seqlens)} and dtype {cu_seqlens.dtype}: "
-            "it must be int32 [documents + 1], from 0 to the number of tokens"
+            "expected int32 [documents + 1], from 0 to the number of tokens"
         )
     if batch != 1:
         raise ValueError(f"cu_seqlens was given with batch {batch}: pack the documents into one row, batch 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {device}: move all to one device")
     if max_seqlen is not None and max_seqlen < 1:
-        raise ValueError(f"max_seqlen={max_seqlen} bounds the documents' lengths: it must be at least 1")
+        raise ValueError(f"max_seqlen={max_seqlen} must be at least 1: it bounds the documents' lengths")
     if not values:
         return
     bounds = cu_seqlens.tolist()
@@ -164,32 +163,32 @@ def check_cu_seqlens(
     for document, (first, end) in enumerate(itertools.pairwise(bounds)):
         if end < first:
             raise ValueError(
-                f"cu_seqlens gives document {document} the length {end - first} (from {first} to {end}): "
-                "it must not fall"
+                f"cu_seqlens gives document {document} length {end - first} (from {first} to {end}): "
+                "it must not decrease"
             )
     if bounds[-1] != length:
-        raise ValueError(f"cu_seqlens ends at {bounds[-1]} and there are {length} tokens: it must end at {length}")
+        raise ValueError(f"cu_seqlens ends at {bounds[-1]} but there are {length} tokens: it must end at {length}")
     longest, document = max((end - first, -i) for i, (first, end) in enumerate(itertools.pairwise(bounds)))
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(
-            f"max_seqlen={max_seqlen} and document {-document} has {longest} tokens: no document may be longer, "
-            f"give {longest} or more, or leave it out"
+            f"max_seqlen={max_seqlen} but document {-document} has {longest} tokens: "
+            f"pass {longest} or more, or omit max_seqlen"
         )
 
 
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
-    """A bound belongs to the bounds it is told with: rows have their length, and a Packing its own."""
+    """max_seqlen needs cu_seqlens: unpacked rows have a known length, and a Packing has its own bound."""
     if max_seqlen is None:
         return
     if isinstance(max_seqlen, Tensor | float):
-        raise TypeError(f"max_seqlen is {type(max_seqlen).__name__}: it must be an int, a number that the host knows")
+        raise TypeError(f"max_seqlen is {type(max_seqlen).__name__}: it must be an int, known on the host")
     if not isinstance(cu_seqlens, Tensor):
         found = "without cu_seqlens" if cu_seqlens is None else f"with a {type(cu_seqlens).__name__}"
-        raise ValueError(f"max_seqlen={max_seqlen} was given {found}: it bounds documents told by cu_seqlens")
+        raise ValueError(f"max_seqlen={max_seqlen} was given {found}: it bounds the documents in cu_seqlens")
 
 
 def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor, config: NSAConfig) -> None:
-    """A Packing belongs to the tensors it comes with. Numbers of the host only."""
+    """A Packing must match the tensors of the call. Reads host values only."""
     for name, theirs, ours in (
         ("batch", 1, q.shape[0]),
         ("tokens", packing.length, q.shape[1]),
@@ -198,7 +197,7 @@ def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor, config: NSA
         ("config", packing.config, config),
     ):
         if theirs != ours:
-            raise ValueError(f"packing was made for {name} {theirs} and the call has {ours}: make one for this call")
+            raise ValueError(f"packing was made for {name} {theirs} but the call has {ours}: create one for this call")
 
 
 def check_packed_compressed(k_compressed: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> None:
@@ -206,5 +205,5 @@ def check_packed_compressed(k_compressed: Tensor, cu_seqlens: Tensor, config: NS
     if k_compressed.shape[1] < needed:
         raise ValueError(
             f"k_compressed has {k_compressed.shape[1]} tokens: these documents have {needed} compressed tokens "
-            "(config.compressed_cu_seqlens tells their bounds; padding may follow)"
+            "(config.compressed_cu_seqlens gives their bounds; padding may follow)"
         )

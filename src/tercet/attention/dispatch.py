@@ -1,4 +1,4 @@
-"""Which backend runs a call, and why not a faster one. Follows from the call's own inputs, never from history."""
+"""Which backend runs a call, and why not a faster one. Depends only on the call's inputs, never on earlier calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from functools import lru_cache
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.hardware import TRITON_INSTALLED, interpreting
+from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 
 BACKENDS = ("auto", "reference", "triton")
+REQUESTED = "asked for"
+"""Reason recorded when the user requested the reference. Event logs store it and the report compares it: keep it."""
 
 
 class Route(str):
-    """The backend that a branch ran on. Compares as its name; `reason` says why it was not a faster one."""
+    """The backend that a branch ran on. Compares equal to its name; `reason` says why no faster one ran."""
 
     reason: str | None
 
@@ -27,32 +29,42 @@ class Route(str):
         return f"'{self}'" if self.reason is None else f"'{self}' ({self.reason})"
 
 
-def choose(
-    backend: str, tensors: dict[str, Tensor], config: NSAConfig, obstacle: str | None = None
-) -> tuple[str, str | None]:
-    """(backend, why not a faster one). `tensors` holds q, keys and values by the names of nsa_attention's arguments;
-    `obstacle` is what stands in the kernels' way besides them.
-
-    Plain strings rather than a Route: torch.compile traces this, and knows no subclasses of str.
-    """
+def check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
+
+
+def cannot_run(reason: str) -> RuntimeError:
+    """The error for backend="triton" where the kernels cannot run."""
+    return RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" falls back to the reference')
+
+
+def choose_backend(
+    backend: str, tensors: dict[str, Tensor], config: NSAConfig, obstacle: str | None = None
+) -> tuple[str, str | None]:
+    """Return (backend, why not a faster one).
+
+    `tensors` holds q, keys and values by their nsa_attention argument names. `obstacle` is any further reason why the
+    kernels cannot run. Returns plain strings, not a Route: torch.compile cannot trace str subclasses.
+    """
+    check_backend(backend)
     if backend == "reference":
-        return "reference", "asked for"
+        return "reference", REQUESTED
     reason = obstacle or why_not_triton(tensors, config)
     if reason is None:
         return "triton", None
     if backend == "triton":
-        raise RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" takes the reference instead')
+        raise cannot_run(reason)
     if tensors["q"].is_cuda:
         _warn_once(reason)
     return "reference", reason
 
 
 def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
+    """Why the kernels cannot run on these tensors; None if they can."""
     q = tensors["q"]
     if not TRITON_INSTALLED:
-        return "Triton is not installed (pip install 'tercet[kernels]')"
+        return NO_TRITON
     if not q.is_cuda and not interpreting():
         return f"q is on {q.device} and the kernels need a CUDA device"
     from tercet.attention import kernels

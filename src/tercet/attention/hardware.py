@@ -1,4 +1,4 @@
-"""What the kernels ask of a machine and of a tensor, before anything of theirs is imported."""
+"""What the Triton kernels require of the machine and of a tensor. Importable without Triton."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from torch import Tensor
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_CAPABILITY = (8, 0)
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+NO_TRITON = "Triton is not installed (pip install 'tercet[kernels]')"
 
 
 def kernels_run_on(x: Tensor) -> bool:
-    """Whether a kernel can read x at all: where it is, and of which type."""
+    """Whether the kernels support x's device and dtype."""
     if not TRITON_INSTALLED or x.dtype not in KERNEL_DTYPES:
         return False
     return torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY if x.is_cuda else interpreting()
 
 
-@torch.compiler.assume_constant_result  # the compiler cannot look into Triton's switches
 def interpreting() -> bool:
-    """Triton's own switch for running kernels on the CPU: slow, for tests of the kernels."""
+    """Whether Triton's interpreter is on, which runs kernels on the CPU (slow; used by tests)."""
     if "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
-        return False  # off, and Triton is not asked: one that cannot be imported must not stop what needs no kernel
+        return False  # do not import Triton just to ask: a broken install must not affect CPU runs
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, a second at every start.
+interpreting._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""Where tokens stand when documents are packed into one sequence: everything on the device, nothing synchronised.
+"""Where tokens are: packed documents, their chunks and buckets, and query ranges within a sequence.
 
-T tokens of all documents stand one after another, and so do their Tc compressed tokens (padding may follow).
+A packed sequence holds T tokens, one document after another, and their Tc compressed tokens likewise (padding may
+follow). Everything here is computed on the device without synchronising.
 """
 
 from __future__ import annotations
@@ -15,68 +16,41 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 
 
-@dataclass(frozen=True)
-class Span:
-    """Which part of the whole sequence stands in q, and where the keys at hand begin: token indices of the sequence.
-
-    A rank that holds a part of a long sequence asks for its own queries only, against the keys that it has fetched; new
-    tokens after a cache are the last of their sequence. The keys of the selected and of the window branch may begin
-    apart: `window_key` is where the window's do, `first_key` unless given.
-    """
-
-    first_query: int = 0
-    first_key: int = 0
-    window_key: int | None = None
-
-    @property
-    def first_window_key(self) -> int:
-        return self.first_key if self.window_key is None else self.window_key
-
-    @property
-    def of_window(self) -> Span:
-        """As the window branch alone sees it."""
-        return Span(self.first_query, self.first_window_key)
-
-
-WHOLE = Span()
-
-
 class Packing:
-    """Positions within documents, made once from `cu_seqlens` and shared by all layers of a forward pass.
+    """Token positions within packed documents, computed once from `cu_seqlens` and shared by all layers of a pass.
 
-    All is worked out at once: torch.compile traces the layers that read it, and stumbles over what is made on demand.
+    Computed eagerly: torch.compile traces the layers that read it, and does not handle lazy attributes well.
     """
 
     cu_seqlens: Tensor
-    """int32 [docs + 1]: the documents' bounds."""
+    """int32 [docs + 1]: document bounds."""
     length: int
-    """T"""
+    """T."""
     compressed_length: int
-    """Tc, padding included."""
+    """Tc, including padding."""
     max_seqlen: int
-    """No document is longer: what the host knows of their lengths. T unless given."""
+    """Upper bound on document length known to the host; T by default."""
     document: Tensor
-    """[T] int64: the document each token belongs to."""
+    """int64 [T]: document of each token."""
     position: Tensor
-    """[T] int64: 0 at each document's first token."""
+    """int64 [T]: position of each token in its document."""
     compressed_cu_seqlens: Tensor
     """[docs + 1]: bounds of the documents' compressed tokens."""
     compressed_document: Tensor
-    """[Tc] int64: the document each compressed token belongs to; the number of documents for padding."""
+    """int64 [Tc]: document of each compressed token; the number of documents for padding."""
     compressed_index: Tensor
-    """[Tc] int64: i, counted within the document."""
+    """int64 [Tc]: i, counted within the document."""
     compressed_first_token: Tensor
-    """[Tc] int64: the packed index of the first token under each compressed token (padding: clamped)."""
-    into_chunks: Rearrangement
-    """T tokens -> the tokens of S = T // d chunks of d, which begin anew at each document; what a document has over is
-    in none."""
-    chunks_into_compressed: Rearrangement
-    """S - l/d + 1 runs of l/d chunks, by their first chunk -> Tc compressed tokens."""
+    """int64 [Tc]: packed index of the first token of each compressed token (clamped for padding)."""
+    tokens_to_chunks: RowMap
+    """T tokens -> tokens of S = T // d chunks of d. Chunks restart at each document; leftover tokens are in none."""
+    chunks_to_compressed: RowMap
+    """S - l/d + 1 runs of l/d consecutive chunks, by first chunk -> Tc compressed tokens."""
     bounds: list[tuple[int, int, int, int]] | None
-    """Each document's (first token, end, first compressed token, end), where reading them costs no synchronisation;
-    None on a device."""
-    over_keys: dict[tuple[tuple[int, int], ...], Tensor]
-    """Bounds over stretches of keys, kept for the layers that follow: see stretch.bounds."""
+    """(first token, end, first compressed token, end) of each document on the host; None if reading would
+    synchronise."""
+    key_bounds_cache: dict[tuple[tuple[int, int], ...], Tensor]
+    """Results of `key_bounds`, shared by all layers."""
 
     def __init__(
         self,
@@ -86,10 +60,9 @@ class Packing:
         config: NSAConfig,
         max_seqlen: int | None = None,
     ) -> None:
-        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as kernels read it
-        self.cu_seqlens, self.length, self.compressed_length, self.config = (
-            cu_seqlens, length, compressed_length, config,
-        )  # fmt: skip
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as the kernels read it
+        self.cu_seqlens, self.length, self.compressed_length = cu_seqlens, length, compressed_length
+        self.config = config
         self.max_seqlen = length if max_seqlen is None else min(max_seqlen, length)
         device, last = cu_seqlens.device, cu_seqlens.shape[0] - 2
         self.compressed_cu_seqlens = config.compressed_cu_seqlens(cu_seqlens)
@@ -101,12 +74,12 @@ class Packing:
         self.compressed_index = index - self.compressed_cu_seqlens[document]
         first = cu_seqlens[document] + self.compressed_index * config.compress_stride
         self.compressed_first_token = first.clamp(max=max(length - config.compress_block, 0))
-        self.into_chunks, self.chunks_into_compressed = place_chunks(
+        self.tokens_to_chunks, self.chunks_to_compressed = _chunk_maps(
             cu_seqlens, self.compressed_cu_seqlens, (self.document, self.position),
             (self.compressed_document, self.compressed_index), config,
         )  # fmt: skip
         self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
-        self.over_keys = {}
+        self.key_bounds_cache = {}
 
     @property
     def num_documents(self) -> int:
@@ -114,7 +87,7 @@ class Packing:
 
     @cached_property
     def buckets(self) -> Buckets | None:
-        """Documents of similar length as rows of batches, where there is more than one and their bounds are known."""
+        """Documents of similar length as batches; None for a single document or unknown bounds."""
         if self.bounds is None or self.num_documents < 2:
             return None
         return fill_buckets(self.bounds, self.config)
@@ -130,15 +103,71 @@ def _read_bounds(cu_seqlens: Tensor, compressed_cu_seqlens: Tensor) -> list[tupl
 def _document(cu_seqlens: Tensor, length: int) -> Tensor:
     index = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     # right=True skips empty documents: a token belongs to the last document that starts at or before it.
-    # All bounds, not the ends alone: inductor (torch 2.11, CUDA) does not compile a search in a slice.
+    # Search all bounds, not a slice of them: inductor (torch 2.11, CUDA) cannot compile a search in a slice.
     return torch.searchsorted(cu_seqlens, index, right=True) - 1
 
 
-# ------------------------------------------------------------------------------------------------
-# Packed documents of similar length as the rows of a batch: the way the reference takes on a CPU.
+class RowMap(NamedTuple):
+    """Rows that move to at most one place each: new = old[source] where valid, else 0; and the inverse map."""
+
+    source: Tensor
+    valid: Tensor
+    inverse: Tensor
+    inverse_valid: Tensor
+
+
+def _chunk_maps(
+    cu_seqlens: Tensor,
+    compressed_cu_seqlens: Tensor,
+    token: tuple[Tensor, Tensor],
+    compressed: tuple[Tensor, Tensor],
+    config: NSAConfig,
+) -> tuple[RowMap, RowMap]:
+    """`Packing.tokens_to_chunks` and `Packing.chunks_to_compressed`.
+
+    `token` and `compressed` are (document, index within it) of each token and compressed token. A run of chunks that
+    crosses a document boundary is not a compressed token.
+    """
+    stride, device = config.compress_stride, cu_seqlens.device
+    (token_document, position), (compressed_document, compressed_index) = token, compressed
+    length, last = position.shape[0], cu_seqlens.shape[0] - 2
+    # bounds that end before the tokens do are rejected by the caller's checks, not here
+    token_document = token_document.clamp(max=last)
+    chunk_bounds = torch.zeros_like(cu_seqlens)
+    chunk_bounds[1:] = ((cu_seqlens[1:] - cu_seqlens[:-1]) // stride).cumsum(0)
+    chunk = torch.arange(length // stride, device=device)
+    document = torch.searchsorted(chunk_bounds, chunk.to(chunk_bounds.dtype), right=True) - 1
+    real = document <= last
+    document = document.clamp(max=last)
+    index = chunk - chunk_bounds[document]
+
+    first = (cu_seqlens[document] + index * stride).clamp(max=max(length - stride, 0))
+    in_chunk = position // stride < (chunk_bounds[1:] - chunk_bounds[:-1])[token_document]
+    row = (chunk_bounds[token_document] + position // stride) * stride + position % stride
+    tokens_to_chunks = RowMap(
+        (first[:, None] + torch.arange(stride, device=device)).flatten(),
+        real[:, None].expand(-1, stride).flatten(),
+        torch.where(in_chunk, row, 0),
+        in_chunk,
+    )
+
+    runs = max(chunk.shape[0] - config.compress_block // stride + 1, 0)
+    count = (compressed_cu_seqlens[1:] - compressed_cu_seqlens[:-1])[document]
+    is_compressed = (real & (index < count))[:runs]
+    first_chunk = chunk_bounds[compressed_document.clamp(max=last)] + compressed_index
+    chunks_to_compressed = RowMap(
+        first_chunk.clamp(0, max(runs - 1, 0)),
+        compressed_document <= last,
+        torch.where(is_compressed, (compressed_cu_seqlens[document] + index)[:runs], 0),
+        is_compressed,
+    )
+    return tokens_to_chunks, chunks_to_compressed
+
+
+# ------------------------------------------------------------ documents as batches, for the reference on a CPU
 #
-# One document after another would be many small matrix products; all documents at once behind masks would be mostly
-# masked. Rows are padded on the right, where causality already keeps it from every real token.
+# One document at a time would be many small matrix products; all at once behind masks would be mostly masked. Rows are
+# padded on the right, where causal masks already hide the padding from every real token.
 
 
 @dataclass(frozen=True)
@@ -147,7 +176,7 @@ class Bucket:
 
     tokens: Tensor  # int64 [D, L]: packed index of each row's tokens
     compressed: Tensor  # int64 [D, num_compressed(L)]
-    complete: Tensor  # bool [D, num_compressed(L)]: which compressed tokens the documents really have
+    complete: Tensor  # bool [D, num_compressed(L)]: compressed tokens that exist in the document
     real: Tensor  # int64: which of the D·L tokens are not padding
 
     def rows(self, x: Tensor) -> Tensor:
@@ -159,25 +188,25 @@ class Bucket:
         if self.compressed.numel() == 0:
             return x.new_zeros(*self.compressed.shape, *x.shape[2:])
         rows = x[0].index_select(0, self.compressed.flatten()).unflatten(0, self.compressed.shape)
-        # zeros for what a shorter document lacks: nothing of another document may stand there, masked or not
+        # zeros where a shorter document has none: no value of another document may appear, masked or not
         return torch.where(self.complete[..., None, None], rows, 0)
 
 
 @dataclass(frozen=True)
 class Buckets:
     buckets: list[Bucket]
-    order: Tensor  # int64 [T]: where each token stands once the buckets' real tokens follow one another
+    order: Tensor  # int64 [T]: row of each token in the concatenation of all buckets' real tokens
 
     def unpack(self, outs: list[Tensor]) -> Tensor:
-        """One [D, L, ...] for each bucket -> [1, T, ...]"""
+        """One [D, L, ...] per bucket -> [1, T, ...]"""
         real = [out.flatten(0, 1).index_select(0, bucket.real) for out, bucket in zip(outs, self.buckets, strict=True)]
         return torch.cat(real).index_select(0, self.order)[None]
 
 
 def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> Buckets:
-    """Documents whose lengths have the same power of two above them share a bucket: at most half of it is padding.
+    """Group documents by length rounded up to a power of two, so at most half of a bucket is padding.
 
-    bounds: each document's (first token, end, first compressed token, end).
+    bounds: (first token, end, first compressed token, end) of each document.
     """
     by_size: dict[int, list[tuple[int, int, int, int]]] = {}
     for document in bounds:
@@ -187,16 +216,16 @@ def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> 
     for documents in by_size.values():
         first, end, compressed_first, compressed_end = torch.tensor(documents).T[:, :, None]
         longest = int((end - first).max())
-        place = torch.arange(longest)
-        compressed_place = torch.arange(config.num_compressed(longest))
-        complete = compressed_place < compressed_end - compressed_first
+        position = torch.arange(longest)
+        compressed_index = torch.arange(config.num_compressed(longest))
+        complete = compressed_index < compressed_end - compressed_first
         buckets.append(
             Bucket(
-                # padding repeats the document's last token, so that it is as finite as the document is
-                tokens=torch.minimum(first + place, end - 1),
-                compressed=torch.where(complete, compressed_first + compressed_place, 0),
+                # padding repeats the document's last token, so that it is finite wherever the document is
+                tokens=torch.minimum(first + position, end - 1),
+                compressed=torch.where(complete, compressed_first + compressed_index, 0),
                 complete=complete,
-                real=(place < end - first).flatten().nonzero()[:, 0],
+                real=(position < end - first).flatten().nonzero()[:, 0],
             )
         )
     token = torch.cat([bucket.tokens.flatten()[bucket.real] for bucket in buckets])
@@ -205,115 +234,82 @@ def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> 
     return Buckets(buckets, order)
 
 
-# ------------------------------------------------------------------------------------------------
-# Packed documents cut into chunks of d tokens, which compressed tokens are made of: where each row goes, and back.
-
-
-class Rearrangement(NamedTuple):
-    """Rows that move, each to one place at most: new = old[there] where is_there, else 0; and the way back."""
-
-    there: Tensor
-    is_there: Tensor
-    back: Tensor
-    is_back: Tensor
-
-
-def place_chunks(
-    cu_seqlens: Tensor,
-    compressed_cu_seqlens: Tensor,
-    token: tuple[Tensor, Tensor],
-    compressed: tuple[Tensor, Tensor],
-    config: NSAConfig,
-) -> tuple[Rearrangement, Rearrangement]:
-    """(T tokens -> the tokens of S = T // d chunks, S - l/d + 1 runs of l/d chunks -> Tc compressed tokens).
-
-    `token` and `compressed` are (document, index within it) of each. Chunks begin anew at each document; the tokens
-    that a document has over are in none, nor is a run that crosses a boundary a compressed token. On the device.
-    """
-    stride, device = config.compress_stride, cu_seqlens.device
-    (token_document, position), (compressed_document, compressed_index) = token, compressed
-    length, last = position.shape[0], cu_seqlens.shape[0] - 2
-    # bounds that end before the tokens do are refused by whoever uses them, not here
-    token_document = token_document.clamp(max=last)
-    bounds = torch.zeros_like(cu_seqlens)
-    bounds[1:] = ((cu_seqlens[1:] - cu_seqlens[:-1]) // stride).cumsum(0)
-    slot = torch.arange(length // stride, device=device)
-    document = torch.searchsorted(bounds, slot.to(bounds.dtype), right=True) - 1
-    real = document <= last
-    document = document.clamp(max=last)
-    index = slot - bounds[document]
-
-    first = (cu_seqlens[document] + index * stride).clamp(max=max(length - stride, 0))
-    whole = position // stride < (bounds[1:] - bounds[:-1])[token_document]
-    in_chunks = (bounds[token_document] + position // stride) * stride + position % stride
-    into_chunks = Rearrangement(
-        (first[:, None] + torch.arange(stride, device=device)).flatten(),
-        real[:, None].expand(-1, stride).flatten(),
-        torch.where(whole, in_chunks, 0),
-        whole,
-    )
-
-    runs = max(slot.shape[0] - config.compress_block // stride + 1, 0)
-    emitted = (compressed_cu_seqlens[1:] - compressed_cu_seqlens[:-1])[document]
-    begins = (real & (index < emitted))[:runs]
-    first_chunk = bounds[compressed_document.clamp(max=last)] + compressed_index
-    into_compressed = Rearrangement(
-        first_chunk.clamp(0, max(runs - 1, 0)),
-        compressed_document <= last,
-        torch.where(begins, (compressed_cu_seqlens[document] + index)[:runs], 0),
-        begins,
-    )
-    return into_chunks, into_compressed
-
-
-# ------------------------------------------------------------------------------------------------
-# A query range: q holds some of a sequence's queries, and the keys may start later than the sequence does.
+# ------------------------------------------------------------ query ranges
 #
-# A kernel counts tokens from its first key. Documents that start earlier are cut there: a window never reaches past its
-# keys, while selection blocks are counted from the document's first token, so that token must be present.
+# q may hold only some of a sequence's queries, and the given keys may start later than the sequence does. The kernels
+# count tokens from the first key they are given. Documents that start earlier are cut there: a window never reaches
+# past its keys, but selection blocks are counted from the document's first token, so that token must be present.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Token indices of the first query in q and of the first given key, counted in the whole sequence.
+
+    Used by context-parallel ranks, which hold part of a long sequence, and by new tokens after a cache. The window
+    branch's keys may start elsewhere than the selected branch's, at `window_key` (`first_key` by default).
+    """
+
+    first_query: int = 0
+    first_key: int = 0
+    window_key: int | None = None
+
+    @property
+    def first_window_key(self) -> int:
+        return self.first_key if self.window_key is None else self.window_key
+
+    @property
+    def of_window(self) -> Span:
+        """The span for the window branch alone."""
+        return Span(self.first_query, self.first_window_key)
+
+
+WHOLE = Span()
 
 
 def why_no_query_range(span: Span, packing: Packing | None, branches: tuple[str, ...]) -> str | None:
-    """Why the kernels cannot take this stretch; None if they can."""
+    """Why the kernels cannot run this query range; None if they can."""
     if "selected" not in branches or span.first_key == 0:
         return None
     if packing is None:
-        return f"k_selected begins at token {span.first_key} of the sequence, and blocks are counted from the first"
+        return f"k_selected begins at token {span.first_key} of the sequence, but blocks are counted from token 0"
     if packing.bounds is None:
-        return f"whether k_selected begins with a document, at token {span.first_key}, is known on the device only"
+        return f"only the device knows whether k_selected, from token {span.first_key}, begins with a document"
     if all(first != span.first_key for first, *_ in packing.bounds):
-        return f"k_selected begins at token {span.first_key}, within a document, and blocks are counted from its first"
+        return (
+            f"k_selected begins at token {span.first_key}, within a document, but blocks are counted from its first "
+            "token"
+        )
     return None
 
 
 def query_offsets(q: Tensor, span: Span, packing: Packing | None) -> list[int]:
-    """Tokens of the whole, and the first query's place for the compressed branch, the selected and the window."""
+    """Length of the whole sequence, and the first query's index among compressed, selected and window keys."""
     whole = span.first_query + q.shape[1] if packing is None else packing.length
     return [whole, span.first_query, span.first_query - span.first_key, span.first_query - span.first_window_key]
 
 
 def key_bounds(k_selected: Tensor, k_window: Tensor, span: Span, packing: Packing | None) -> Tensor | None:
-    """int32 [3, documents + 1]: of the whole sequence, over the selected keys and over the window's keys."""
+    """int32 [3, documents + 1]: bounds within the whole sequence, the selected keys and the window keys."""
     if packing is None:
         return None
-    at_hand = ((0, packing.length), (span.first_key, k_selected.shape[1]), (span.first_window_key, k_window.shape[1]))
-    if (kept := packing.over_keys.get(at_hand)) is None:
+    ranges = ((0, packing.length), (span.first_key, k_selected.shape[1]), (span.first_window_key, k_window.shape[1]))
+    if (known := packing.key_bounds_cache.get(ranges)) is None:
         cu = packing.cu_seqlens
-        kept = torch.stack([(cu - first).clamp(0, count) for first, count in at_hand])
-        packing.over_keys[at_hand] = kept
-    return kept
+        known = torch.stack([(cu - first).clamp(0, count) for first, count in ranges])
+        packing.key_bounds_cache[ranges] = known
+    return known
 
 
-# ------------------------------------------------------------------------------------------------
-# Where a selection is handed from the stage that makes it to the stages that read it.
+# ------------------------------------------------------------ selection hand-over
 #
-# Activation checkpointing recomputes the forward pass, and a recomputed selection may differ from the first by a
-# near-tie: gradients would then belong to blocks that the forward pass never read. A checkpointing policy marks this
-# one operator "must save", in every mode and on every backend, and the recomputation gets the first selection back.
+# Activation checkpointing recomputes the forward pass, and near-ties could then select other blocks than the first
+# pass did: gradients would belong to blocks that the output never read. Checkpointing policies therefore mark this
+# operator "must save", in every mode and on every backend.
 
 
 @torch.library.custom_op("tercet::keep_selection", mutates_args=())
 def keep_selection(block_indices: torch.Tensor) -> torch.Tensor:
+    """Identity on the selected blocks."""
     return block_indices.clone()
 
 

@@ -1,15 +1,13 @@
-"""Native Sparse Attention beside dense attention, in one process, on this machine's GPU.
+"""Benchmark the NSA operator against dense attention (`tercet bench attention`).
 
-    python -m tercet.bench.attention --shapes P8k,P64k,C8x2k --inputs random,smooth
+Checks correctness first: output and all gradients against the fp32 reference at up to 4,096 tokens, then sampled rows
+and their selected blocks against fp64 at full length. A shape that fails gets no speed-up, and the exit code is 1. The
+last line of output is one JSON object.
 
-Correctness comes first: at each shape's heads the kernels are compared with the reference in fp32 (output and all
-gradients, with the kernels' own selection), and at full length sampled rows and their selection with fp64. A shape
-that fails gets no speed-up, and the exit code is 1. The last line is one JSON object.
-
-Inputs. "random": q, k, v independent normal numbers, so that neighbouring queries select almost unrelated
-blocks. "smooth": q follows a first-order autoregression along the sequence (each vector correlates with the one
-before by `--correlation`), as hidden states of text do; neighbours then keep about nine blocks of ten, and the share
-is printed. k and v stay random. Nothing else differs: the selection itself is computed in both.
+Inputs. "random": q, k and v are independent normal numbers; neighbouring queries select mostly different blocks.
+"smooth": q is a first-order autoregression along the sequence (`--correlation`), as in hidden states of text;
+neighbouring queries share about nine blocks in ten (the share is printed). k and v stay random. The operator computes
+the selection in both cases.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import nsa_attention
-from tercet.errors import FAILED, WRONG_USE
+from tercet.errors import EXIT_FAILURE, EXIT_USAGE
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def make_inputs(
 
 
 def smooth(noise: Tensor, correlation: float) -> Tensor:
-    """x_t = ρ x_{t-1} + √(1-ρ²) noise_t along dim 1, by doubling: after k rounds x_t holds its last 2^k terms."""
+    """x_t = ρ x_{t-1} + √(1-ρ²) noise_t along dim 1, by doubling: after k rounds x_t sums its last 2^k terms."""
     out = torch.empty_like(noise)
     for b in range(noise.shape[0]):
         for h in range(noise.shape[2]):
@@ -132,9 +130,9 @@ def check_gradients(
     backend: str = "triton",
     device: str = "cuda",
 ) -> dict[str, float]:
-    """Worst relative errors of output and gradients against the fp32 reference, at most 4096 tokens long.
+    """Relative error of the output and of each gradient against the fp32 reference, at up to 4,096 tokens.
 
-    Packed: three documents, one too short for a compressed token.
+    packed: three documents, one of them too short for a compressed token.
     """
     small = Shape(1, min(shape.T, 4096), shape.H, shape.G, shape.D)
     x = make_inputs(small, config, kind, correlation, seed=7, device=device).all()
@@ -158,12 +156,12 @@ def check_gradients(
 
 @lru_cache
 def _gradients_at(shape: Shape, config: NSAConfig, kind: str, correlation: float) -> dict[str, float]:
-    """Once for all lengths of the same heads."""
-    return check_gradients(shape, config, kind, correlation)
+    """Cached: lengths that share the same heads are checked once."""
+    return check_gradients(shape, config, kind, correlation, backend=_backend(), device=_device())
 
 
 def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int]) -> tuple[float, float]:
-    """(worst error of the output's rows in fp64, share of selected slots that fp64 agrees with), at full length."""
+    """Compare rows at full length with fp64: (worst relative error, share of selected blocks that agree)."""
     B, _, H, D = x.q.shape
     G = x.ks.shape[2]
     h = H // G
@@ -200,7 +198,7 @@ def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows:
 
 
 def agreement(indices: Tensor) -> float:
-    """Share of a query's blocks that its predecessor selected too, over the second half of the sequence."""
+    """Share of a query's blocks that the query before it selected too, over the second half of the sequence."""
     T = indices.shape[1]
     now, before = indices[:, T // 2 + 1 :], indices[:, T // 2 : -1]
     kept = (now.unsqueeze(-1) == before.unsqueeze(-2)).any(-1) & (now >= 0)
@@ -210,8 +208,18 @@ def agreement(indices: Tensor) -> float:
 # ------------------------------------------------------------ time
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _backend() -> str:
+    return "triton" if torch.cuda.is_available() else "reference"
+
+
 def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:
-    """Median over back-to-back calls, by CUDA events: what a training loop sees, host included where it is slower."""
+    """Median over back-to-back calls, by CUDA events: includes launch overhead where the host is the bottleneck."""
+    if not torch.cuda.is_available():
+        return _cpu_milliseconds(call, budget)
     call()
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -232,8 +240,19 @@ def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
 
 
+def _cpu_milliseconds(call: Callable[[], Any], budget: float) -> float:
+    call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < min(budget, 0.1):
+        start = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
 def host_milliseconds(call: Callable[[], Any], count: int = 20) -> float:
-    """What the host needs to launch a call, whatever the GPU does: the shorter half of several tries, averaged."""
+    """Launch overhead: how long the host takes to enqueue a call (mean of the faster half)."""
     times = []
     for _ in range(count):
         torch.cuda.synchronize()
@@ -267,17 +286,19 @@ def measure(
             return forward()
 
     found = {"forward_ms": milliseconds(forward_only, budget)}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     found["both_ms"] = milliseconds(both, budget)
-    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if torch.cuda.is_available():
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if graph:
         found["graph_both_ms"] = milliseconds(graphed(both), budget)
     return found
 
 
 def profile(call: Callable[[], Any], repeats: int = 3) -> list[tuple[float, int, str]]:
-    """(milliseconds, launches, kernel) of one call, the longest first."""
+    """(milliseconds, launches, kernel name) of one call, longest first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -295,7 +316,15 @@ def profile(call: Callable[[], Any], repeats: int = 3) -> list[tuple[float, int,
     return sorted(found, reverse=True)
 
 
+_DENSE = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,  # dry runs on a CPU
+}
+
+
 def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool, budget: float) -> dict[str, float] | None:
+    """Time causal `scaled_dot_product_attention` on this backend; None if the backend rejects the shape."""
     leaves = [t.detach().requires_grad_() for t in (x.q, x.ks, x.vs)]
 
     def forward() -> Tensor:
@@ -313,15 +342,18 @@ def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool, budget: flo
 def bench(
     name: str, kind: str, config: NSAConfig, args: argparse.Namespace, known: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One row; `known`: dense attention's part of it, where that is not to be measured again."""
+    """Check and time one shape with one kind of inputs.
+
+    known: dense timings of this shape to copy instead of measuring dense again.
+    """
     shape = SHAPES[name]
-    graph = args.graph and shape.D <= 64
+    graph = args.graph and shape.D <= 64 and torch.cuda.is_available()
     row: dict[str, Any] = {"shape": name, "inputs": kind}
     errors = _gradients_at(replace(shape, B=1, T=min(shape.T, 4096)), config, kind, args.correlation)
-    x = make_inputs(shape, config, kind, args.correlation)
+    x = make_inputs(shape, config, kind, args.correlation, device=_device())
     leaves = [t.detach().requires_grad_() for t in x.all()]
     with torch.no_grad():
-        out, aux = nsa_attention(*x.all(), config=config, backend="triton", return_aux=True)
+        out, aux = nsa_attention(*x.all(), config=config, backend=_backend(), return_aux=True)
     assert aux.block_indices is not None
     rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, args.rows).long().tolist()]
     row_error, same = check_rows(x, config, out, aux.block_indices, rows)
@@ -335,7 +367,7 @@ def bench(
     del out, aux
 
     def forward() -> Tensor:
-        return nsa_attention(*leaves, config=config, backend="triton")
+        return nsa_attention(*leaves, config=config, backend=_backend())
 
     row |= {f"nsa_{key}": value for key, value in measure(forward, leaves, dout, graph, args.budget).items()}
     if args.profile:
@@ -343,19 +375,19 @@ def bench(
         def both() -> Any:
             return torch.autograd.grad(forward(), leaves, dout)
 
-        print(f"  host: {host_milliseconds(both):.3f} ms to launch forward and backward")
+        print(f"  launch overhead: {host_milliseconds(both):.3f} ms for forward and backward")
         for ms, launches, kernel in profile(both):
             print(f"  {ms:9.4f} ms {launches:4d} × {kernel[:90]}")
     if known is not None:
         row |= known
     else:
-        for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        for label, backend in _DENSE.items():
             if label in args.dense.split(",") and args.dense_limit >= shape.T:
                 row |= {
                     f"{label}_{key}": value
                     for key, value in (dense(x, backend, dout, graph, args.budget) or {}).items()
                 }
-    fastest = min((row[f"{n}_both_ms"] for n in ("cudnn", "flash") if f"{n}_both_ms" in row), default=None)
+    fastest = min((row[f"{n}_both_ms"] for n in _DENSE if f"{n}_both_ms" in row), default=None)
     if fastest is not None:
         row["speedup"] = fastest / row["nsa_both_ms"]
     if "cudnn_graph_both_ms" in row:
@@ -388,15 +420,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tercet bench attention", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--shapes", default="P8k,P64k,C8x2k,C4x4k,C1x16k", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--inputs", default="random,smooth", help="of random, smooth")
+    parser.add_argument("--shapes", default="P8k,P64k,C8x2k,C4x4k,C1x16k", help=f"any of {', '.join(SHAPES)}")
+    parser.add_argument("--inputs", default="random,smooth", help="random, smooth or both")
     parser.add_argument("--correlation", type=float, default=0.996, help="of successive queries in smooth inputs")
-    parser.add_argument("--dense", default="cudnn,flash", help="of cudnn, flash; empty for none")
-    parser.add_argument("--dense-once", action="store_true", help="dense beside a shape's first kind of inputs only")
-    parser.add_argument("--dense-limit", type=int, default=65536, help="no dense attention beyond this length")
-    parser.add_argument("--rows", type=int, default=24, help="rows checked in fp64 at full length")
-    parser.add_argument("--budget", type=float, default=0.6, help="seconds for each median, and at least 3 calls")
-    parser.add_argument("--profile", action="store_true", help="print the time of every kernel, forward and backward")
+    parser.add_argument("--dense", default="cudnn,flash", help="cudnn, flash or both; empty for none")
+    parser.add_argument("--dense-once", action="store_true", help="time dense once per shape, not once per input kind")
+    parser.add_argument("--dense-limit", type=int, default=65536, help="skip dense beyond this length")
+    parser.add_argument("--rows", type=int, default=24, help="rows to check against fp64 at full length")
+    parser.add_argument("--budget", type=float, default=0.6, help="seconds per timing; at least 3 calls are timed")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs at head 64")
     args = parser.parse_args(argv)
     names, kinds = args.shapes.split(","), args.inputs.split(",")
@@ -405,16 +437,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag, (given, known) in (asked | {"--dense": (dense_kinds, ("cudnn", "flash"))}).items():
         if unknown := [name for name in given if name not in known]:
             print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
-            return WRONG_USE
+            return EXIT_USAGE
     if not torch.cuda.is_available():
-        print(
-            "error: tercet bench attention needs a CUDA device, and none is visible: run it on a machine with a GPU",
-            file=sys.stderr,
-        )
-        return FAILED
+        print("error: tercet bench attention needs a CUDA device and none is visible", file=sys.stderr)
+        return EXIT_FAILURE
     config = NSAConfig()
     device = torch.cuda.get_device_name()
-    # a model's backward hands over to autograd's thread once, not once per operator
+    # A model's backward switches to autograd's thread once, not once per operator.
     torch.autograd.set_multithreading_enabled(False)
     print(f"{device}, torch {torch.__version__}, bf16, {config}")
     results: list[dict[str, Any]] = []

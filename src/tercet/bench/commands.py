@@ -1,4 +1,4 @@
-"""`tercet bench …`: what can be measured, each with its options. Torch is imported when a bench begins."""
+"""The `tercet bench` commands. Torch is imported when a benchmark starts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def attention(
     graph: bool = True,
     dense_once: bool = False,
 ) -> int:
-    """The operator beside dense attention, in one process on this machine's GPU: correctness first, then times.
+    """Check and time the NSA operator against dense attention on this machine's GPU.
 
     Args:
         shapes: Comma-separated: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64; C32x2k … C2x32k
-            and C1x64k have a step's 65,536 tokens), M4x4k, M1x16k.
-        inputs: random, smooth or both; smooth has the block agreement of text.
-        correlation: Of successive queries in smooth inputs.
+            and C1x64k hold 65,536 tokens), M4x4k, M1x16k.
+        inputs: random, smooth or both; in smooth inputs neighbouring queries select similar blocks, as in text.
+        correlation: Correlation of successive queries in smooth inputs.
         dense: Dense attention to compare with: cudnn, flash or both.
-        dense_limit: No dense attention beyond this length.
-        rows: Rows checked in fp64 at full length.
-        budget: Seconds for each median.
-        profile: Also print the time of every kernel.
-        graph: At head 64 also time CUDA graphs.
-        dense_once: Time dense attention beside a shape's first kind of inputs only.
+        dense_limit: Skip dense attention beyond this length.
+        rows: Rows to check against fp64 at full length.
+        budget: Seconds per timing.
+        profile: Also print the time of each kernel.
+        graph: Also time CUDA graphs, at head size 64.
+        dense_once: Time dense attention once per shape, not once per kind of inputs.
     """
     from tercet.bench.attention import main
 
@@ -43,13 +43,13 @@ def attention(
 def layer(
     *, lengths: str = "2048,4096,8192,16384", tokens: int = 16384, compile: bool = False, repeats: int = 10
 ) -> int:
-    """The whole layer, projections, positions, φ and gates included, beside its dense twin, forward + backward.
+    """Time the whole NSA layer (projections, RoPE, compression, gates) against the dense one, forward + backward.
 
     Args:
         lengths: Sequence lengths, comma-separated.
-        tokens: Tokens in all; the batch is this over the length.
-        compile: Through torch.compile.
-        repeats: How often each is timed; the median counts.
+        tokens: Tokens per batch; the batch size is this divided by the length.
+        compile: Use torch.compile.
+        repeats: Timings per layer; the median is reported.
     """
     from tercet.bench.layer import main
 
@@ -57,12 +57,12 @@ def layer(
 
 
 def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: int = 8) -> int:
-    """Search launch parameters for this GPU and print rows for the table that ships with the package.
+    """Search launch settings for this GPU and print rows for the kernel table.
 
     Args:
         shapes: As for `tercet bench attention`.
-        kernels: Comma-separated names; all of them unless given.
-        workers: Processes that compile ahead of timing.
+        kernels: Comma-separated kernel names; default: all.
+        workers: Processes that compile before timing starts.
     """
     from tercet.bench.tune import main
 
@@ -82,24 +82,24 @@ def decode(
     steps: int = 64,
     profile: bool = False,
 ) -> int:
-    """Decoding beside dense attention: a whole model's first token and tokens/s; on a GPU also the attention step.
+    """Time decoding against dense attention: the whole model and, on a GPU, the attention step alone.
 
     Args:
-        batches: Rows that decode together in the attention step, comma-separated.
-        contexts: Tokens in their caches.
-        heads: P (64 query heads, 4 KV heads, head 128) or C (12, 2, 64).
+        batches: Batch sizes of the attention step, comma-separated.
+        contexts: Tokens in the cache of the attention step.
+        heads: P (64 query heads, 4 KV heads, head size 128) or C (12, 2, 64).
         attention: Measure the attention step.
-        preset: The model, NSA and its dense twin.
-        model_batches: Rows that the whole model writes together.
-        model_contexts: Tokens of its prompts; empty for no whole model.
-        steps: Tokens that it writes while it is timed.
-        profile: Also print the time of every kernel of the attention step.
+        preset: Model to decode with; its dense baseline is measured too.
+        model_batches: Batch sizes of the whole model.
+        model_contexts: Prompt lengths of the whole model; empty to skip it.
+        steps: Tokens generated per timing.
+        profile: Also print the time of each kernel of the attention step.
     """
     from tercet.bench.decode import HEADS, main
     from tercet.errors import UsageError
 
     if heads not in HEADS:
-        raise UsageError(f"--heads {heads} is unknown: pick one of {', '.join(HEADS)}")
+        raise UsageError(f"--heads {heads} is unknown: pick from {', '.join(HEADS)}")
     return main(
         batches=_numbers("--batches", batches), contexts=_numbers("--contexts", contexts), heads=heads,
         attention=attention, preset=preset,
@@ -131,42 +131,42 @@ def train(
     picture: str | None = None,
     plot: str | None = None,
 ) -> int:
-    """Whole training steps of a model and its dense twin, over lengths and batches: correctness first, then times.
+    """Check and time whole training steps of a model and its dense baseline, over lengths and batch sizes.
 
     Args:
-        preset: The model; its twin is the preset of the same name with -dense.
-        lengths: Sequence lengths, comma-separated, each at `tokens` a step.
-        tokens: Tokens a step for those.
-        batches: Also these batches, at one length.
-        batch_length: That length.
+        preset: The model; its dense baseline is the preset with the suffix -dense.
+        lengths: Sequence lengths, comma-separated, each with `tokens` tokens per step.
+        tokens: Tokens per step for --lengths.
+        batches: Batch sizes to measure at --batch-length too.
+        batch_length: Sequence length for --batches.
         kinds: nsa, dense or both.
-        steps: Steps of a log interval; the first interval compiles, and is not counted.
-        repeats: Intervals that are timed; the median counts. 0: the first one, compiling included.
-        checkpointing: none, selective or full activation checkpointing.
-        packed: Kinds (nsa, dense or both) whose documents are packed into one row with bounds, instead of a row each.
-        plain: Of the packed kinds, those measured with a row for each document as well.
-        statistics: Look at gates and selection in the last step of each interval, as a run does.
+        steps: Steps per log interval.
+        repeats: Timed intervals after warm-up; the median is reported. 0: time the first interval, with compilation.
+        checkpointing: Activation checkpointing: none, selective or full.
+        packed: Kinds (nsa, dense or both) whose documents are packed into one row with cu_seqlens.
+        plain: Packed kinds to measure with one row per document too.
+        statistics: Collect gate and selection statistics in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
-        cuda_graph: on: forward and backward of a step as one CUDA graph; off, or auto (where it can be).
-        settings: More settings of the run, as model.nsa.window=512,model.shared_kv=true.
+        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: capture where possible; off.
+        settings: More configuration keys, e.g. model.nsa.window=512,model.shared_kv=true.
         device: auto, cuda or cpu.
-        seconds: A cell that takes longer is ended, and says so.
+        seconds: Time limit per cell; a slower cell is reported as too slow.
         out: Also write the JSON line to this file.
-        picture: Draw heat maps into this file, SVG or PNG (needs matplotlib).
-        plot: Measure nothing: draw the results in this file, as --out wrote it, into --picture.
+        picture: Plot heat maps into this file, SVG or PNG (needs matplotlib).
+        plot: Measure nothing; plot the results of an earlier --out file into --picture.
     """
     from pathlib import Path
 
     from tercet.bench.train import PICTURES, check_place, main, read_results
 
     if plot is not None:
-        from tercet.bench.train_plot import draw
+        from tercet.bench.plots import heat_maps
         from tercet.errors import UsageError
 
         if picture is None:
-            raise UsageError(f"--plot {plot} needs --picture FILE.svg to draw into")
+            raise UsageError(f"--plot {plot} needs an output file: add --picture FILE.svg")
         check_place("--picture", Path(picture), PICTURES)
-        print("\n".join(draw(read_results("--plot", Path(plot)), Path(picture))))
+        print("\n".join(heat_maps(read_results("--plot", Path(plot)), Path(picture))))
         return 0
 
     return main(
@@ -186,7 +186,7 @@ def _settings(text: str) -> dict[str, str]:
 
     pairs = [part.strip() for part in text.split(",") if part.strip()]
     if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise UsageError(f"--settings {wrong[0]} is no KEY=VALUE: give them as model.nsa.window=512,train.clip=1")
+        raise UsageError(f"--settings {wrong[0]}: expected KEY=VALUE, e.g. model.nsa.window=512,train.clip=1")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -196,8 +196,5 @@ def _numbers(flag: str, text: str) -> list[int]:
         if not part.isdecimal() or int(part) < 1:
             from tercet.config.load import ConfigError
 
-            raise ConfigError(
-                f"{flag} {text}: {part} is no whole number of at least 1: give such numbers with commas between them, "
-                f"as in {flag} 1024,2048"
-            )
+            raise ConfigError(f"{flag} {text}: expected comma-separated positive integers, e.g. {flag} 1024,2048")
     return [int(part) for part in parts]

@@ -1,11 +1,9 @@
-"""Decoding, one token at a time: Native Sparse Attention beside dense attention, in one process on this machine.
+"""Benchmark decoding, one token at a time, against dense attention (`tercet bench decode`).
 
-    tercet bench decode --contexts 2048,65536 --batches 1,16
-
-First a whole model: time to the first token and tokens per second after it. Then, on a GPU, the attention step alone
-(from projections to the branches' sum: positions, cache, φ, attention, gates), both as CUDA graphs. Several caches take
-turns there, as the layers of a model do, so that no contestant finds its keys in L2. Before it is timed, the step is
-compared with the reference; where they differ no ratio is printed and the exit code is 1. The last line is JSON.
+Measures a whole model (decode_model.py), then, on a GPU, the attention step alone: RoPE, cache update, compression,
+attention and gates, for NSA and dense as CUDA graphs. The step rotates over several caches, as the layers of a model
+do, so that keys do not stay in L2. Compares the step with the reference first; if they differ, no ratio is printed and
+the exit code is 1. The last line of output is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from tercet.errors import UsageError
 from tercet.model.attention import NativeSparseAttention
 
 HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
-_TURNS_BYTES = 256 << 20  # read by one round of all caches: several times the L2
+_ROUND_BYTES = 256 << 20  # read by one round over all caches: several times the L2
 _MOST_COPIES, _MOST_MEMORY = 16, 24 << 30
-_REPLAYS, _REPEATS = 32, 5  # a multiple of d: every compressed token that falls due is in the mean
-# PyTorch's kernels that take grouped heads
+_REPLAYS, _REPEATS = 32, 5  # replays are a multiple of compress_stride, so the mean includes compression steps
+# SDPA backends that support grouped-query attention
 _DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -43,8 +41,8 @@ def main(
 ) -> int:  # fmt: skip
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
         raise UsageError(
-            f"contexts={short[0]} is too short for the attention step, whose caches grow by {_MARGIN} tokens while "
-            f"they are measured: give at least {_MARGIN + 1}, or --no-attention"
+            f"contexts={short[0]} is too short: the attention step appends {_MARGIN} tokens while it is timed; "
+            f"give at least {_MARGIN + 1}, or --no-attention"
         )
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
@@ -54,9 +52,9 @@ def main(
     if model_contexts:
         result["model"] = model_rows(preset, model_batches, model_contexts, steps)
     if attention and not cuda:
-        print("the attention step is measured on a GPU: none is here")
+        print("attention step skipped: it needs a GPU")
     elif attention:
-        result["attention"] = _attention_rows(HEADS[heads], batches, contexts, profile)
+        result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile)
         correct = all(row["correct"] for row in result["attention"])
     print(json.dumps({**result, "correct": correct}))
     return 0 if correct else 1
@@ -67,7 +65,7 @@ def main(
 
 @dataclass
 class _Caches:
-    """What one row of the table is measured on: caches of random tokens, and one token's projections for each."""
+    """Inputs of one measurement: caches of random tokens, and the projections of one new token for each."""
 
     layer: NativeSparseAttention
     caches: list[Any]
@@ -77,7 +75,7 @@ class _Caches:
     gates: Tensor
 
 
-def _attention_rows(
+def attention_rows(
     heads: tuple[int, int, int], batches: list[int], contexts: list[int], profile: bool
 ) -> list[dict[str, Any]]:
     H, G, D = heads
@@ -111,26 +109,26 @@ def _attention_at(heads: tuple[int, int, int], batch: int, context: int, profile
         "dense_ms": dense[best], "dense": best, "dense_all_ms": dense, "caches": len(made.caches),
         "times_dense": dense[best] / nsa if correct else None, "keys_read": read, "keys_dense": context - _MARGIN // 2,
     }  # fmt: skip
-    told = ", ".join(f"{name} {ms:.4f}" for name, ms in dense.items())
+    every_dense = ", ".join(f"{name} {ms:.4f}" for name, ms in dense.items())
     ratio = f"{dense[best] / nsa:8.2f}" if correct else "   WRONG"
     print(
         f"{batch:6d} {context:8d} {error:8.1e} {nsa:8.4f} {dense[best]:9.4f} {ratio} {read:7.0f} "
-        f"{row['keys_dense']:8d} {read / row['keys_dense']:6.1%}  {told}",
+        f"{row['keys_dense']:8d} {read / row['keys_dense']:6.1%}  {every_dense}",
         flush=True,
     )
     if profile:
-        _rewind(made, context)  # the caches are full
+        _rewind(made, context)  # the timing filled the caches
         _print_kernels(_nsa(made, 0))
     return row
 
 
 def _rewind(made: _Caches, context: int) -> None:
-    """Room again for everything that one measurement writes: kernels do not look whether there is any."""
+    """Make room for the tokens of the next measurement: the kernels do not check for it."""
     for cache in made.caches:
         cache.lengths.fill_(context - _MARGIN)
 
 
-# Tokens that a cache grows by while it is measured: warming up, capturing, replays.
+# Tokens appended to a cache during a measurement: warm-up, capture, replays.
 _MARGIN = _REPLAYS * (_REPEATS + 1) + 8
 
 
@@ -143,7 +141,7 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
     per_token = 2 * G * D * 2
     touched = batch * per_token * (config.num_compressed(context) + config.select_count * 64 + config.window)
     held = batch * per_token * (context + config.num_compressed(context))
-    copies = max(1, min(_MOST_COPIES, -(-_TURNS_BYTES // touched), _MOST_MEMORY // held))
+    copies = max(1, min(_MOST_COPIES, -(-_ROUND_BYTES // touched), _MOST_MEMORY // held))
     caches = [layer.make_cache(batch, context) for _ in range(copies)]
     for cache in caches:
         for store in cache._stores.values():
@@ -159,7 +157,7 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
 
 @torch.no_grad()
 def _error(made: _Caches, batch: int) -> float:
-    """Of the layer on the kernels against the layer on the reference, over the token after a cache."""
+    """Relative error of one decode step on the kernels against the reference."""
     layer, mine = made.layer, copy.copy(made.caches[0])
     rows = torch.arange(min(batch, 2), device="cuda")
     mine.take_rows(rows)
@@ -203,7 +201,7 @@ def _dense(made: _Caches, i: int) -> Callable[[], Any]:
 
 
 def _sdpa_ms(made: _Caches, keys: int) -> dict[str, float]:
-    """PyTorch's kernels on the same keys: attention alone, without positions and without keeping the token."""
+    """SDPA on the same keys: attention alone, without RoPE and cache update."""
     layer = made.layer
     times = {}
     for name, backend in _DENSE.items():
@@ -215,20 +213,20 @@ def _sdpa_ms(made: _Caches, keys: int) -> dict[str, float]:
         try:
             with sdpa_kernel(backend):
                 times[name] = _graph_ms(steps)
-        except RuntimeError:  # this kernel does not take the shape
+        except RuntimeError:  # this backend rejects the shape
             continue
     return times
 
 
 @torch.no_grad()
 def _graph_ms(steps: list[Callable[[], Any]]) -> float:
-    """Milliseconds of one step, all of them in one CUDA graph; median over repeats."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    """Milliseconds per step, all steps captured in one CUDA graph; median over repeats."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         for step in steps:
             step()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for step in steps:
@@ -247,7 +245,7 @@ def _graph_ms(steps: list[Callable[[], Any]]) -> float:
 
 @torch.no_grad()
 def _print_kernels(step: Callable[[], Any]) -> None:
-    """Time of every kernel of a step, launched one by one: the same keys again and again, so partly from L2."""
+    """Print the time of each kernel of an eager step. It rereads the same keys, so some come from L2."""
     from torch.profiler import ProfilerActivity, profile
 
     step()

@@ -1,4 +1,4 @@
-"""A whole model that writes: time to the first token, tokens per second after it, bytes of its cache; NSA and dense."""
+"""Benchmark decoding with a whole model: time to first token, tokens/s, cache size; NSA and dense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.inference.decoder import CachedDecoder
 from tercet.model.transformer import Transformer
 
 _LONG = 131072
-# Of a prompt that is read to compile and warm up before a long one that has nothing before it.
+# Prompt length of the warm-up before a long prompt.
 _WARM = 8192
 
 
@@ -34,11 +34,11 @@ def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int)
         torch.manual_seed(0)
         models[kind] = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
     rows = []
-    # both at one context before the next: a run that is cut short has pairs
+    # Both kinds at one context before the next, so that an interrupted run has complete pairs.
     for i, context in enumerate(contexts):
         for kind, model in models.items():
             for row in _at(model, kind, context, batches, steps, warm=i > 0):
-                print(_told(row), flush=True)
+                print(_line(row), flush=True)
                 rows.append(row)
             gc.collect()
             if device.type == "cuda":
@@ -69,7 +69,7 @@ def _at(
             ms = _step_ms(decoder, tokens, active, steps)
         except torch.OutOfMemoryError:
             yield row | {"out_of_memory": True}
-            return  # what the decoder holds now is anybody's guess
+            return  # the decoder's state is undefined now
         read = decoder.keys_read()
         yield row | {
             "ms_per_step": ms, "tokens_per_s": 1e3 * batch / ms,
@@ -80,22 +80,22 @@ def _at(
 def _first_token(
     model: Transformer, context: int, room: int, *, warm: bool
 ) -> tuple[CachedDecoder, torch.Tensor, float]:
-    """A decoder that has read a prompt of random tokens, the token it gives, and the seconds till then."""
+    """Prefill a random prompt: (decoder, first token, seconds)."""
     prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
     if context >= _LONG and not warm:
         CachedDecoder(model, 1, room, chunk=context).prefill([prompt[:_WARM]])
-    # the first compiles and warms up; of the longest only one is run, after others or a part of itself
+    # The first pass compiles and warms up. Long prompts run once, warmed up by shorter ones.
     for _ in range(2 if context < _LONG else 1):
         decoder = CachedDecoder(model, 1, room, chunk=context)
         _wait()
-        began = time.perf_counter()
+        started = time.perf_counter()
         token = decoder.prefill([prompt]).argmax(-1)
         token.item()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
     return decoder, token, seconds
 
 
-def _told(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any]) -> str:
     begin = f"{row['kind']:>6} {row['context']:8d}"
     if "out_of_memory" in row:
         return f"{begin} {'':14} {row['batch']:6d} out of memory"
@@ -106,16 +106,16 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor, steps: int) -> float:
-    """Greedy steps, each fed with the token before; median of four stretches."""
-    per = max(1, steps // 4)
+    """Milliseconds per greedy decode step; median of four runs after a warm-up."""
+    per_run = max(1, steps // 4)
     times = []
-    for stretch in range(5):
+    for run in range(5):
         _wait()
-        began = time.perf_counter()
-        for _ in range(per if stretch else 4):
+        started = time.perf_counter()
+        for _ in range(per_run if run else 4):
             tokens = decoder.step(tokens, active).argmax(-1)
         _wait()
-        times.append(1e3 * (time.perf_counter() - began) / per)
+        times.append(1e3 * (time.perf_counter() - started) / per_run)
     return statistics.median(times[1:])
 
 

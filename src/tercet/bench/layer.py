@@ -1,10 +1,8 @@
-"""The whole attention layer, projections, positions, φ and gates included, beside its dense twin.
+"""Benchmark the whole attention layer against the dense one (`tercet bench layer`).
 
-    tercet bench layer --lengths 2048,8192 --tokens 16384
-
-Both layers are the ones that models train with, on the same input, forward + backward, on this machine's GPU (bf16)
-or CPU (fp32). Before anything is timed, the layer on this device's backend is compared with the same layer on the
-reference; where they differ no ratio is printed and the exit code is 1. The last line is one JSON object.
+Runs the layers that models train with (projections, RoPE, compression and gates included), forward + backward, in bf16
+on a GPU or fp32 on a CPU. Compares this device's backend with the reference first; if they differ, no ratio is printed
+and the exit code is 1. The last line of output is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 
-# ‖Δ‖/‖reference‖ of the output, by the laws of the operator: bf16, fp32
+# Allowed ‖Δ‖/‖reference‖ of the output
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
@@ -66,7 +64,7 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> contextlib.AbstractContextManage
 
 @torch.no_grad()
 def _error(layer: NativeSparseAttention, x: Tensor, dtype: torch.dtype) -> float:
-    """Of one row of the batch, against the reference at the same precision of inputs."""
+    """Relative error of one row of the batch against the reference, both in this dtype."""
     with _autocast(x, dtype):
         found = layer(x[:1]).double()
         layer.backend = "reference"
@@ -89,7 +87,7 @@ def _step(layer: nn.Module, x: Tensor, dtype: torch.dtype, compile: bool) -> Cal
 
 
 def _milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median over `repeats`, after warming up."""
+    """Median over `repeats`, after a warm-up."""
     for _ in range(min(3, repeats)):
         step()
     times = []
@@ -102,7 +100,7 @@ def _milliseconds(step: Callable[[], None], device: torch.device, repeats: int) 
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
         else:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             step()
-            times.append(1e3 * (time.perf_counter() - begun))
+            times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)

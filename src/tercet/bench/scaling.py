@@ -1,8 +1,7 @@
-"""Communication, memory and expected throughput of runs that nobody here can measure, by formula. No torch.
+"""Estimate communication, memory and throughput of multi-GPU runs by formula. No torch.
 
-`python -m tercet.bench.scaling` prints the tables of docs/scaling.md. What is assumed is in the constants below; what
-follows from shapes (bytes on the wire, bytes per rank) is held to PyTorch's own sharding and to the exchange's own
-plan by tests.
+`python -m tercet.bench.scaling` prints the tables of docs/scaling.md. The assumptions are the constants below. Tests
+compare the byte counts with PyTorch's sharding and with the plan of the context-parallel exchange.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from tercet.model import cost
 from tercet.model.config import ModelConfig
 from tercet.parallel.context_layout import Layout
 
-# An H100/H200 node as sold: 8 GPUs, NVLink 450 GB/s each way per GPU, one 400 Gb/s adapter per GPU between nodes.
+# An H100/H200 node: 8 GPUs, NVLink 450 GB/s per direction and GPU, one 400 Gb/s adapter per GPU between nodes.
 PEAK = 989e12
 NVLINK = 450e9
 NETWORK = 50e9
 NODE = 8
-# Shares of these that are assumed to be reached. The first is this project's goal, not its measurement.
+# Assumed efficiency. UTILISATION is a goal, not a measurement.
 UTILISATION = 0.40
 WIRE = 0.75
 BF16, FP32 = 2, 4
@@ -27,7 +26,7 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True)
 class Case:
-    """A model on so many GPUs. context: GPUs that share one sequence; tokens: per GPU and step."""
+    """A model on some number of GPUs. context: GPUs that share one sequence; tokens: per GPU and step."""
 
     name: str
     model: ModelConfig
@@ -44,12 +43,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Per GPU, one step of one pass."""
+    """Estimate for one GPU and one step with a single pass."""
 
     sharded_bytes: float  # weights, gradients, moments
     activation_bytes: float
     weight_traffic: float  # all-gather forward, all-gather backward, reduce-scatter
-    context_traffic: float  # keys and values of other ranks, forward, recomputed and backward
+    context_traffic: float  # keys and values of other ranks: forward, recomputation, backward
     compute_seconds: float
     weight_seconds: float
     context_seconds: float
@@ -57,7 +56,7 @@ class Outlook:
 
     @property
     def step_seconds(self) -> float:
-        """Everything overlaps with arithmetic, or is what is waited for."""
+        """Communication overlaps with compute: a step takes the longer of the two."""
         return max(self.compute_seconds, self.weight_seconds + self.context_seconds)
 
     @property
@@ -66,17 +65,17 @@ class Outlook:
 
     @property
     def bound(self) -> str:
-        return "arithmetic" if self.compute_seconds >= self.step_seconds else "communication"
+        return "compute" if self.compute_seconds >= self.step_seconds else "communication"
 
 
 def shard_bytes(model: ModelConfig, ranks: int) -> float:
-    """fp32 weights, gradients and two moments of one rank under full sharding."""
+    """fp32 weights, gradients and two Adam moments of one rank under full sharding."""
     return 4 * FP32 * cost.parameters(model).total / ranks
 
 
 def weight_traffic(model: ModelConfig, ranks: int) -> float:
-    """Bytes that one rank receives per pass under full sharding: blocks in bf16, embedding, head and last norm in fp32,
-    gathered twice; gradients reduced in fp32."""
+    """Bytes one rank receives per pass under full sharding: two all-gathers (blocks in bf16; embedding, head and last
+    norm in fp32) and one fp32 reduce-scatter."""
     p = cost.parameters(model)
     rest = p.embedding + p.head + model.dim
     once = BF16 * (p.total - rest) + FP32 * rest
@@ -84,16 +83,16 @@ def weight_traffic(model: ModelConfig, ranks: int) -> float:
 
 
 def context_traffic(model: ModelConfig, length: int, ranks: int, passes: int = 3) -> float:
-    """Bytes that the busiest rank receives for one sequence: all layers, forward, recomputation and backward (the same
-    rows come back as gradients). From the plan that the exchange itself follows."""
+    """Bytes the busiest rank receives for one sequence, over all layers: forward, recomputation and backward (gradients
+    of the same rows). Uses the plan of the context-parallel exchange."""
     if ranks == 1:
         return 0.0
     nsa = model.nsa
     layout = Layout((0, length), ranks, nsa)
     plans = (
-        layout.reach_back(None),
-        layout.reach_back(nsa.window - 1),
-        layout.reach_back(nsa.compress_block - 1),
+        layout.lookback_plan(None),
+        layout.lookback_plan(nsa.window - 1),
+        layout.lookback_plan(nsa.compress_block - 1),
         layout.compressed_plan(),
     )
     rows = max(sum(plan.fetched(rank) for plan in plans) for rank in range(ranks))
@@ -125,7 +124,7 @@ def outlook(case: Case) -> Outlook:
 
 
 def seven_billion() -> ModelConfig:
-    """Llama-2-7B's sizes, with the paper's sparse attention over 4 KV heads."""
+    """Llama-2-7B's sizes with NSA over 4 KV heads."""
     return ModelConfig(
         dim=4096, layers=32, heads=64, kv_heads=4, head_dim=128, value_dim=128, ffn_dim=11008, vocab_size=32000,
         tie_embeddings=False,
@@ -147,8 +146,8 @@ def cases() -> list[Case]:
 
 def table(rows: list[Case]) -> list[str]:
     columns = (
-        "model, length", "GPUs", "share a sequence", "sharded GiB", "activations GiB", "weights on the wire GB",
-        "keys on the wire GB", "arithmetic s", "wire s", "tokens/s per GPU", "bound by",
+        "model", "GPUs", "GPUs/seq", "shards GiB", "activations", "weights GB", "keys GB", "compute s",
+        "wire s", "tokens/s", "bound",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case in rows:

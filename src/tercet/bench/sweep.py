@@ -1,6 +1,6 @@
-"""`tercet sweep`: tokens per second and memory over settings, each cell in a process of its own.
+"""`tercet sweep`: tokens/s and memory over a grid of settings, one subprocess per cell.
 
-A cell that runs out of memory, fails or takes too long is a cell that says so, not the end of the table. No torch here.
+A cell that runs out of memory, fails or times out is reported in the table; the sweep continues. Does not import torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, get_args
 from tercet.errors import UsageError
 from tercet.telemetry.events import StepLogged, events_file, read_events
 
-# Tokens per second below this share of a neighbour's is a cliff: sparse attention should cost about the same per token.
+# Tokens/s below this share of a neighbour's is a cliff: sparse attention costs about the same per token at any length.
 CLIFF = 0.6
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One cell's settings."""
+    """Settings of a cell."""
 
     strategy: str
     length: int
@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of it. `outcome`: ok, out of memory, too slow, or the error's last line."""
+    """Result of a cell. outcome: "ok", "out of memory", "too slow (…)" or the last line of the error."""
 
     point: Point
     outcome: str
@@ -67,33 +67,32 @@ def sweep(
     out: str = "sweep",
     device: str = "auto",
 ) -> int:
-    """Tokens per second and memory over lengths, batches, checkpointing, strategies and bucket sizes.
+    """Measure tokens/s and memory over lengths, batch sizes, checkpointing, strategies and bucket sizes.
 
     Args:
-        preset: Configuration that every cell starts from.
-        lengths: Tokens of a sequence; none: the preset's.
-        batches: Sequences per device and pass; none: the preset's.
+        preset: Base configuration of every cell.
+        lengths: Sequence lengths; default: the preset's.
+        batches: Sequences per device and pass; default: the preset's.
         checkpointing: Activation checkpointing: none, selective, full.
-        strategies: single, ddp, fsdp, hsdp, cp; all but single under torchrun.
-        bucket_mb: Bucket sizes; only ddp reads them.
+        strategies: single, ddp, fsdp, hsdp, cp; all but single run under torchrun.
+        bucket_mb: DDP bucket sizes; other strategies ignore them.
         ranks: Ranks of every strategy but single.
-        steps: Optimizer steps of a cell; the first is not counted.
-        seconds: Limit for one cell, start-up included.
+        steps: Optimizer steps per cell; the first is warm-up.
+        seconds: Time limit per cell, start-up included.
         out: Folder for sweep.jsonl, sweep.md and the heat maps.
         device: auto, cpu or cuda.
     """
     from tercet.config.load import ConfigError, load
-    from tercet.config.parallel import StrategyName
-    from tercet.config.train import ActivationCheckpointing
+    from tercet.config.sections import ActivationCheckpointing, StrategyName
 
     for flag, given, known in (
         ("--strategies", strategies, get_args(StrategyName)),
         ("--checkpointing", checkpointing, get_args(ActivationCheckpointing)),
     ):
         if unknown := [name for name in given if name not in known]:
-            raise ConfigError(f"{flag} {unknown[0]} is unknown: pick of {', '.join(known)}")
+            raise ConfigError(f"{flag} {unknown[0]} is unknown: pick from {', '.join(known)}")
     if steps < 2:
-        raise UsageError(f"--steps {steps} is below 2: the first step of a cell is not counted, give at least 2")
+        raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")
     base = load(preset=preset).config
     grid = points(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
@@ -131,7 +130,7 @@ def points(
     strategies: Iterable[str],
     bucket_mb: Iterable[float],
 ) -> list[Point]:
-    """Every combination; bucket sizes only where they are read."""
+    """Every combination; bucket sizes apply to ddp only."""
     found = []
     buckets = list(bucket_mb)
     for strategy, mode, length, batch in itertools.product(strategies, checkpointing, lengths, batches):
@@ -141,7 +140,7 @@ def points(
 
 
 def command(point: Point, preset: str, ranks: int, steps: int, device: str, folder: Path) -> list[str]:
-    """The training run that measures a cell: nothing but steps."""
+    """The `tercet train` command of a cell: no validation, samples or checkpoints."""
     world = 1 if point.strategy == "single" else ranks
     data_ranks = 1 if point.strategy == "cp" else world
     launcher = [sys.executable]
@@ -152,7 +151,7 @@ def command(point: Point, preset: str, ranks: int, steps: int, device: str, fold
         "run.device": device,
         "parallel.strategy": point.strategy,
         "data.seq_len": point.length,
-        "data.shuffle_sequences": 0,  # a block of a preset's, at a cell's length, may be more than there is memory for
+        "data.shuffle_sequences": 0,  # the preset's shuffle buffer may not fit in memory at this length
         "train.micro_batch": point.batch,
         "train.tokens_per_step": point.batch * point.length * data_ranks,
         "train.activation_checkpointing": point.checkpointing,
@@ -170,19 +169,19 @@ def command(point: Point, preset: str, ranks: int, steps: int, device: str, fold
 
 
 def measure(point: Point, preset: str, ranks: int, steps: int, seconds: float, device: str) -> Cell:
-    """Run a cell in a process of its own, in a folder that goes away."""
+    """Run a cell in a subprocess with a temporary run folder."""
     scratch = Path(tempfile.mkdtemp(prefix="tercet-sweep-"))
     run = scratch / "run"
     with (scratch / "output").open("w+") as output:
         process = subprocess.Popen(
             command(point, preset, ranks, steps, device, run), stdout=output, stderr=subprocess.STDOUT
         )
-        begun, late = time.monotonic(), False
+        started, late = time.monotonic(), False
         try:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             late = True
-            process.terminate()  # torchrun passes it on to its ranks
+            process.terminate()  # torchrun forwards it to its ranks
             try:
                 process.wait(timeout=45)
             except subprocess.TimeoutExpired:
@@ -192,15 +191,15 @@ def measure(point: Point, preset: str, ranks: int, steps: int, seconds: float, d
         text = output.read()
     try:
         logged = [e for e in read_events(events_file(run)) if isinstance(e, StepLogged)] if run.exists() else []
-        return judge(point, logged, process.returncode, text, time.monotonic() - begun if late else None)
+        return judge(point, logged, process.returncode, text, time.monotonic() - started if late else None)
     except FileNotFoundError:
-        return judge(point, [], process.returncode, text, time.monotonic() - begun if late else None)
+        return judge(point, [], process.returncode, text, time.monotonic() - started if late else None)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def judge(point: Point, logged: Sequence[StepLogged], code: int, text: str, late: float | None) -> Cell:
-    """From what a run left behind to a cell. The first step pays for warming up, and is left out."""
+    """Turn a run's log, exit code and output into a result. Ignores the first step, which is warm-up."""
     if code != 0 or late is not None:
         if late is not None:
             return Cell(point, f"too slow ({late:.0f} s)", steps=len(logged))
@@ -211,7 +210,7 @@ def judge(point: Point, logged: Sequence[StepLogged], code: int, text: str, late
         return Cell(point, lines[-1].strip()[:200], steps=len(logged))
     counted = logged[1:]
     if not counted:
-        return Cell(point, f"{len(logged)} steps until its data ended: 2 are needed", steps=len(logged))
+        return Cell(point, f"data ended after {len(logged)} steps: 2 are needed", steps=len(logged))
     took = statistics.median(e.step_seconds for e in counted)
     return Cell(
         point,
@@ -224,7 +223,7 @@ def judge(point: Point, logged: Sequence[StepLogged], code: int, text: str, late
 
 
 def cliffs(cells: Sequence[Cell]) -> list[str]:
-    """Pairs of neighbours, in batch or in length, between which the throughput per token falls off."""
+    """Neighbouring batch sizes or lengths between which tokens/s drops sharply."""
     worked = {c.point: c.tokens_per_s for c in cells if c.tokens_per_s}
     found = []
     for axis in ("batch", "length"):
@@ -237,7 +236,7 @@ def cliffs(cells: Sequence[Cell]) -> list[str]:
             for a, b in itertools.pairwise(line):
                 if worked[b] < CLIFF * worked[a]:
                     found.append(
-                        f"{b.label}: {axis} {getattr(a, axis)} → {getattr(b, axis)} takes throughput from "
+                        f"{b.label}: {axis} {getattr(a, axis)} → {getattr(b, axis)} drops from "
                         f"{worked[a]:.0f} to {worked[b]:.0f} tokens/s ({worked[b] / worked[a]:.0%})"
                     )
     return found
@@ -250,7 +249,7 @@ def shown(cell: Cell) -> str:
 
 
 def render(cells: Sequence[Cell]) -> list[str]:
-    """Markdown: one table for each strategy and mode, lengths down, batches across; then the cliffs."""
+    """Markdown: one table per strategy and checkpointing mode, lengths by batch sizes, then the cliffs."""
     lines = []
     for label, group in _by_label(cells).items():
         batches = sorted({c.point.batch for c in group})
@@ -262,11 +261,11 @@ def render(cells: Sequence[Cell]) -> list[str]:
             lines.append(f"| {length} | " + " | ".join(row) + " |")
         lines.append("")
     found = cliffs(cells)
-    return lines + ([f"warning: {sentence}" for sentence in found] or ["no cliff: neighbours are within reach"])
+    return lines + ([f"warning: {sentence}" for sentence in found] or ["no throughput cliffs"])
 
 
 def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
-    """Tokens per second and memory, lengths by batches, where matplotlib is installed and there is a grid."""
+    """Plot tokens/s and memory, lengths by batch sizes; needs matplotlib and at least two cells."""
     try:
         import matplotlib
 

@@ -1,9 +1,8 @@
-"""What watching a run costs: `python -m tercet.bench.telemetry --preset m7c`.
+"""Measure the cost of telemetry: `python -m tercet.bench.telemetry --preset m7c`.
 
-Intervals of training with and without everything that watches it (clocks, layers, routes, memory, health, event log,
-CSV, TensorBoard, heartbeat, watchdog) take turns in one process on one model, so that a drift of the device's clock
-falls on both. The figure is the median of the differences of neighbours. Batches are drawn once and stay on the
-device: a loader's noise is not telemetry.
+Alternates log intervals with and without telemetry (timers, layer statistics, routes, memory, health rules, event log,
+CSV, TensorBoard, heartbeat, watchdog) on one model in one process, so that clock drift affects both. The result is the
+median difference between neighbours. Batches are drawn once and stay on the device, to keep loader noise out.
 """
 
 from __future__ import annotations
@@ -25,22 +24,19 @@ import torch
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.parallel.strategy import Single
-from tercet.telemetry.background import InBackground
 from tercet.telemetry.events import Event, EventLog, StepLogged
-from tercet.telemetry.heartbeat import Heartbeat
 from tercet.telemetry.observer import Observer
-from tercet.telemetry.sinks import TensorBoardSink, csv_sinks
-from tercet.telemetry.tables import LayerTable, RouteTable
-from tercet.telemetry.watchdog import Watchdog
+from tercet.telemetry.sinks import BackgroundSink, LayerSink, RouteSink, TensorBoardSink, csv_sinks
+from tercet.telemetry.watchdog import Heartbeat, Watchdog
+from tercet.train.console import precision_of
 from tercet.train.device import device_name, peak_memory_gib, pick_device
-from tercet.train.header import precision_of
-from tercet.train.schedule import learning_rate
+from tercet.train.optim import learning_rate
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import MicroBatch, train_step
 
 
 class Bench:
-    """One model and its batches, trained with or without watchers."""
+    """One model and its batches, trained with or without telemetry (`watched`)."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
@@ -58,12 +54,12 @@ class Bench:
         self.batches = [batch() for _ in range(config.accumulation)]
         self.log = EventLog(folder)
         slow: list[Callable[[Event], None]] = [
-            LayerTable(folder / "k_stats.csv", []),
-            RouteTable(folder / "fallback_counters.csv"),
+            LayerSink(folder / "k_stats.csv", []),
+            RouteSink(folder / "fallback_counters.csv"),
         ]
         if config.log.tensorboard:
             slow.append(TensorBoardSink(folder / "tb", 0))
-        self.behind = [InBackground("a sink", sink, print) for sink in slow]
+        self.behind = [BackgroundSink("a sink", sink, print) for sink in slow]
         self.log.readers += [*csv_sinks(folder, []), *self.behind]
         self.observer = Observer(
             config,
@@ -79,16 +75,16 @@ class Bench:
         )
 
     def interval(self, *, watched: bool, steps: int | None = None) -> float:
-        """Seconds per step over one log interval (or so many steps), from one quiet device to the next."""
+        """Seconds per step over one log interval (or `steps`), device synchronised before and after."""
         steps = steps or self.config.log.every
         with ExitStack() as stack:
             beat = None
             if watched:
-                # Threads that a run starts once: begun before the clock, ended after it.
+                # A run starts these threads once, so starting and stopping them is not timed.
                 beat = stack.enter_context(closing(Heartbeat(self.folder, 0, self.config.log.heartbeat_seconds)))
                 stack.enter_context(Watchdog(self.folder, 0, self.config.health, beat, self.log))
             self._wait()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(steps):
                 step = self.state.step + 1
                 if beat:
@@ -105,7 +101,7 @@ class Bench:
                     guard=self.state.guard,
                     strategy=self.strategy,
                     observer=self.observer if watched else None,
-                    graph=self.state.graph,
+                    executor=self.state.graph,
                 )
                 if watched:
                     self.observer.after_step(step)
@@ -114,12 +110,17 @@ class Bench:
             measured = self.state.interval.read()
             self.state.interval.clear()
             if watched:
-                self._tell(measured, (time.perf_counter() - begun) / steps)
+                self._emit(measured, (time.perf_counter() - started) / steps)
             self._wait()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
         return seconds / steps
 
-    def _tell(self, measured: list[Any], seconds: float) -> None:
+    def close(self) -> None:
+        self.log.close()
+        for sink in self.behind:
+            sink.close()
+
+    def _emit(self, measured: list[Any], seconds: float) -> None:
         per_step = self.config.train.tokens_per_step
         logged = StepLogged(
             step=self.state.step,
@@ -147,29 +148,28 @@ class Bench:
 
 
 def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[str, Any]:
-    """Medians over `pairs` of neighbouring intervals, after both kinds have warmed up (and compiled).
+    """Medians over `pairs` of neighbouring intervals, after warming up and compiling both kinds.
 
-    After `seconds` no further pair is begun, once there are two.
+    Once there are two pairs, starts no further pair after `seconds`.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder))
-        _say("built; the first intervals compile", begun)
+        _progress("model built; the first intervals compile", started)
         for i, watched in enumerate((False, True, False, True)):
-            if i < 2 or time.perf_counter() - begun < seconds / 2:
+            if i < 2 or time.perf_counter() - started < seconds / 2:
                 took = bench.interval(watched=watched)
-                _say(f"warming up {'with' if watched else 'without'}: {1e3 * took:.1f} ms a step", begun)
+                kind = "with" if watched else "without"
+                _progress(f"warm-up {kind} telemetry: {1e3 * took:.1f} ms per step", started)
         without: list[float] = []
         with_: list[float] = []
         for i in range(pairs):
-            if i >= 2 and time.perf_counter() - begun > seconds:
+            if i >= 2 and time.perf_counter() - started > seconds:
                 break
-            for watched in (False, True) if i % 2 else (True, False):  # neither always goes first
+            for watched in (False, True) if i % 2 else (True, False):  # alternate which goes first
                 (with_ if watched else without).append(bench.interval(watched=watched))
-            _say(f"pair {i + 1}: {1e3 * without[-1]:.2f} ms alone, {1e3 * with_[-1]:.2f} ms watched", begun)
-        bench.log.close()
-        for sink in bench.behind:
-            sink.close()
+            _progress(f"pair {i + 1}: {1e3 * without[-1]:.2f} ms without, {1e3 * with_[-1]:.2f} ms with", started)
+        bench.close()
     plain = statistics.median(without)
     extra = statistics.median(b - a for a, b in zip(without, with_, strict=True))
     return {
@@ -189,21 +189,21 @@ def measure(config: RunConfig, pairs: int, seconds: float = math.inf) -> dict[st
     }
 
 
-def _say(text: str, begun: float) -> None:
-    """As it goes, so that a bench that is cut off has still told what it saw."""
-    print(f"{time.perf_counter() - begun:6.1f} s  {text}", file=sys.stderr, flush=True)
+def _progress(text: str, started: float) -> None:
+    """Print as we go, so that an interrupted run still shows its figures."""
+    print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tercet.bench.telemetry", description=__doc__)
     parser.add_argument("--preset", default="m7c")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further pair after this long")
-    parser.add_argument("--micro-batch", type=int, help="sequences per pass; the preset's if not given")
-    parser.add_argument("--seq-len", type=int, help="tokens per sequence; passes keep the preset's number of tokens")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further pair after this long")
+    parser.add_argument("--micro-batch", type=int, help="sequences per pass (default: the preset's)")
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence; tokens per pass stay the preset's")
     asked = parser.parse_args(arguments)
     if asked.pairs < 2:
-        parser.error(f"--pairs {asked.pairs}: a median of differences needs 2 or more")
+        parser.error(f"--pairs {asked.pairs} is too small: give at least 2")
     flags: dict[str, Any] = {"checkpoint.every": 0}
     if asked.seq_len:
         one_pass = load(preset=asked.preset).config.tokens_per_pass
@@ -211,9 +211,10 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.micro_batch:
         flags["train.micro_batch"] = asked.micro_batch
     result = measure(load(preset=asked.preset, flags=flags).config, asked.pairs, asked.seconds)
-    alone, watched = result["step_ms_without"], result["step_ms_with"]
+    without, with_ = result["step_ms_without"], result["step_ms_with"]
     extra = f"{result['extra_ms']:+.3f} ms, {result['extra_percent']:+.2f}%"
-    print(f"{alone:.2f} ms a step alone, {watched:.2f} ms watched: {extra} (quartiles {result['spread_percent']:.2f}%)")
+    spread = f"interquartile range {result['spread_percent']:.2f}%"
+    print(f"{without:.2f} ms per step without telemetry, {with_:.2f} ms with: {extra} ({spread})")
     print(json.dumps(result))
     return 0 if result["under_one_percent"] else 1
 

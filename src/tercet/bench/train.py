@@ -1,13 +1,15 @@
-"""Whole training steps of a model and of its dense twin: `tercet bench train`.
+"""Benchmark whole training steps of a model and its dense baseline (`tercet bench train`).
 
-Cells are lengths at one number of tokens a step, and batches at one length; each is a model trained for some log
-intervals by the trainer's own step: forward, loss, backward, norm, clip, fused AdamW, the guard against steps that are
-not finite, compiled blocks, and everything that watches a run. Data are random tokens on the device: loaders are
-measured by `tercet data bench`. The kernels are compared with the reference first, each compiled model's first loss
-with its own uncompiled (up to 2^18 tokens; a longer cell says that its loss was not checked), and NSA's with dense's;
-where they differ no ratio is printed and the exit code is 1. Where there are no kernels, `correct` is null at best: not
-compared is not right. No torch here: cells are measured in another process, and a cell that ends it is a cell that says
-so.
+A cell is a batch size and a length. It trains the model for a few log intervals with the trainer's own step: forward,
+loss, backward, gradient norm, clipping, fused AdamW, non-finite guard, compiled blocks, telemetry. Tokens are random
+and stay on the device; `tercet data bench` measures the loader.
+
+Checks come first: the kernels against the reference, each compiled model's first loss against its uncompiled loss (up
+to 2^18 tokens; a longer cell reports that its loss was not checked), and NSA's loss against dense's. If one fails, no
+ratio is printed and the exit code is 1. Without kernels to check, `correct` is null.
+
+This module does not import torch. Cells run in a subprocess (train_cell.py); if a cell kills it, that cell is reported
+as failed and the rest continue in a new one.
 """
 
 from __future__ import annotations
@@ -17,21 +19,21 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from tercet.atomic_io import write_text
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
-from tercet.config.train import ActivationCheckpointing
-from tercet.durable import write_text
+from tercet.config.sections import ActivationCheckpointing
 from tercet.errors import TercetError, UsageError
 
 KINDS = ("nsa", "dense")
 PICTURES = (".svg", ".png")
-# Both start from the same distribution of weights: first losses differ by this share and by the noise of a batch.
+# Both models start from the same weight distribution: first losses may differ by this share plus the batch's noise.
 NEAR = 0.02
-# As a batch grows, tokens per second may fall by this share and no more.
+# A larger batch whose tokens/s falls by more than this share is a cliff.
 CLIFF = 0.03
 
 
@@ -39,8 +41,9 @@ def cells_of(
     preset: str, kinds: Sequence[str], lengths: Sequence[int], tokens: int, batches: Sequence[int], batch_length: int,
     checkpointing: str, packed: Sequence[str], plain: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Both kinds of a setting beside each other in time, so that a drift of the device's clock falls on both. Documents
-    of the `packed` kinds are packed, of those that are `plain` as well a row each in another cell, of the others too.
+    """The cells to measure, both kinds of a setting in a row so that clock drift affects both.
+
+    packed: kinds whose documents are packed into one row. plain: packed kinds to measure with one row per document too.
     """
     modes = get_args(ActivationCheckpointing)
     for flag, given, known in (
@@ -48,13 +51,13 @@ def cells_of(
         ("--checkpointing", [checkpointing], modes),
     ):  # fmt: skip
         if unknown := [name for name in given if name not in known]:
-            raise UsageError(f"{flag} {unknown[0]} is unknown: pick of {', '.join(known)}")
+            raise UsageError(f"{flag} {unknown[0]} is unknown: pick from {', '.join(known)}")
     if wrong := [length for length in lengths if tokens % length]:
-        raise UsageError(f"--tokens {tokens} is not a multiple of length {wrong[0]}: give --tokens of whole sequences")
+        raise UsageError(f"--tokens {tokens} is not a multiple of length {wrong[0]}: pick a multiple")
     settings = [(tokens // length, length) for length in lengths]
     settings += [(b, batch_length) for b in batches if (b, batch_length) not in settings]
     if not settings:
-        raise UsageError("no --lengths and no --batches: there is nothing to measure, give one of them")
+        raise UsageError("neither --lengths nor --batches given: nothing to measure")
     return [
         {
             "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
@@ -67,9 +70,13 @@ def cells_of(
 
 
 def measured(
-    cells: list[dict[str, Any]], steps: int, repeats: int, seconds: float, parity: list[Any] | None
-) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """(the kernels' parity, what came of each cell). A process that dies takes one cell with it; the rest go on."""
+    cells: list[dict[str, Any]], steps: int, repeats: int, seconds: float, parity: list[Any] | None, *,
+    on_line: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:  # fmt: skip
+    """Measure cells in a subprocess: (kernel check, results). If the process dies, only the current cell is lost.
+
+    on_line: called with the kernel check and with each result as soon as it is there.
+    """
     checked: dict[str, Any] | None = None
     done: list[dict[str, Any]] = []
     while len(done) < len(cells) or (parity is not None and checked is None):
@@ -78,26 +85,31 @@ def measured(
         command = [sys.executable, "-m", "tercet.bench.train_cell", json.dumps(asked)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         heads = [f"{i:{len(str(len(cells)))}d}/{len(cells)}{_head(c)}" for i, c in enumerate(cells, 1)][len(done) :]
-        said, errors = _lines(process, heads, asked["parity"] is not None, seconds)
-        for line in said:
+        received, errors = _lines(process, heads, asked["parity"] is not None, seconds, on_line)
+        for line in received:
             if "parity" in line:
                 checked = line
             else:
                 done.append(line)
         if process.returncode:
             if asked["parity"] is not None and checked is None:
-                raise TercetError(f"the kernels could not be compared with the reference: {_last(errors)}")
+                raise TercetError(f"could not compare the kernels with the reference: {_last(errors)}")
             if len(done) < len(cells):
                 done.append({**cells[len(done)], "outcome": _died(process.returncode, errors)})
                 print(_figures(done[-1]), flush=True)
+                if on_line is not None:
+                    on_line(done[-1])
     return checked, done
 
 
 def _lines(
-    process: subprocess.Popen[str], heads: list[str], parity: bool, seconds: float
-) -> tuple[list[dict[str, Any]], str]:
-    """JSON lines as they come, the kernels' parity first if asked for; the process is ended when a line takes longer
-    than `seconds`. A cell's head is printed when it begins, the rest of its line when it is measured."""
+    process: subprocess.Popen[str], heads: list[str], parity: bool, seconds: float,
+    on_line: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
+    """Read the subprocess's JSON lines: (results, stderr). Kills it when a line takes longer than `seconds`.
+
+    Prints the head of a cell's line when the cell starts and the figures when it is done.
+    """
     import queue
     import threading
 
@@ -116,22 +128,24 @@ def _lines(
     for reader in readers:
         reader.start()
     found: list[dict[str, Any]] = []
-    begun = iter(heads)
+    pending = iter(heads)
     if not parity:
-        print(next(begun, ""), end="", flush=True)
+        print(next(pending, ""), end="", flush=True)
     while len(found) < len(heads) + parity:
         try:
             line = lines.get(timeout=seconds)
         except queue.Empty:
             process.kill()
-            errors.append(f"too slow: nothing came in {seconds:.0f} s\n")
+            errors.append(f"too slow: no result in {seconds:.0f} s\n")
             break
         if line is None:
             break
         if line.startswith("{"):
             found.append(json.loads(line))
-            print(_parity_words(found[-1]) if "parity" in found[-1] else _figures(found[-1]))
-            print(next(begun, ""), end="", flush=True)
+            print(_parity_line(found[-1]) if "parity" in found[-1] else _figures(found[-1]))
+            if on_line is not None:
+                on_line(found[-1])
+            print(next(pending, ""), end="", flush=True)
     process.wait()
     for reader in readers:
         reader.join()
@@ -145,24 +159,24 @@ def _died(code: int, errors: str) -> str:
 
 
 def _last(errors: str) -> str:
-    return (errors.strip().splitlines() or ["no word of why"])[-1][:200]
+    return (errors.strip().splitlines() or ["no error message"])[-1][:200]
 
 
-def _parity_words(checked: dict[str, Any]) -> str:
-    on = f"{checked['device']}, torch {checked['torch']}: kernels against the reference"
+def _parity_line(checked: dict[str, Any]) -> str:
+    on = f"{checked['device']}, torch {checked['torch']}: kernels vs reference"
     if checked["correct"] is None:
-        return f"{on} not compared: {checked['of']}"
-    verdict = "right" if checked["correct"] else "WRONG: no ratio is given"
+        return f"{on} not checked: {checked['of']}"
+    verdict = "ok" if checked["correct"] else "WRONG, no ratios are given"
     of = f"{checked['of']}{', packed documents' * checked['packed']}"
-    return f"{on} {checked['parity']:.1e} at worst ({of}): {verdict}"
+    return f"{on}: worst error {checked['parity']:.1e} ({of}): {verdict}"
 
 
-def _ahead(cells: Sequence[dict[str, Any]], steps: int, repeats: int, seconds: float) -> str:
-    """What is about to be measured, said before the first cell, which may take minutes."""
+def _summary(cells: Sequence[dict[str, Any]], steps: int, repeats: int, seconds: float) -> str:
+    """One line about the work ahead, printed first: a cell may take minutes."""
     kinds = list(dict.fromkeys(f"{c['kind']}{' packed' * c['packed']}" for c in cells))
     shapes = list(dict.fromkeys(f"{c['batch']} x {c['length']}" for c in cells))
     many = f"{len(kinds)} kind{'s' * (len(kinds) > 1)} x {len(shapes)} shape{'s' * (len(shapes) > 1)}"
-    intervals = f"{repeats} times {steps} steps after a warm-up" if repeats else f"{steps} steps"
+    intervals = f"{repeats} x {steps} steps after warm-up" if repeats else f"{steps} steps"
     limit = f"at most {seconds:g} s each (--seconds)"
     return f"{many}, {limit}: {', '.join(kinds)} at {', '.join(shapes)} tokens; {intervals}"
 
@@ -172,7 +186,7 @@ def _head(cell: dict[str, Any]) -> str:
 
 
 def _figures(cell: dict[str, Any]) -> str:
-    """The rest of a cell's line."""
+    """The figures of a cell's line."""
     if cell["outcome"] != "ok":
         return f" {cell['outcome']}"
     memory = f"{cell['peak_gib']:7.2f} GiB" if cell["peak_gib"] is not None else ""
@@ -182,8 +196,10 @@ def _figures(cell: dict[str, Any]) -> str:
 
 
 def compared(cells: Sequence[dict[str, Any]], correct: bool | None) -> list[dict[str, Any]]:
-    """One row for each setting, with the ratios that may be told: two where NSA's documents were packed and plain. Both
-    are compared with the faster dense cell. `correct`: of the kernels; None where there are none to be wrong."""
+    """One row per setting with the ratios to dense; two rows if NSA ran both packed and plain.
+
+    The faster dense cell is the baseline. correct: result of the kernel check; None if there were no kernels to check.
+    """
     by_setting: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for cell in cells:
         setting = tuple(cell[name] for name in ("batch", "length", "checkpointing"))
@@ -210,7 +226,7 @@ def compared(cells: Sequence[dict[str, Any]], correct: bool | None) -> list[dict
 
 
 def cliffs(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
-    """Batches of one length that are slower, by token, than a smaller one."""
+    """Batch sizes at this length with fewer tokens/s than the next smaller one."""
     found = []
     for kind, packed in itertools.product(KINDS, (True, False)):
         cells = [r[kind] for r in rows if r["length"] == length and r.get(kind, {}).get("outcome") == "ok"]
@@ -222,7 +238,7 @@ def cliffs(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown."""
+    """The results as a Markdown table."""
     columns = ("length", "batch", "documents", "NSA, tokens/s", "dense, tokens/s", "x dense", "NSA, GiB", "dense, GiB",
                "x dense")  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -245,20 +261,20 @@ def _figure(cell: dict[str, Any] | None, name: str, form: str) -> str:
 
 
 def check_place(flag: str, file: Path | None, kinds: Sequence[str] = ()) -> None:
-    """Before anything is measured: whether a file, of one of these kinds, could be written there at all."""
+    """Check, before measuring, that the file can be written and has one of these suffixes."""
     if file is None:
         return
     if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: there is no folder {file.parent}: make it first")
+        raise UsageError(f"{flag} {file}: folder {file.parent} does not exist: create it first")
     if file.is_dir():
-        raise UsageError(f"{flag} {file} is a folder: name a file in it")
+        raise UsageError(f"{flag} {file} is a folder: give a file name")
     if kinds and file.suffix not in kinds:
-        raise UsageError(f"{flag} {file} is of no kind that can be drawn: let its name end in {' or '.join(kinds)}")
+        raise UsageError(f"{flag} {file} has an unsupported suffix: use {' or '.join(kinds)}")
 
 
 def check_device(config: RunConfig) -> None:
-    """What no cell could do on this machine, said once. torch is asked for what needs a GPU alone: no context is made,
-    whose memory the cells would lack."""
+    """Fail early if this machine cannot run any cell. Imports torch only for GPU settings, and creates no CUDA context:
+    its memory would be missing in the cells."""
     wanted, recorded = config.run.device, config.train.cuda_graph == "on"
     if wanted != "cuda" and not recorded:
         return
@@ -268,23 +284,21 @@ def check_device(config: RunConfig) -> None:
         if torch.cuda.is_available():
             return
     if wanted == "cuda":
-        raise TercetError("--device cuda, but torch sees no CUDA device: use --device cpu, or mend the driver")
-    raise UsageError(
-        "--cuda-graph on with a cpu: CUDA graphs are a GPU's: take --cuda-graph off, or auto, or a machine with a GPU"
-    )
+        raise TercetError("--device cuda, but torch sees no CUDA device: use --device cpu, or fix the driver")
+    raise UsageError("--cuda-graph on needs a GPU and this run uses the CPU: use --cuda-graph off or auto")
 
 
 def read_results(flag: str, file: Path) -> dict[str, Any]:
-    """What `--out` wrote."""
+    """Read a file that `--out` wrote."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         if result["bench"] == "train" and isinstance(result["results"], list):
             return dict(result)
     except OSError as error:
-        raise UsageError(f"{flag} {file} cannot be read ({error.strerror}): name a file that --out wrote") from None
+        raise UsageError(f"{flag} {file} cannot be read ({error.strerror}): give a file written by --out") from None
     except (ValueError, KeyError, TypeError):
         pass
-    raise UsageError(f"{flag} {file} is not what --out wrote: name a file of `tercet bench train --out FILE`")
+    raise UsageError(f"{flag} {file} was not written by `tercet bench train --out`: give such a file")
 
 
 def main(
@@ -292,47 +306,47 @@ def main(
     batch_length: int, steps: int, repeats: int, checkpointing: str, packed: Sequence[str], plain: Sequence[str],
     statistics: bool, flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
-    begun = time.time()
+    started = time.time()
     check_place("--out", out)
     check_place("--picture", picture, PICTURES)
     whole = {"--tokens": (tokens, 1), "--batch_length": (batch_length, 1), "--steps": (steps, 1)}
     for flag, (number, least) in (whole | {"--repeats": (repeats, 0)}).items():
         if number < least:
-            raise UsageError(f"{flag} {number} is below {least}: give at least {least}")
+            raise UsageError(f"{flag} {number} is too small: give at least {least}")
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
     for name in dict.fromkeys(cell["preset"] for cell in cells):
-        # a preset that is not there is told as such, before any process is started
+        # Report an unknown preset before starting a process.
         check_device(load(preset=name, flags=flags).config)
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags, "nsa" in packed] if "nsa" in kinds else None
-    print(_ahead(cells, steps, repeats, seconds), flush=True)
+    print(_summary(cells, steps, repeats, seconds), flush=True)
     checked, done = measured(cells, steps, repeats, seconds, check)
     correct: bool | None = True if checked is None else checked["correct"]
     rows = compared(done, correct)
-    strange = [r for r in rows if r.get("near") is False]
+    mismatched = [r for r in rows if r.get("near") is False]
     wrong = [c for c in done if c["outcome"].startswith(("wrong", "failed"))]
     print("\n" + "\n".join(table(rows)) + "\n")
     if correct is None:
         ran = ", ".join(sorted({route for c in done for route in c.get("routes", ())}))
-        print(f"no kernels here: times and ratios are of {ran or 'the reference'}, and say nothing of a GPU\n")
-    for row in strange:
+        print(f"no kernels on this device: times are of {ran or 'the reference'} and do not carry over to a GPU\n")
+    for row in mismatched:
         losses = " and ".join(f"{row[kind]['first_loss']:.4f} ({kind})" for kind in KINDS)
-        print(f"WRONG at length {row['length']}: first losses {losses} are not near each other")
+        print(f"WRONG at length {row['length']}: first losses differ too much: {losses}")
     falls = cliffs(rows, batch_length)
     for sentence in falls:
         print(f"warning: {sentence}")
     result = {
         "bench": "train", "preset": preset, "steps": steps, "repeats": repeats,
-        "correct": False if strange or wrong else correct,
-        "checked": checked, "cliffs": falls, "seconds": time.time() - begun, "results": rows,
+        "correct": False if mismatched or wrong else correct,
+        "checked": checked, "cliffs": falls, "seconds": time.time() - started, "results": rows,
     }  # fmt: skip
-    # Before any file: what took long to measure is not lost with a disk that is full.
+    # Print before writing files: a full disk must not lose the results.
     print(json.dumps(result), flush=True)
     if out is not None:
         write_text(out, json.dumps(result) + "\n")
     if picture is not None:
-        from tercet.bench.train_plot import draw
+        from tercet.bench.plots import heat_maps
 
-        print("\n".join(draw(result, picture)), file=sys.stderr)  # the last line of the output is the JSON
+        print("\n".join(heat_maps(result, picture)), file=sys.stderr)  # stdout ends with the JSON line
     return 1 if result["correct"] is False else 0

@@ -1,9 +1,9 @@
-"""Cells of `tercet bench train`, measured one after another in one process: whole steps, as the trainer makes them.
+"""Subprocess of `tercet bench train`: measures cells one after another with the trainer's own step.
 
     python -m tercet.bench.train_cell '{"cells": [...], "steps": 10, "repeats": 3}'
 
-Prints one line of JSON for the kernels' parity and one for each cell. Between cells the compiler forgets what it
-compiled and the device's memory is given back, so that a cell is as it would be in a process of its own.
+Prints one JSON line for the kernel check and one per cell. Between cells it resets the compiler and frees device
+memory, so that a cell behaves as in a fresh process.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 
 import torch
 
-from tercet.bench.attention import Shape, check_gradients
+from tercet.bench.attention import Shape, check_gradients, profile
 from tercet.bench.telemetry import Bench
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
-from tercet.telemetry.layers import LayerProbe
+from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.step import MicroBatch, autocast, loss_sum
 
-# ‖Δ‖/‖reference‖ of the operator's output and gradients in bf16, by its laws
+# ‖Δ‖/‖reference‖ of the operator's output and gradients in bf16
 _TOLERANCE = 1e-2
-# A compiled model's loss beside its own, uncompiled: a mean over thousands of tokens in bf16
+# Relative difference between compiled and uncompiled loss: a mean over thousands of tokens in bf16
 _SAME_LOSS = 2e-3
-# Beyond this an uncompiled pass beside the compiled one would cost more than the cell
+# Above this an extra uncompiled pass would cost more than the cell itself
 _CHECKED_TOKENS = 1 << 18
-# Steps at most before intervals that count: the first compiles, and after the third memory is laid out as it stays
+# Warm-up steps: the first compiles, and memory allocation is stable after the third
 _WARM = 3
 
 
 def configured(cell: dict[str, Any], steps: int) -> RunConfig:
-    """The configuration that a run of this cell would have."""
+    """The run configuration of a cell."""
     flags = {
         "data.seq_len": cell["length"],
         "train.micro_batch": cell["batch"],
@@ -53,7 +53,7 @@ def configured(cell: dict[str, Any], steps: int) -> RunConfig:
 
 
 def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
-    """One cell: first the loss is checked, then steps are timed in log intervals, everything that watches included."""
+    """Check the loss of a cell, then time log intervals, telemetry included."""
     torch._dynamo.reset()
     config = configured(cell, steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,13 +71,11 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         reserved = torch.cuda.max_memory_reserved(bench.device) / 2**30 if on_gpu else None
         probe = LayerProbe(bench.state.model)
         routes = sorted({str(route) for layer in probe.layers for route in layer.routes.values()})
-        bench.log.close()
-        for sink in bench.behind:
-            sink.close()
+        bench.close()
     took, tokens = statistics.median(seconds), config.train.tokens_per_step
-    start, lost = losses[0], bench.state.graph.failures() if bench.state.graph is not None else []
+    start, lost = losses[0], bench.state.graph.take_failures() if bench.state.graph is not None else []
     sound = all(map(math.isfinite, losses)) and (expected is None or abs(start - expected) <= _SAME_LOSS * expected)
-    outcome = f"not as a CUDA graph: {lost[0][:200]}" if lost else "ok"
+    outcome = f"CUDA graph capture failed: {lost[0][:200]}" if lost else "ok"
     return {
         "outcome": outcome if sound else f"wrong loss: {start} at the first step, {expected} uncompiled",
         "tokens_per_s": tokens / took,
@@ -95,8 +93,21 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def kernel_times(cell: dict[str, Any], repeats: int = 2) -> list[dict[str, Any]]:
+    """Profile a training step of a cell: milliseconds and launches of every kernel, longest first. Needs a GPU."""
+    torch._dynamo.reset()
+    config = configured(cell, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(config, Path(folder))
+        bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
+        bench.interval(watched=False, steps=_WARM)
+        found = profile(lambda: bench.interval(watched=False, steps=1), repeats)
+        bench.close()
+    return [{"kernel": name, "ms": ms, "launches": launches} for ms, launches, name in found]
+
+
 def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBatch:
-    """Random tokens: a document per sequence, as rows of a batch, or packed into one row with their bounds."""
+    """Random tokens, one document per sequence: one row each, or packed into one row with cu_seqlens."""
     rows, length = config.train.micro_batch, config.data.seq_len
     drawn = torch.Generator().manual_seed(config.run.seed)
     tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=drawn).to(device)
@@ -109,7 +120,7 @@ def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBat
 
 @torch.no_grad()
 def _uncompiled_loss(bench: Bench) -> float | None:
-    """Of the first weights; None where the batch is too long to pass twice."""
+    """Loss at initialisation without torch.compile; None if the batch is too long for a second pass."""
     batch = bench.batches[0]
     if batch.tokens.numel() > _CHECKED_TOKENS:
         return None
@@ -124,15 +135,15 @@ def _logged_losses(folder: Path) -> list[float]:
 
 
 def parity(preset: str, flags: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """The kernels at the model's heads against the fp32 reference, output and all gradients, with the blocks that they
-    chose, for packed documents if the cells are. On a CPU there is nothing to compare: the reference is all there is,
-    and `correct` is None.
+    """Compare output and gradients of the kernels with the fp32 reference at the model's heads, with the same blocks.
+
+    On a CPU there are no kernels to check, and `correct` is None.
     """
     config = load(preset=preset, flags=flags).config
     device, model = pick_device(config.run.device, flag="--device"), config.model
     about = {"device": device_name(device), "torch": torch.__version__, "packed": packed}
     if device.type != "cuda":
-        return {"parity": None, "of": "no kernels here", "correct": None, **about}
+        return {"parity": None, "of": "no kernels on this device", "correct": None, **about}
     shape = Shape(1, 4096, model.heads, model.kv_heads, model.head_dim)
     errors = check_gradients(shape, model.nsa, "random", 0.0, packed=packed)
     worst = max(errors, key=lambda key: errors[key])
@@ -148,7 +159,7 @@ def main(arguments: list[str]) -> int:
             result = measure(cell, asked["steps"], asked["repeats"])
         except torch.OutOfMemoryError:
             result = {"outcome": "out of memory"}
-        except RuntimeError as error:  # the compiler wraps what happens while it compiles
+        except RuntimeError as error:  # torch.compile wraps errors in this one
             text = str(error)
             lines = text.strip().splitlines() or [type(error).__name__]
             result = {"outcome": "out of memory" if "out of memory" in text else f"failed: {lines[0][:200]}"}

@@ -1,8 +1,7 @@
-"""Finds launch parameters for this GPU: times every kernel of the compressed and window branches over candidates, in
-CUDA graphs, and prints the rows to add to `attention/kernels/table.py`. A candidate whose result differs from the
-shipped setting's is left out.
+"""Search launch settings for this GPU (`tercet bench tune`).
 
-    python -m tercet.bench.tune --shapes P64k,C1x16k
+Times candidates for every kernel of the compressed and window branches in CUDA graphs and prints the rows to add to the
+kernel table. Candidates whose result differs from the shipped setting's are skipped.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
-from tercet.errors import FAILED, WRONG_USE
+from tercet.errors import EXIT_FAILURE, EXIT_USAGE
 
 
 def _tried(*rows: tuple[int, int, int, int, bool, int]) -> list[Launch]:
-    """Of (rows, keys, warps, stages, copy engine, registers): what was worth trying on the H200."""
+    """Candidates from (rows, keys, warps, stages, TMA, registers)."""
     return [Launch(m, n, warps, stages, tma, registers=registers) for m, n, warps, stages, tma, registers in rows]
 
 
@@ -60,7 +59,7 @@ CANDIDATES: dict[str, list[Launch]] = {
 
 
 def calls(shape: Shape, config: NSAConfig) -> dict[str, Callable[[Launch | None], tuple[Tensor, ...]]]:
-    """Each kernel on random inputs of a shape, as a function of its launch parameters."""
+    """Each kernel on random inputs, as a function of its launch settings."""
     x = make_inputs(shape, config, "random", 0.0)
     documents = Documents(shape.B, shape.T, x.kc.shape[1], None, None)
     dout = torch.randn_like(x.q)
@@ -125,26 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tercet bench tune", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", default="P64k,C1x16k", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--kernels", default=",".join(CANDIDATES), help=f"of {', '.join(CANDIDATES)}")
-    parser.add_argument(
-        "--workers", type=int, default=8, help="processes that fill Triton's cache before timing; 0: none"
-    )
+    parser.add_argument("--workers", type=int, default=8, help="processes that fill Triton's cache before timing")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # "i/n": this process only compiles its share
     args = parser.parse_args(argv)
     names, kernels = args.shapes.split(","), args.kernels.split(",")
     for flag, given, known in (("--shapes", names, list(SHAPES)), ("--kernels", kernels, list(CANDIDATES))):
         if unknown := [name for name in given if name not in known]:
             print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
-            return WRONG_USE
+            return EXIT_USAGE
     if not torch.cuda.is_available():
-        print(
-            "error: tercet bench tune needs a CUDA device, and none is visible: run it on a machine with a GPU",
-            file=sys.stderr,
-        )
-        return FAILED
+        print("error: tercet bench tune needs a CUDA device and none is visible", file=sys.stderr)
+        return EXIT_FAILURE
     config = NSAConfig()
     if args.share:
         mine, of = map(int, args.share.split("/"))
-        # what is compiled follows from heads and sizes, not from the number of tokens
+        # Compiled code depends on head count and sizes, not on the number of tokens.
         alike = {(SHAPES[n].H, SHAPES[n].G, SHAPES[n].D): n for n in reversed(names)}
         for name in alike.values():
             tune(name, kernels, config, (mine, of))

@@ -1,10 +1,11 @@
-"""From defaults, a preset, a TOML file and flags to one RunConfig, with the origin of every value.
+"""Load a RunConfig from defaults, a preset, a TOML file and flags, and record where each value came from.
 
-Later layers win. A file (and a preset) may name the preset it builds on with `preset = "NAME"`.
+Later layers win. A file or preset can build on a preset with `preset = "NAME"`. Also writes configurations as TOML.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,28 +13,26 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from tercet.atomic_io import write_json, write_text
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.schema import RunConfig
-from tercet.config.toml import dumps
-from tercet.config.toml import value as as_toml
-from tercet.durable import write_json, write_text
 from tercet.errors import UsageError
 
 DEFAULT = "default"
 FLAG = "flag"
-# Where a run is kept is not part of what it computes: repeating a saved config starts a new folder.
+# A repeated run gets a new folder.
 NOT_SAVED = ("run.dir",)
 
 
 class ConfigError(UsageError):
-    """The configuration or the command line is wrong; the message is one line with the mend in it."""
+    """The configuration or the command line is wrong. The message is one line and names the fix."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one place: dotted key -> value."""
+    """Values from one origin: dotted key -> value."""
 
     origin: str
     values: Mapping[str, Any]
@@ -41,30 +40,30 @@ class Layer:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A valid configuration, and for each dotted key where its value came from."""
+    """A validated configuration, and the origin of each dotted key."""
 
     config: RunConfig
     origins: dict[str, str]
 
 
 def load(preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
-    """Defaults, then the preset, then the file, then the flags (dotted key -> value)."""
+    """Merge defaults, preset, file and flags (dotted key -> value), in that order."""
     return merge([*read_layers(preset, file), Layer(FLAG, flags or {})])
 
 
 def read_layers(preset: str | None = None, file: str | Path | None = None) -> list[Layer]:
-    """The preset's values, then the file's, not yet validated: flags may be what makes them whole."""
+    """Layers of the preset and the file. Not validated yet: flags may complete them."""
     layers = [] if file is None else _file_layers(Path(file))
     based_on = [layer.origin for layer in layers if layer.origin.startswith("preset ")]
     if preset is None:
         return layers
     if based_on and based_on[-1] != f"preset {preset}":
-        raise ConfigError(f"--preset {preset} and --config {file}, which builds on {based_on[-1]}: give one of the two")
+        raise ConfigError(f"--preset {preset} and --config {file}, which builds on {based_on[-1]}: give only one")
     return layers if based_on else preset_layers(preset) + layers
 
 
 def merge(layers: list[Layer]) -> Loaded:
-    """One validated configuration out of layers, later ones winning."""
+    """Merge layers, later ones winning, into one validated configuration."""
     values: dict[str, Any] = {}
     origins = dict.fromkeys(all_keys(), DEFAULT)
     for layer in layers:
@@ -80,23 +79,23 @@ def merge(layers: list[Layer]) -> Loaded:
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that come with the package."""
+    """Names of the built-in presets."""
     folder = resources.files("tercet.config") / "presets"
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
 def preset_about(name: str) -> str:
-    """One sentence on a preset."""
+    """One-line description of a preset."""
     return str(_preset_table(name).get("about", ""))
 
 
 def preset_layers(name: str) -> list[Layer]:
-    """The preset's values, after those of the preset it builds on."""
+    """Layers of a preset, after those of the preset it builds on."""
     return _layers(_preset_table(name), f"preset {name}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as a table; every way to fail is one line that names the file."""
+    """Read a TOML file; errors are one line and name the file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -110,26 +109,27 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def write_config(config: RunConfig, origins: Mapping[str, str], folder: str | Path) -> None:
-    """`config.toml`, from which `tercet train --config` repeats the run, and `origins.json` beside it."""
+    """Write `config.toml`, which `tercet train --config` can repeat, and `origins.json`."""
     folder = Path(folder)
     write_text(folder / "config.toml", to_toml(config, origins))
     write_json(folder / "origins.json", dict(origins))
 
 
 def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
-    """The whole configuration as TOML, each value with its origin as a comment."""
+    """The complete configuration as TOML, with each value's origin as a comment."""
     values = {path: value for path, value in flatten(config).items() if path not in NOT_SAVED}
-    return dumps(values, comments=origins or {})
+    return toml_dumps(values, comments=origins or {})
 
 
 def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True) -> list[str]:
-    """`key = value  # origin`, TOML of one line each; by default what differs from the defaults or was given as a flag.
+    """Lines of `key = value  # origin`.
 
-    A saved configuration gives every value, and repeating it should not print them all.
+    By default only values that differ from the defaults or were given as flags: a saved configuration sets every key,
+    and repeating it should not print them all.
     """
     defaults = flatten(RunConfig())
     shown = [
-        (f"{path} = {as_toml(value)}", origins.get(path, DEFAULT))
+        (f"{path} = {toml_value(value)}", origins.get(path, DEFAULT))
         for path, value in flatten(config).items()
         if not changed_only or value != defaults[path] or origins.get(path) == FLAG
     ]
@@ -152,19 +152,19 @@ def _layers(table: dict[str, Any], origin: str) -> list[Layer]:
     table.pop("about", None)
     parent = table.pop("preset", None)
     if parent is not None and not isinstance(parent, str):
-        raise ConfigError(f"preset={parent!r} in {origin} must be the name of a preset")
+        raise ConfigError(f'preset={parent!r} in {origin} must be the name of a preset, such as "tiny"')
     for name, value in table.items():
         if not isinstance(value, Mapping) and name in RunConfig.model_fields:
-            raise ConfigError(f"{name}={value!r} in {origin} must be a table: write [{name}] and its keys below")
-    below = preset_layers(parent) if parent is not None else []
-    return [*below, Layer(origin, flatten_table(table))]
+            raise ConfigError(f"{name}={value!r} in {origin} must be a table: write [{name}] with its keys below")
+    base = preset_layers(parent) if parent is not None else []
+    return [*base, Layer(origin, flatten_table(table))]
 
 
 def _preset_table(name: str) -> dict[str, Any]:
     names = preset_names()
     if name not in names:
         hint = suggestion(name, names)
-        raise ConfigError(f"unknown preset {name}: {hint or 'the presets are ' + ', '.join(names)}")
+        raise ConfigError(f"unknown preset {name}: {hint or 'choose one of ' + ', '.join(names)}")
     return tomllib.loads((resources.files("tercet.config") / "presets" / f"{name}.toml").read_text("utf-8"))
 
 
@@ -179,18 +179,18 @@ def _check_key(path: str, origin: str) -> None:
 
 
 def as_none(path: str, value: Any) -> Any:
-    """TOML has no null: "none" says it, for the keys that can be empty."""
+    """Convert "none" to None for optional keys: TOML has no null."""
     key = all_keys().get(path)
     return None if value == "none" and type(None) in getattr(key and key.annotation, "__args__", ()) else value
 
 
-# What pydantic says of a value, and what is said here.
+# pydantic's wording of a rule -> ours.
 _RULES = (
     ("greater than or equal to", "at least"),
     ("less than or equal to", "at most"),
     ("greater than", "above"),
     ("less than", "below"),
-    ("a valid integer", "a whole number"),
+    ("a valid integer", "an integer"),
     ("a valid number", "a number"),
     ("a valid boolean", "true or false"),
     ("a valid string", "text"),
@@ -199,14 +199,14 @@ _RULES = (
 
 
 def in_our_words(message: str) -> str:
-    """A rule that a value breaks: `must be at least 1` for `Input should be greater than or equal to 1`."""
+    """Reword a pydantic message: `Input should be greater than or equal to 1` -> `must be at least 1`."""
     _, should, rule = message.partition("Input should be ")
     if not should:
         return message[0].lower() + message[1:]
-    for theirs, ours in _RULES:
-        if rule.startswith(theirs):
-            # behind a kind of value stands how reading it failed, which its value shows
-            return f"must be {ours}{rule.removeprefix(theirs) if ' than' in theirs else ''}"
+    for original, reworded in _RULES:
+        if rule.startswith(original):
+            # after a type pydantic appends the parse error, which the printed value already shows
+            return f"must be {reworded}{rule.removeprefix(original) if ' than' in original else ''}"
     return f"must be {rule}"
 
 
@@ -222,3 +222,36 @@ def _one_line(error: ValidationError, values: Mapping[str, Any], origins: Mappin
         problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {in_our_words(message)}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
+
+
+# The standard library only reads TOML; these two functions write what a configuration needs.
+
+
+def toml_dumps(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """Format dotted keys as TOML tables, in the given order, each value followed by its comment."""
+    tables: dict[str, list[str]] = {}
+    for path, item in values.items():
+        table, _, leaf = path.rpartition(".")
+        comment = f"  # {comments[path]}" if path in comments else ""
+        tables.setdefault(table, []).append(f"{leaf} = {toml_value(item)}{comment}")
+    blocks = ["\n".join([f"[{name}]", *lines] if name else lines) for name, lines in tables.items()]
+    return "\n\n".join(blocks) + "\n"
+
+
+def toml_value(item: Any) -> str:
+    """Format one value as TOML; None becomes "none"."""
+    if item is None:
+        return '"none"'
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, int | float):
+        return repr(item)
+    if isinstance(item, BaseModel):
+        return toml_value(item.model_dump(exclude_none=True))
+    if isinstance(item, Mapping):
+        pairs = ", ".join(f"{json.dumps(str(k))} = {toml_value(v)}" for k, v in item.items() if v is not None)
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(item, list | tuple):
+        return f"[{', '.join(toml_value(v) for v in item)}]"
+    # A JSON string is a valid TOML basic string, except that TOML requires DEL to be escaped.
+    return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""RunConfig: everything that decides what a run computes, in one frozen object. No torch at import."""
+"""RunConfig: the complete configuration of a run, frozen and validated. No torch at import."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tercet.config.data import DataConfig
-from tercet.config.health import HealthConfig
-from tercet.config.model import ModelConfig
-from tercet.config.parallel import ParallelConfig
-from tercet.config.profile import ProfileConfig
-from tercet.config.section import Section
-from tercet.config.train import CheckpointConfig, LogConfig, TrainConfig
+from tercet.config.sections import (
+    CheckpointConfig,
+    HealthConfig,
+    LogConfig,
+    ParallelConfig,
+    ProfileConfig,
+    Section,
+    TrainConfig,
+)
+from tercet.model.config import ModelConfig
 
 
 class RunSection(Section):
-    """The run itself: where it is kept, on what it runs, and its randomness."""
+    """The run itself: its folder, seed and device."""
 
     name: str = Field(default="run", min_length=1)
-    """Name of the run; part of its folder's name when run.dir is not given."""
+    """Name of the run; part of its folder's name if run.dir is not given."""
     dir: str | None = None
-    """Folder of the run; none: runs/NAME-DATE-TIME."""
+    """Run folder; none: runs/NAME-DATE-TIME."""
     seed: int = Field(default=1337, ge=0)
-    """Seed of the weights and of the order of the data."""
+    """Seed of the initial weights and of the data order."""
     deterministic: bool = False
-    """Only kernels that give the same bits every time; slower on a GPU."""
+    """Use only deterministic kernels; slower on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
+    """Device to train on. auto: a GPU if there is one."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch; none: as torch chooses."""
+    """CPU threads of torch; none: torch's default."""
 
 
 class RunConfig(Section):
-    """A whole run. Values come from the defaults, a preset, a TOML file and flags; later ones win."""
+    """A complete run. Values come from defaults, preset, TOML file and flags; later ones win."""
 
     run: RunSection = RunSection()
     model: ModelConfig = ModelConfig()
@@ -48,47 +52,47 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _tokens_per_step_divides(self) -> Self:
-        one = self.tokens_per_pass
-        asked = self.train.tokens_per_step
-        if asked % one:
-            below, above = asked // one * one, (asked // one + 1) * one
-            works = f"{below} or {above}" if below else f"{above}"
+        unit = self.tokens_per_pass
+        tokens = self.train.tokens_per_step
+        if tokens % unit:
+            below, above = tokens // unit * unit, (tokens // unit + 1) * unit
+            choices = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
-                f"train.tokens_per_step={asked} is not a multiple of train.micro_batch × data.seq_len × ranks = "
-                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {one}: take {works}"
-                f"{self._other_ways()}"
+                f"train.tokens_per_step={tokens} is not a multiple of train.micro_batch × data.seq_len × ranks = "
+                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: use {choices}"
+                f"{self._other_fixes()}"
             )
         return self
 
     @model_validator(mode="after")
-    def _context_splits(self) -> Self:
-        # The layout of the sequence asks for the same, of each batch: here it is known before anything is written.
+    def _context_divides(self) -> Self:
+        # ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
             unit = 2 * ranks // math.gcd(2 * ranks, batch)
             lengths = [n for n in (length // unit * unit, (length // unit + 1) * unit) if n >= 2]
-            batches = 2 * ranks // math.gcd(2 * ranks, length)
+            batch_unit = 2 * ranks // math.gcd(2 * ranks, length)
             raise ValueError(
                 f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
-                f"2 × context ranks = 2 × {ranks} = {2 * ranks}, two equal chunks of tokens for each: take "
-                f"data.seq_len {_some(lengths)}, or train.micro_batch {(batch // batches + 1) * batches}"
+                f"2 × context ranks = 2 × {ranks} = {2 * ranks} (two equal chunks of tokens per rank): use "
+                f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
             )
         return self
 
-    def _other_ways(self) -> str:
-        """Numbers of ranks, and sizes of micro-batches, into which the sequences of a step can be dealt."""
+    def _other_fixes(self) -> str:
+        """Rank counts and micro-batch sizes that divide the sequences of a step, as the end of an error message."""
         sequences, rest = divmod(self.train.tokens_per_step, self.data.seq_len)
         if rest:
             return ""
-        ways = ""
-        ranks, here = self.parallel.data_ranks, sequences // self.train.micro_batch
+        fixes = ""
+        ranks, micro_batches = self.parallel.data_ranks, sequences // self.train.micro_batch
         if ranks > 1 and sequences % self.train.micro_batch == 0:
-            fit = [n * self.parallel.context for n in range(1, here + 1) if here % n == 0]
-            ways += f", or launch {_some(fit)} rank{'s' * (fit != [1])}"
+            fit = [n * self.parallel.context for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+            fixes += f", or launch {_last_few(fit)} rank{'s' * (fit != [1])}"
         if sequences % ranks == 0:
             fit = [n for n in range(1, sequences // ranks + 1) if sequences // ranks % n == 0]
-            ways += f", or train.micro_batch {_some(fit)}"
-        return ways
+            fixes += f", or train.micro_batch {_last_few(fit)}"
+        return fixes
 
     @property
     def tokens_per_pass(self) -> int:
@@ -96,15 +100,15 @@ class RunConfig(Section):
         return self.train.micro_batch * self.data.seq_len * self.parallel.data_ranks
 
     @property
-    def validation_passes(self) -> int:
-        """Forward passes of one validation: whole ones, so that train.val_tokens is never undershot."""
-        return -(-self.train.val_tokens // self.tokens_per_pass)
-
-    @property
     def accumulation(self) -> int:
-        """Forward and backward passes in one step: derived, never asked for."""
+        """Gradient accumulation: forward and backward passes per step."""
         return self.train.tokens_per_step // self.tokens_per_pass
 
+    @property
+    def validation_passes(self) -> int:
+        """Forward passes per validation: enough to cover train.val_tokens."""
+        return -(-self.train.val_tokens // self.tokens_per_pass)
 
-def _some(numbers: list[int]) -> str:
+
+def _last_few(numbers: list[int]) -> str:
     return " or ".join(map(str, numbers[-4:]))

@@ -1,7 +1,4 @@
-"""How fast batches come: `python -m tercet.data.bench`, or `tercet data bench`.
-
-No model runs beside it: this is what the loader can give, not what a run would take.
-"""
+"""Loader throughput without a model: `tercet data bench`."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ class Throughput:
     batch_sequences: int
     world_size: int
     first_batch_seconds: float
-    tokens: int  # of all ranks together: what the stream was advanced by
+    tokens: int  # over all ranks
     seconds: float  # without the first batch
     tokens_per_second: float
-    tokens_per_core_second: float  # of processor time, all threads: on a busy machine the steadier number
+    tokens_per_core_second: float  # per second of CPU time, all threads; steadier on a busy machine
     documents: int
     epoch: int
     machine: str
@@ -65,15 +62,3 @@ def measure(
         epoch=batch.stats.epoch,
         machine=platform.machine(),
     )
-
-
-def main() -> int:
-    import tyro
-
-    from tercet.data.commands import bench
-
-    return tyro.cli(bench)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

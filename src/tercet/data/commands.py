@@ -1,4 +1,7 @@
-"""`tercet data …`: each function is a command, its arguments the flags, its docstring the help. Nothing heavy here."""
+"""`tercet data ...`: each function is a command, its arguments are flags and its docstring is the help.
+
+Imports nothing heavy, so that --help is fast.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from tercet.config.data import DataConfig
 
 
 def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1 << 26) -> int:
-    """Tokenise a source once and write memory-mapped shards, to be read with --data.source shards --data.path OUT.
+    """Tokenise a source once into memory-mapped shards, to be read with --data.source shards --data.path OUT.
 
-    Interrupted, it goes on behind the last finished shard when run again with the same arguments.
+    Run an interrupted preparation again with the same arguments to continue after the last finished shard.
 
     Args:
         data: What to read, and the tokenizer.
-        out: Folder for the shards, a manifest with checksums, and the tokenizer.
-        workers: Processes that tokenise; 0 for one per core. The shards do not depend on it.
-        shard_tokens: Tokens after which a shard is full.
+        out: Output folder for the shards, a manifest with checksums, and the tokenizer.
+        workers: Tokenising processes; 0: one per core. The shards do not depend on it.
+        shard_tokens: Tokens per shard.
     """
     from tercet.data.prepare import Progress
     from tercet.data.prepare import prepare as run
 
-    def say(now: Progress) -> None:
+    def print_progress(now: Progress) -> None:
         speed = f", {now.tokens / now.seconds:,.0f} tokens/s" if now.seconds > 1 else ""
         print(
             f"{now.shards} shards, {now.documents:,} documents, {now.tokens:,} tokens, {now.skipped} skipped, "
@@ -32,26 +35,26 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
             flush=True,
         )
 
-    manifest = run(data, out, workers=workers, shard_tokens=shard_tokens, report=say)
+    manifest = run(data, out, workers=workers, shard_tokens=shard_tokens, report=print_progress)
     tokenizer = "byte" if manifest["tokenizer"]["name"] == "byte" else out / "tokenizer.json"
     path = quote(str(out))
-    print(f"read them with: --data.source shards --data.path {path} --data.tokenizer {quote(str(tokenizer))}")
+    print(f"use them with: --data.source shards --data.path {path} --data.tokenizer {quote(str(tokenizer))}")
     return 0
 
 
 def train_tokenizer(
     data: DataConfig, out: Path, vocab_size: int = 8192, max_bytes: int = 1 << 30, seed: int = 0
 ) -> int:
-    """Train a byte-level BPE tokenizer on the training documents of a source of text.
+    """Train a byte-level BPE tokenizer on the training documents of a text source.
 
     Args:
         data: What to read; data.tokenizer is not used.
         out: The tokenizer.json to write.
-        vocab_size: Tokens, the 256 bytes and EOS included.
-        max_bytes: Text read at most.
-        seed: Order in which documents are read, which matters when there is more text than max_bytes.
+        vocab_size: Vocabulary size, including the 256 bytes and EOS.
+        max_bytes: Maximum amount of text to read.
+        seed: Seed of the document order; matters if there is more text than max_bytes.
     """
-    from tercet.data.bpe import train_bpe
+    from tercet.data.train_tokenizer import train_bpe
 
     tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed)
     option = f"--data.tokenizer {quote(str(out))}"
@@ -71,9 +74,9 @@ def inspect(
     Args:
         data: What to read.
         split: Training or validation documents.
-        sequences: Sequences to show.
-        seed: The run's seed, which gives the order.
-        verify: For shards: compare every file with its checksum first.
+        sequences: Number of sequences to show.
+        seed: Seed of the document order, as run.seed.
+        verify: For shards: verify all checksums first.
     """
     from tercet.data.inspect import describe, describe_shards
 
@@ -88,21 +91,21 @@ def inspect(
 def bench(
     data: DataConfig, seconds: float = 5.0, batch_sequences: int = 32, world_size: int = 1, seed: int = 1337
 ) -> int:
-    """Measure how fast batches come, without a model. Ends with one line of JSON.
+    """Measure loader throughput without a model. The last line is JSON.
 
     Args:
         data: What to read.
-        seconds: How long to read.
+        seconds: How long to measure.
         batch_sequences: Sequences per batch, over all ranks.
-        world_size: Read as rank 0 of this many.
-        seed: The run's seed, which gives the order.
+        world_size: Read as rank 0 of this many ranks.
+        seed: Seed of the document order, as run.seed.
     """
     from tercet.data.bench import measure
 
     result = measure(data, seconds=seconds, batch_sequences=batch_sequences, world_size=world_size, seed=seed)
     print(
         f"{result.source}, {result.tokenizer}: {result.tokens_per_second:,.0f} tokens/s, "
-        f"{result.tokens_per_core_second:,.0f} per second of one core "
+        f"{result.tokens_per_core_second:,.0f} tokens per CPU second "
         f"(first batch after {result.first_batch_seconds} s)"
     )
     print(json.dumps(result.as_dict()))

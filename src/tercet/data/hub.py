@@ -1,26 +1,36 @@
-"""FineWeb-Edu, and hub datasets like it: parquet files streamed through the `datasets` library.
+"""Hugging Face Hub: dataset streams (FineWeb-Edu and similar) and single model files.
 
-One path for the hub and for a local folder of the same files, so that what is tested offline is what runs online.
-The library's own shuffle is not used: its buffer is not part of its state, so it cannot go on exactly. Files are put
-in this epoch's order here, and records are shuffled in blocks like those of any other source.
+Parquet files are streamed with the `datasets` library, from the hub or from a local folder through the same code. The
+library's shuffle is not used, because its buffer is not part of its state and could not be resumed exactly: files are
+permuted here, and records are shuffled in blocks like those of any other source.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.files import find_files
-from tercet.data.hub_access import dataset_info, first_line, refused, retries_kept
 from tercet.data.order import permutation
 from tercet.data.records import Record, make_record
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
+
+# The libraries retry a request for up to six minutes and log every attempt. So Tercet first sends one short request
+# without retries, and attaches what the libraries log to the error it leads to (shown with --debug).
+REQUEST_SECONDS = 10
+_LIBRARIES = ("huggingface_hub", "datasets")
+_LOGGER = logging.getLogger(__name__)
 
 
 class HubRecords:
-    """A place is the state of the library's stream over the epoch's files."""
+    """Records of parquet files. A position is the state of the library's stream over the epoch's files."""
 
-    shuffled_by_order = False
+    one_per_file = False
 
     def __init__(self, urls: list[str], identity: dict[str, Any], text_field: str, *, seed: int, shuffle: bool) -> None:
         self._urls, self._identity, self._text_field = urls, identity, text_field
@@ -29,27 +39,29 @@ class HubRecords:
     def identity(self) -> dict[str, Any]:
         return self._identity
 
-    def open(self, epoch: int, place: dict[str, Any] | None) -> OpenHub:
+    def open(self, epoch: int, position: dict[str, Any] | None) -> HubRecordIterator:
         urls = self._urls
         if self._shuffle:
             urls = [urls[i] for i in permutation(len(urls), self._seed, epoch).tolist()]
-        return OpenHub(urls, self._text_field, place)
+        return HubRecordIterator(urls, self._text_field, position)
 
 
-class OpenHub:
-    def __init__(self, urls: list[str], text_field: str, place: dict[str, Any] | None) -> None:
+class HubRecordIterator:
+    """One pass over parquet files in an epoch's order."""
+
+    def __init__(self, urls: list[str], text_field: str, position: dict[str, Any] | None) -> None:
         self._urls, self._text_field = urls, text_field
-        self._read = place["read"] if place else 0
-        library = _library()
+        self._read = position["read"] if position else 0
+        library = _import_datasets()
         try:
-            with retries_kept():
+            with library_logs_attached():
                 self._stream = library.load_dataset(
                     "parquet", data_files={"train": urls}, split="train", streaming=True, columns=[text_field]
                 )
-            if place:
-                self._stream.load_state_dict(place["state"])
-        except Exception as error:  # network, missing file, broken file: the library has no common base
-            raise self._broken(error) from error
+            if position:
+                self._stream.load_state_dict(position["state"])
+        except Exception as error:  # network, missing or broken file: the library has no common base class
+            raise self._stream_error(error) from error
         self._rows = iter(self._stream)
 
     def __iter__(self) -> Iterator[Record | BadRecordError]:
@@ -61,34 +73,34 @@ class OpenHub:
         except StopIteration:
             raise
         except Exception as error:
-            raise self._broken(error) from error
+            raise self._stream_error(error) from error
         self._read += 1
         text = row.get(self._text_field)
-        # where() asks the library for its whole state: only for records that need naming.
-        return make_record(text, None, "", *(("", 0) if isinstance(text, str) else self.where()))
+        # last_record() copies the library's whole state, so call it only when an error needs it.
+        return make_record(text, None, "", *(("", 0) if isinstance(text, str) else self.last_record()))
 
-    def place(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         return {"state": self._stream.state_dict(), "read": self._read}
 
-    def where(self) -> tuple[str, int]:
-        # The library does not say which file a row is from; all its states hold the file's number.
+    def last_record(self) -> tuple[str, int]:
+        # The library does not report the file of a row, but its state has the file's index.
         shard = _find(self._stream.state_dict(), "shard_idx") if len(self._urls) > 1 else 0
         name = self._urls[shard] if isinstance(shard, int) and shard < len(self._urls) else self._urls[-1]
         return f"{name} (in reading order)", self._read
 
-    def _broken(self, error: Exception) -> DataError:
-        words = first_line(error)
+    def _stream_error(self, error: Exception) -> DataError:
+        reason = first_line(error)
         cause = error.__cause__ or error.__context__
-        if cause is not None and str(cause).strip() and first_line(cause) != words:
-            words += f" / {first_line(cause)}"
+        if cause is not None and str(cause).strip() and first_line(cause) != reason:
+            reason += f" / {first_line(cause)}"
         return DataError(
-            f"stream over {len(self._urls)} files ({self._urls[0]} …) broke after record {self._read} of the epoch "
-            f"({type(error).__name__}: {words}): check the network and the files, then go on with --resume auto"
+            f"stream over {len(self._urls)} files ({self._urls[0]} …) failed after record {self._read} of the epoch "
+            f"({type(error).__name__}: {reason}): check the network and the files, then resume with --resume auto"
         )
 
 
 def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, seed: int, shuffle: bool) -> HubRecords:
-    """All parquet files under `folder` of a dataset repository, at the commit that `revision` is now."""
+    """All parquet files under `folder` of a hub dataset, pinned to the commit that `revision` is now."""
     try:
         info = dataset_info(dataset, revision)
     except ImportError as error:
@@ -96,7 +108,7 @@ def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, se
             "source=fineweb-edu needs huggingface_hub and datasets, which are not installed: pip install 'tercet[data]'"
         ) from error
     except Exception as error:
-        kind = DataUsageError if refused(error) else DataError
+        kind = DataUsageError if is_permanent(error) else DataError
         raise kind(
             f"dataset {dataset} at revision {revision} cannot be reached on the hub ({first_line(error)}): "
             "check the network and the name, or give a local folder of its parquet files with --data.path"
@@ -107,7 +119,7 @@ def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, se
     if not files:
         folders = sorted({name.rsplit("/", 1)[0] for name in names if name.endswith(".parquet") and "/" in name})
         raise DataUsageError(
-            f"dataset {dataset} has no parquet file under hub_folder={folder!r}; it has: {', '.join(folders[:12])}"
+            f"dataset {dataset} has no parquet files under hub_folder={folder!r}: pick one of {', '.join(folders[:12])}"
         )
     urls = [f"hf://datasets/{dataset}@{info.sha}/{name}" for name in files]
     identity = {"dataset": dataset, "folder": folder, "revision": str(info.sha)}
@@ -121,7 +133,7 @@ def local_records(paths: tuple[str, ...], text_field: str, *, seed: int, shuffle
     return HubRecords([str(p.resolve()) for p in files.paths], identity, text_field, seed=seed, shuffle=shuffle)
 
 
-def _library() -> Any:
+def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -141,3 +153,109 @@ def _find(state: Any, name: str) -> Any:
             if (found := _find(value, name)) is not None:
                 return found
     return None
+
+
+def dataset_info(dataset: str, revision: str) -> Any:
+    """The hub's description of a dataset, from a single request."""
+    from huggingface_hub import HfApi
+
+    with library_logs_attached():
+        return HfApi().dataset_info(dataset, revision=revision, timeout=REQUEST_SECONDS)
+
+
+def fetch_model_file(model: str, name: str) -> str:
+    """Local path of a file of a hub model. If the hub cannot be reached, use an earlier download and log it."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with library_logs_attached():
+        try:
+            HfApi().model_info(model, timeout=REQUEST_SECONDS)
+        except Exception as error:  # the library has no common base class
+            if not _is_unreachable(error):
+                raise
+            try:
+                path = hf_hub_download(model, name, local_files_only=True)
+            except Exception:
+                raise error from None  # more useful than "not in the cache"
+            _warn_cached(model, name, Path(path).parent.name, first_line(error))
+            return path
+        return hf_hub_download(model, name)
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether a retry would fail too: no such name, or no access."""
+    from huggingface_hub.errors import HFValidationError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status in (401, 403, 404) or isinstance(error, HFValidationError)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """No connection, or no response in time. An HTTP error response is neither."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return False
+    # Match TransportError by name: huggingface_hub has changed its HTTP library, and not all of them raise OSError.
+    return isinstance(error, OSError) or any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+
+
+@cache  # warn once per file, however many loaders ask
+def _warn_cached(model: str, name: str, revision: str, reason: str) -> None:
+    _LOGGER.warning(
+        "the hub cannot be reached (%s): using the cached %s of %s, revision %s", reason, name, model, revision
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def library_logs_attached() -> Iterator[None]:
+    """Hold back what the hub libraries log in this thread: attach it to an error as notes, or log it on success."""
+    for handler in _library_handlers():
+        handler.addFilter(_CAPTURE)
+    records: list[logging.LogRecord] = []
+    _CAPTURE.stack.append(records)
+    try:
+        yield
+    except Exception as error:
+        for record in records:
+            error.add_note(f"{record.name}: {record.getMessage()}")
+        records.clear()
+        raise
+    finally:
+        _CAPTURE.stack.pop()
+        for record in records:
+            logging.getLogger(record.name).handle(record)
+
+
+def _library_handlers() -> list[logging.Handler]:
+    found = [logging.lastResort] if logging.lastResort else []
+    for name in (*_LIBRARIES, None):
+        found += logging.getLogger(name).handlers
+    return found
+
+
+class _LogCapture(logging.Filter, threading.local):
+    """Captures the libraries' records in threads that asked for it.
+
+    It stays installed on the handlers and passes everything otherwise: with removal, concurrent threads would remove
+    each other's filter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[list[logging.LogRecord]] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self.stack or record.name.partition(".")[0] not in _LIBRARIES:
+            return True
+        if not any(record is other for other in self.stack[-1]):  # each handler sees the same record
+            self.stack[-1].append(record)
+        return False
+
+
+_CAPTURE = _LogCapture()

@@ -1,4 +1,4 @@
-"""Look at what the model will read: boundaries, targets and the share of the validation split."""
+"""`tercet data inspect`: show documents, boundaries and targets as the model will read them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import DataUsageError
-from tercet.data.packing import IGNORE, Packed, Packing, pack
+from tercet.data.packing import IGNORE, PackedBatch, Packing, pack
 from tercet.data.shards import read_manifest, verify
 from tercet.data.sources import open_stream
-from tercet.data.stream import Split
+from tercet.data.stream import DataUsageError, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 
 WIDTH = 96
 
 
 def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> Iterator[str]:
-    """Lines about the first `sequences` sequences: each document with its length and its first and last characters."""
+    """Lines about the first sequences: each document with its length and its first and last characters."""
     if sequences < 1:
-        raise DataUsageError(f"sequences={sequences} is below 1: give the number of sequences to show")
+        raise DataUsageError(f"sequences={sequences} is below 1: use a positive number of sequences")
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)
     yield f"source {data.source}, split {split}, seed {seed}"
@@ -36,23 +35,23 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     stats = packed.stats
     counted = int((packed.targets != IGNORE).sum())
     yield (
-        f"{stats.documents} documents ended, {stats.tokens} tokens, {counted} of them are targets, "
-        f"{stats.padding} padding, {stats.skipped} records skipped, {stats.left_out} empty left out"
+        f"{stats.documents} complete documents, {stats.tokens} tokens, {counted} targets, {stats.padding} padding, "
+        f"{stats.skipped} bad records skipped, {stats.left_out} empty documents skipped"
     )
 
 
 def describe_shards(folder: Path, *, check: bool) -> Iterator[str]:
-    """Lines about a folder of shards, whose checksums are compared if `check`."""
+    """Lines about a shard folder; `check` verifies its checksums."""
     manifest = verify(folder) if check else read_manifest(folder)
-    made_with = manifest["tokenizer"]
+    used = manifest["tokenizer"]
     yield f"{folder}: {len(manifest['shards'])} shards, {manifest['documents']} documents, {manifest['tokens']} tokens"
-    yield f"tokenizer {made_with['name']}: {made_with['vocab_size']} tokens, fingerprint {made_with['fingerprint']}"
+    yield f"tokenizer {used['name']}: {used['vocab_size']} tokens, fingerprint {used['fingerprint']}"
     source = manifest["source"]["source"]
-    yield f"made from {source}: {manifest['skipped']} records skipped, {manifest['left_out']} empty"
-    yield "every file agrees with its checksum" if check else "checksums not compared (--verify does)"
+    yield f"prepared from {source}: {manifest['skipped']} bad records skipped, {manifest['left_out']} empty documents"
+    yield "all checksums match" if check else "checksums not verified (use --verify)"
 
 
-def _segments(packed: Packed, tokenizer: Tokenizer, seq_len: int) -> Iterator[str]:
+def _segments(packed: PackedBatch, tokenizer: Tokenizer, seq_len: int) -> Iterator[str]:
     bounds = packed.cu_seqlens.tolist()
     for begin, end in pairwise(bounds):
         if begin % seq_len == 0:
@@ -65,4 +64,4 @@ def _segments(packed: Packed, tokenizer: Tokenizer, seq_len: int) -> Iterator[st
             continue
         text = repr(tokenizer.decode(tokens))[1:-1]
         shown = text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
-        yield f"  {len(tokens):>8} tokens, {counted:>8} targets, {'ends' if ended else 'goes on'}: {shown}"
+        yield f"  {len(tokens):>8} tokens, {counted:>8} targets, {'ends' if ended else 'continues'}: {shown}"

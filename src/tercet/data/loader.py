@@ -1,7 +1,7 @@
-"""Batches for the trainer, each with the cursor that stands after it.
+"""Batches for the trainer.
 
-The cursor travels with the batch, so what was prefetched and never used is neither lost nor repeated: a run goes on
-from the cursor of the last batch it consumed.
+Each batch carries the data cursor after it. A run resumes from the cursor of the last batch it consumed, so batches
+that were prefetched but not used are neither lost nor repeated.
 """
 
 from __future__ import annotations
@@ -14,28 +14,26 @@ from typing import Any, Literal
 import torch
 
 from tercet.config.data import DataConfig
-from tercet.data.ahead import Ahead
-from tercet.data.errors import DataUsageError
-from tercet.data.packing import Batches, LoaderStats, Packing, pack
-from tercet.data.sequence_shuffle import narrowest, pack_shuffled
+from tercet.data.packing import LoaderStats, PackedBatches, Packing, block_dtype, pack, pack_shuffled
+from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
-from tercet.data.stream import DocumentStream
+from tercet.data.stream import DataUsageError, DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share. tokens, targets: [b, T]; cu_seqlens: [documents + 1] over the b * T tokens, flattened."""
+    """One rank's share of a batch. tokens, targets: [b, T]; cu_seqlens: [documents + 1] over the b * T tokens."""
 
-    tokens: torch.Tensor  # int64, pinned where this process uses a GPU
-    targets: torch.Tensor  # int64, -100 where there is nothing to predict
+    tokens: torch.Tensor  # int64; pinned if this process uses a GPU
+    targets: torch.Tensor  # int64; -100 where there is nothing to predict
     cu_seqlens: torch.Tensor | None  # int32; None with cross_document_attention
-    state: dict[str, Any]  # the cursor after this batch: JSON-able, the same on every rank
+    state: dict[str, Any]  # cursor after this batch: JSON, the same on every rank
     stats: LoaderStats
 
 
 class Loader:
-    """Iterate over it once. `close` when done with it, or use it as a context manager."""
+    """Iterate over it once; close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -46,15 +44,15 @@ class Loader:
         others_wait: bool = False,
     ) -> None:
         self._stream, self._source = stream, batches
-        self._ahead = Ahead(batches, prefetch, stop, others_wait) if prefetch else None
+        self._prefetcher = Prefetcher(batches, prefetch, stop, others_wait) if prefetch else None
         self._waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._ahead is not None:
-            return next(self._ahead)
+        if self._prefetcher is not None:
+            return next(self._prefetcher)
         begin = time.perf_counter()
         try:
             return next(self._source)
@@ -63,17 +61,17 @@ class Loader:
 
     @property
     def wait_seconds(self) -> float:
-        """Time the reader of this loader has waited for batches so far."""
-        return self._ahead.wait_seconds if self._ahead is not None else self._waited
+        """Total time spent waiting for batches."""
+        return self._prefetcher.wait_seconds if self._prefetcher is not None else self._waited
 
     @property
     def bad_records(self) -> list[str]:
-        """The first few skipped records in words; batch.stats.skipped counts them all."""
+        """Messages of the first few skipped records; batch.stats.skipped counts all."""
         return list(self._stream.bad_records)
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         else:
             self._source.close()
 
@@ -97,20 +95,22 @@ def build_loader(
     stop: Callable[[], bool] = lambda: False,
     others_wait: bool = False,
 ) -> Loader:
-    """Batches of `batch_sequences` sequences over all ranks, of which this rank gets its contiguous share.
+    """Batches of `batch_sequences` sequences over all ranks; this rank gets its contiguous share.
 
-    `state` goes on after the batch it came with, at any world size, batch size or sequence length. Batches lie in
-    pinned memory if this process has initialised CUDA by now (a run on the CPU of a GPU machine has not). While a batch
-    does not come, `stop` is asked now and then; some seconds after its first yes StoppedWaiting is raised, more of them
-    where `others_wait`. Not with prefetch=0: then the reader itself reads.
+    state: a batch's state, to continue after that batch, at any world size, batch size or sequence length.
+    stop: polled while waiting for a batch; once it returns True, StoppedWaiting is raised after a grace period.
+    others_wait: other ranks wait for this one's batch, so the grace period is longer.
+
+    With data.prefetch=0 batches are read in the calling thread, and `stop` is not polled. Batches are in pinned memory
+    if this process has initialised CUDA (a CPU run on a GPU machine has not).
     """
     if batch_sequences < 1 or batch_sequences % world_size:
         above = -(-max(batch_sequences, 1) // world_size) * world_size
         raise DataUsageError(
-            f"batch_sequences={batch_sequences} is not a multiple of world_size={world_size}: take {above}"
+            f"batch_sequences={batch_sequences} is not a multiple of world_size={world_size}: use {above}"
         )
     if not 0 <= rank < world_size:
-        raise DataUsageError(f"rank={rank} is not one of 0 … {world_size - 1} (world_size={world_size})")
+        raise DataUsageError(f"rank={rank} is not in 0 … {world_size - 1} (world_size={world_size})")
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)
@@ -125,22 +125,22 @@ def build_loader(
     )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if data.shuffle_sequences and split == "train":
-        packing = replace(packing, dtype=narrowest(tokenizer.vocab_size))
-        packs = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
+        packing = replace(packing, dtype=block_dtype(tokenizer.vocab_size))
+        packed = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
     else:
-        packs = pack(stream, packing, state)
-    batches = _to_torch(packs, data, device)
+        packed = pack(stream, packing, state)
+    batches = _to_torch(packed, data, device)
     return Loader(stream, batches, data.prefetch, stop, others_wait)
 
 
-def _to_torch(packs: Batches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:
+def _to_torch(packed: PackedBatches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:
     pin = device is not None
     if device is not None:
-        # This runs in the prefetch thread, whose device would be GPU 0: every rank would take memory there.
+        # The prefetch thread defaults to GPU 0, where every rank would then allocate memory.
         torch.cuda.set_device(device)
     try:
-        for packed in packs:
-            tensors = [torch.from_numpy(array) for array in packed[:3]]
+        for batch in packed:
+            tensors = [torch.from_numpy(array) for array in batch[:3]]
             if pin:
                 tensors = [tensor.pin_memory() for tensor in tensors]
             tokens, targets, cu_seqlens = tensors
@@ -148,8 +148,8 @@ def _to_torch(packs: Batches, data: DataConfig, device: int | None) -> Generator
                 tokens=tokens.view(-1, data.seq_len),
                 targets=targets.view(-1, data.seq_len),
                 cu_seqlens=None if data.cross_document_attention else cu_seqlens,
-                state=packed.state,
-                stats=packed.stats,
+                state=batch.state,
+                stats=batch.stats,
             )
     finally:
-        packs.close()
+        packed.close()

@@ -1,8 +1,7 @@
-"""Orders and splits that are pure functions of numbers: no generator state, nothing to save, the same on every
-numpy version and machine.
+"""Random orders and the validation split as pure functions of integers.
 
-numpy's own generators were not used: their streams may change between numpy versions, and a run resumed after an
-upgrade would read documents in another order.
+There is no generator state to save, and results do not depend on the numpy version: numpy may change the streams of its
+own generators, and a run resumed after an upgrade would read its documents in a different order.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser: a bijection of 64-bit integers whose outputs look random. uint64 in and out."""
+    """The splitmix64 finaliser, a bijection on uint64 with random-looking output."""
     value = value ^ (value >> np.uint64(30))
     value = value * np.uint64(0xBF58476D1CE4E5B9)
     value = value ^ (value >> np.uint64(27))
@@ -25,9 +24,9 @@ def mix(value: np.ndarray) -> np.ndarray:
 
 
 def key(*parts: int) -> int:
-    """One 64-bit key out of several integers (a seed, an epoch, a block number...)."""
+    """Combine integers (a seed, an epoch, a block number, ...) into one 64-bit key."""
     state = 0
-    for part in parts:  # `mix`, on Python integers: ten times faster than numpy for one number
+    for part in parts:  # `mix` on Python integers: ten times faster than numpy for a single number
         state = (state + part + _GOLDEN) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -36,29 +35,29 @@ def key(*parts: int) -> int:
 
 
 def random_u64(stream: int, count: int) -> np.ndarray:
-    """`count` random-looking uint64 that depend on `stream` (a `key`) only: splitmix64's own sequence."""
+    """`count` pseudo-random uint64 (splitmix64) that depend only on `stream`, a `key`."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix(steps + np.uint64(stream))
 
 
 def random_below(stream: int, count: int, bound: int) -> np.ndarray:
-    """`count` integers of 0 … bound-1 (bound < 2**31), uniform but for a bias below bound / 2**32. int64."""
+    """`count` int64 in [0, bound), bound < 2**31; uniform up to a bias below bound / 2**32."""
     halves = random_u64(stream, (count + 1) // 2).view(np.uint32)[:count]
     return ((halves.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).view(np.int64)
 
 
 def permutation(count: int, *parts: int) -> np.ndarray:
-    """0 … count-1 in an order that depends on `parts` only. int64."""
+    """A permutation of range(count) (int64) that depends only on `parts`."""
     return np.argsort(random_u64(key(*parts), count), kind="stable")
 
 
 def document_hash(data: bytes) -> int:
-    """64 bits of SHA-256 of a document's UTF-8 text: decides its side of the validation split."""
+    """64 bits of the SHA-256 of a document's UTF-8 text; decides its split."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def in_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are for validation: those whose hash lies in the lowest `fraction` of all hashes."""
+    """Which documents belong to validation: those with hashes in the lowest `fraction` of the range."""
     return hashes < np.uint64(validation_threshold(fraction))
 
 

@@ -1,31 +1,35 @@
-"""Documents packed into sequences, with their boundaries and targets. numpy only.
+"""Pack documents into sequences with boundaries and targets, and optionally shuffle the sequences. numpy only.
 
-S sequences of T tokens are one batch of all ranks together; a rank copies its own and only counts through the others.
-tokens and targets: [own * T], cu_seqlens: [documents + 1] over them.
+A batch is S sequences of T tokens over all ranks. A rank copies its own share and only advances through the others'.
+tokens and targets: [share * T]; cu_seqlens: [documents + 1] over them.
+
+The state after a batch is JSON and resumes exactly. `pack` keeps documents in order; `pack_shuffled` permutes the
+sequences within blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tercet.data.errors import DataError
-from tercet.data.stream import Cursor, Document, DocumentStream, totals
+from tercet.config.data import bytes_per_token
+from tercet.data.order import permutation
+from tercet.data.stream import Cursor, DataError, Document, DocumentStream, counts_of
 
-IGNORE = -100  # the target that takes no part in the loss
+IGNORE = -100  # target that does not count in the loss
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """Counted since the start of the run over all ranks; a resumed run goes on counting."""
+    """Totals since the start of the run, over all ranks and resumes."""
 
     documents: int  # read to their end
     epoch: int
-    skipped: int  # bad records left out because data.bad_records is skip
+    skipped: int  # bad records, where data.bad_records is skip
     left_out: int  # empty documents
     tokens: int  # without padding
     padding: int
@@ -35,61 +39,61 @@ class LoaderStats:
         return asdict(self)
 
 
-class Mark(NamedTuple):
-    """Where the stream stood at the end of a sequence."""
+class SequenceEnd(NamedTuple):
+    """Stream position and totals at the end of one sequence."""
 
     cursor: Cursor | None
     tokens: int
     padding: int
 
     def stats(self, sequences: int) -> LoaderStats:
-        return LoaderStats(**totals(self.cursor), tokens=self.tokens, padding=self.padding, sequences=sequences)
+        return LoaderStats(**counts_of(self.cursor), tokens=self.tokens, padding=self.padding, sequences=sequences)
 
 
-class Packed(NamedTuple):
-    tokens: np.ndarray  # of the packing's dtype, as are targets
+class PackedBatch(NamedTuple):
+    tokens: np.ndarray  # of the packing's dtype, like targets
     targets: np.ndarray
     cu_seqlens: np.ndarray  # int32
     state: dict[str, Any]
     stats: LoaderStats
-    marks: Sequence[Mark] = ()  # of all S sequences; at the end of the stream none of those that only fill the batch
+    ends: Sequence[SequenceEnd] = ()  # of all S sequences, except those that only pad the last batch
 
 
-Batches = Generator[Packed, None, None]  # close() stops what runs behind it
+PackedBatches = Generator[PackedBatch, None, None]  # close() stops background readers
 
 
 @dataclass(frozen=True)
 class Packing:
     seq_len: int
-    sequences: int  # S
-    first: int  # of this rank
-    count: int  # of this rank
+    sequences: int  # S, over all ranks
+    first: int  # first sequence of this rank
+    count: int  # sequences of this rank
     whole: bool  # do not split a document that fits in a sequence
     padding_token: int
-    dtype: type[np.signedinteger[Any]] = np.int64  # signed, and wide enough for every token
+    dtype: type[np.signedinteger[Any]] = np.int64  # must hold every token and IGNORE
 
 
-def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> Batches:
-    """Batches from `state` on. At the end of the stream the last batch is filled up with padding."""
+def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> PackedBatches:
+    """Batches after `state`. The last batch of a stream is padded."""
     packer = _Packer(stream, packing, state)
     try:
         while not packer.ended:
-            packed = packer.batch()
-            if packed is not None:
-                yield packed
-            del packed  # held while the next is made, a block of shuffled sequences would be there twice
+            batch = packer.next_batch()
+            if batch is not None:
+                yield batch
+            del batch  # otherwise two blocks of shuffled sequences would be in memory
     finally:
         packer.close()
 
 
 def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Refuse a cursor of other data: it would point at other documents."""
+    """Reject a state saved with different data: its cursor would point at other documents."""
     if state.get("format") != FORMAT:
         raise DataError(
             f"data cursor has format {state.get('format')!r}, this version reads {FORMAT}: resume with the version "
             "that wrote it, or start from the weights alone with train.init_from"
         )
-    before, now = _flat(state["identity"]), _flat(identity)
+    before, now = _flatten(state["identity"]), _flatten(identity)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             raise DataError(
@@ -105,12 +109,12 @@ class _Packer:
             check_identity(state, self._identity)
             if "cursor" not in state:
                 raise DataError(
-                    "the checkpoint's data cursor stands in a block of shuffled sequences: put data.shuffle_sequences "
+                    "the checkpoint's data cursor is inside a block of shuffled sequences: set data.shuffle_sequences "
                     f"back to {state['shuffle']['block']}, or start from the weights alone with train.init_from"
                 )
         self._packing = packing
-        self._cursor: Cursor | None = state["cursor"] if state else None  # before the document at hand
-        self._offset: int = state["offset"] if state else 0  # tokens taken of the document at hand
+        self._cursor: Cursor | None = state["cursor"] if state else None  # before the current document
+        self._offset: int = state["offset"] if state else 0  # tokens already taken from the current document
         self._counts = {name: state[name] if state else 0 for name in ("tokens", "padding", "sequences")}
         self.ended = False
         self._documents = stream.documents(self._cursor)
@@ -119,22 +123,22 @@ class _Packer:
             self._document = next(self._documents, None)
             if self._document is None or len(self._document.tokens) <= self._offset:
                 raise DataError(
-                    f"the data changed since the checkpoint: its cursor stands at token {self._offset} of a document "
-                    "that is now shorter: restore it, or start from the weights alone with train.init_from"
+                    f"the data changed since the checkpoint: its cursor is at token {self._offset} of a document that "
+                    "is now shorter: restore it, or start from the weights alone with train.init_from"
                 )
 
     def close(self) -> None:
         self._documents.close()
 
-    def batch(self) -> Packed | None:
-        """The next batch; None if the stream had nothing left for it."""
+    def next_batch(self) -> PackedBatch | None:
+        """The next batch; None if the stream has no documents left."""
         packing, length = self._packing, self._packing.seq_len
         size = packing.count * length
         tokens = np.full(size, packing.padding_token, dtype=packing.dtype)
         targets = np.full(size, IGNORE, dtype=packing.dtype)
-        bounds = list(range(0, size + 1, length))  # a sequence's end is a boundary too
+        bounds = list(range(0, size + 1, length))  # sequences are separated like documents
         before = self._counts["tokens"]
-        self._marks: list[Mark] = []
+        self._ends: list[SequenceEnd] = []
         self._skip(packing.first * length)
         self._fill(tokens, targets, bounds)
         self._skip((packing.sequences - packing.first - packing.count) * length)
@@ -142,22 +146,22 @@ class _Packer:
             return None
         self._counts["sequences"] += packing.sequences
         cu_seqlens = np.array(sorted(set(bounds)), dtype=np.int32)
-        return Packed(tokens, targets, cu_seqlens, self._state(), self._stats(), self._marks)
+        return PackedBatch(tokens, targets, cu_seqlens, self._state(), self._stats(), self._ends)
 
     def _fill(self, tokens: np.ndarray, targets: np.ndarray, bounds: list[int]) -> None:
-        """This rank's sequences, which lie one after another: a long document is copied over several at once."""
+        """Fill this rank's sequences. They are contiguous, so a long document is copied over several at once."""
         for at, document, offset, take in self._spans(len(tokens)):
             _copy(document, offset, take, tokens[at : at + take], targets[at : at + take])
             bounds.append(at)
             bounds.append(at + take)
 
     def _skip(self, size: int) -> None:
-        """Another rank's sequences: only counted, so that of shards not even a page is read."""
+        """Advance through other ranks' sequences without reading tokens: shards are not even paged in."""
         for _ in self._spans(size):
             pass
 
     def _spans(self, size: int) -> Iterator[tuple[int, Document, int, int]]:
-        """What fills the next `size` tokens: (position, document, offset in it, tokens of it). Gaps are padding."""
+        """What fills the next `size` tokens: (position, document, offset in it, tokens). Gaps are padding."""
         length, at = self._packing.seq_len, 0
         while at < size:
             if self._document is None:
@@ -166,33 +170,33 @@ class _Packer:
             document, offset = self._document, self._offset
             if document is None:
                 if (filled := at % length) != 0:
-                    self._mark(padding=length - filled)
+                    self._end_sequence(padding=length - filled)
                 self._counts["padding"] += size - at
                 return
-            left = len(document.tokens) - offset
-            room = length - at % length
-            if self._packing.whole and offset == 0 and room < min(left, length):
-                self._counts["padding"] += room
-                at += room
-                self._mark()
+            remaining = len(document.tokens) - offset
+            free = length - at % length
+            if self._packing.whole and offset == 0 and free < min(remaining, length):
+                self._counts["padding"] += free
+                at += free
+                self._end_sequence()
                 continue
-            take = min(left, size - at)
+            take = min(remaining, size - at)
             yield at, document, offset, take
-            for inside in range(room, take, length):
-                self._mark(tokens=inside)
+            for inside in range(free, take, length):
+                self._end_sequence(tokens=inside)
             at += take
             self._counts["tokens"] += take
-            if take == left:
+            if take == remaining:
                 self._cursor, self._offset, self._document = document.cursor, 0, None
             else:
                 self._offset += take
             if at % length == 0:
-                self._mark()
+                self._end_sequence()
 
-    def _mark(self, tokens: int = 0, padding: int = 0) -> None:
-        """A sequence ends here, or where so many more have been taken of the document at hand."""
+    def _end_sequence(self, tokens: int = 0, padding: int = 0) -> None:
+        """Record the end of a sequence, `tokens` and `padding` beyond the current counts."""
         counts = self._counts
-        self._marks.append(Mark(self._cursor, counts["tokens"] + tokens, counts["padding"] + padding))
+        self._ends.append(SequenceEnd(self._cursor, counts["tokens"] + tokens, counts["padding"] + padding))
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -204,11 +208,11 @@ class _Packer:
         }
 
     def _stats(self) -> LoaderStats:
-        return LoaderStats(**totals(self._cursor), **self._counts)
+        return LoaderStats(**counts_of(self._cursor), **self._counts)
 
 
 def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, targets: np.ndarray) -> None:
-    """The target of a token is its successor in the same document, be it in the next sequence; EOS has none."""
+    """Copy tokens; the target of each is the next token of its document, even if in the next sequence. EOS has none."""
     tokens[:] = document.tokens[offset : offset + take]
     following = document.tokens[offset + 1 : offset + 1 + take]
     targets[: len(following)] = following
@@ -216,11 +220,140 @@ def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, target
         targets[: len(following)][~document.loss[offset + 1 : offset + 1 + take]] = IGNORE
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_flatten(value, f"{prefix}{name}."))
         else:
             flat[prefix + name] = value
     return flat
+
+
+# Shuffled sequences (data.shuffle_sequences).
+#
+# Documents come in random order, but the sequences of one document are consecutive: with small steps a long file fills
+# many steps in a row, and the model overfits to it. Here N sequences are packed at a time and delivered in an order
+# that depends only on the seed and the block's number. Every rank packs whole blocks and copies its share of a batch.
+#
+# The state is the packing state at the start of the block and the number of sequences delivered from it; resuming packs
+# the block again. Stats are those of as many sequences in packing order: a partly delivered block has no exact document
+# count, and counting the whole block would run far ahead of the model (by thousands of epochs on small data).
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    tokens: np.ndarray  # [T]
+    targets: np.ndarray  # [T]
+    bounds: np.ndarray  # of its documents, including 0 and T
+    state: dict[str, Any]  # after it
+    stats: LoaderStats
+
+
+def block_dtype(vocab_size: int) -> type[np.signedinteger[Any]]:
+    """The type a block is stored in: signed, to hold IGNORE."""
+    return np.int16 if bytes_per_token(vocab_size) == 2 else np.int32
+
+
+def pack_shuffled(
+    stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None = None
+) -> PackedBatches:
+    """Like `pack`, with the sequences of every `block` permuted. Blocks use the packing's dtype; batches are int64."""
+    batch: list[_Sequence] = []
+    sequences = _shuffled_sequences(stream, packing, block, seed, state)
+    try:
+        for sequence in sequences:
+            batch.append(sequence)
+            if len(batch) == packing.sequences:
+                yield _join(batch, packing)
+                batch = []
+        if batch:
+            yield _join(batch, packing)
+    finally:
+        sequences.close()
+
+
+def _shuffled_sequences(
+    stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None
+) -> Generator[_Sequence, None, None]:
+    identity = stream.identity  # once: for files it stats every file
+    start, index, done, handed = _resume_point(identity, packing, block, state)
+    block_packing = replace(packing, sequences=block, first=0, count=block)
+    blocks = pack(stream, block_packing, start)
+    try:
+        for packed in blocks:
+            numbers = _non_padding(packed, packing)
+            order = permutation(len(numbers), seed, index)
+            for position in range(done, len(numbers)):
+                handed += 1
+                last = position + 1 == len(numbers)
+                shuffle = {
+                    "block": block,
+                    "seq_len": packing.seq_len,
+                    "start": packed.state if last else start,
+                    "index": index + 1 if last else index,
+                    "done": 0 if last else position + 1,
+                    "handed": handed,
+                }
+                after = {"format": FORMAT, "identity": identity, "shuffle": shuffle}
+                stats = packed.ends[numbers[position]].stats(handed)
+                yield _sequence(packed, numbers[order[position]], packing.seq_len, after, stats)
+            start, index, done = packed.state, index + 1, 0
+            del packed  # free it before the next block is packed
+    finally:
+        blocks.close()
+
+
+def _resume_point(
+    identity: dict[str, Any], packing: Packing, block: int, state: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, int, int, int]:
+    """(packing state at the block's start, block number, sequences delivered from it, sequences delivered in all)."""
+    if state is None:
+        return None, 0, 0, 0
+    check_identity(state, identity)
+    shuffle = state.get("shuffle")
+    if shuffle is None:  # saved without shuffling: a block starts at its cursor
+        return state, 0, 0, state["sequences"]
+    for name, now in (("block", block), ("seq_len", packing.seq_len)):
+        if shuffle[name] != now and shuffle["done"]:
+            key = "data.shuffle_sequences" if name == "block" else "data.seq_len"
+            raise DataError(
+                f"{key} was {shuffle[name]} and is {now}, but the checkpoint is inside a block of shuffled sequences: "
+                "set it back, or start from the weights alone with train.init_from"
+            )
+    return shuffle["start"], shuffle["index"], shuffle["done"], shuffle["handed"]
+
+
+def _non_padding(packed: PackedBatch, packing: Packing) -> list[int]:
+    """Numbers of the sequences that are not all padding; the end of the data leaves some."""
+    tokens, targets = (array.reshape(-1, packing.seq_len) for array in (packed.tokens, packed.targets))
+    padding = tokens[:, 0] == packing.padding_token
+    for number in np.flatnonzero(padding):
+        padding[number] = (tokens[number] == packing.padding_token).all() and (targets[number] == IGNORE).all()
+    return np.flatnonzero(~padding).tolist()
+
+
+def _sequence(packed: PackedBatch, number: int, length: int, state: dict[str, Any], stats: LoaderStats) -> _Sequence:
+    """A copy of one sequence: a view would keep its whole block in memory until the batch is complete."""
+    begin, end = number * length, (number + 1) * length
+    first, last = np.searchsorted(packed.cu_seqlens, (begin, end))
+    bounds = packed.cu_seqlens[first : last + 1] - begin
+    return _Sequence(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds, state, stats)
+
+
+def _join(batch: list[_Sequence], packing: Packing) -> PackedBatch:
+    """This rank's share as one batch, padded if the batch is incomplete."""
+    length = packing.seq_len
+    tokens = np.full(packing.count * length, packing.padding_token, dtype=np.int64)
+    targets = np.full(packing.count * length, IGNORE, dtype=np.int64)
+    bounds: list[np.ndarray] = [np.arange(0, packing.count * length + 1, length, dtype=np.int32)]
+    for index, sequence in enumerate(batch[packing.first : packing.first + packing.count]):
+        at = index * length
+        tokens[at : at + length] = sequence.tokens
+        targets[at : at + length] = sequence.targets
+        bounds.append(sequence.bounds + at)
+    cu_seqlens = np.unique(np.concatenate(bounds)).astype(np.int32)
+    missing, stats = packing.sequences - len(batch), batch[-1].stats
+    if missing:
+        stats = replace(stats, padding=stats.padding + missing * length, sequences=stats.sequences + missing)
+    return PackedBatch(tokens, targets, cu_seqlens, batch[-1].state, stats)

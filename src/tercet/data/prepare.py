@@ -1,8 +1,8 @@
-"""Tokenise once, read many times: any source of text becomes a folder of shards.
+"""`tercet data prepare`: tokenise a text source once into a folder of shards.
 
-This process reads records in their order, worker processes tokenise, this process writes. So the shards are the same
-bytes whatever the number of workers, and after any interruption: a finished shard carries the cursor of the records
-behind it, and the next run goes on there.
+This process reads records in order, worker processes tokenise them, and this process writes. The shards are therefore
+byte-identical for any number of workers and after any interruption: each finished shard stores the position of the next
+record, where the next run continues.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import DataConfig
-from tercet.data.errors import BadRecordError, DataError, DataUsageError
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import record_source
-from tercet.data.text import BAD_RECORDS_KEPT, OpenRecords, encode_records, hash_of, objection
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
+from tercet.data.text import BAD_RECORDS_KEPT, RecordIterator, check_encodable, encode_records, record_hash
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 
 PLAN = "prepare.json"
 LOCK = ".lock"
-CHUNK_BYTES = 1 << 20  # text sent to a worker at once
+CHUNK_BYTES = 1 << 20  # text per work item
 PREPARABLE = ("python-source", "text", "jsonl", "parquet", "fineweb-edu")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What is on disk after a shard."""
+    """What is on disk after a shard is written."""
 
     shards: int
     documents: int
@@ -52,9 +52,12 @@ class Progress:
 @dataclass
 class _Chunk:
     records: list[Record]
-    place: Any  # behind its records
-    bad: list[str]  # records skipped, in words
+    position: Any  # after its records
+    bad: list[str]  # messages of skipped records
     left_out: int
+
+
+Encoded = tuple[list[tuple[np.ndarray, int]], list[int]]  # (tokens, prompt tokens) and hash of each document
 
 
 def prepare(
@@ -65,23 +68,22 @@ def prepare(
     shard_tokens: int = 1 << 26,
     report: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
-    """Write `data`'s documents as shards under `out`, going on where an earlier run stopped. Returns the manifest.
+    """Write the documents of `data` as shards to `out`, continuing an interrupted run. Returns the manifest.
 
-    `workers` tokenise; 0 means one per core. Documents of both splits are written, in the order of the sorted files:
-    the split and the order of reading are made when the shards are read.
+    workers: tokenising processes; 0: one per core. Documents of both splits are written, in the order of the sorted
+    files; split and shuffling are applied when the shards are read.
     """
     if data.source not in PREPARABLE:
-        raise DataUsageError(f"source={data.source} cannot be prepared: it must be one of {', '.join(PREPARABLE)}")
+        raise DataUsageError(f"source={data.source} cannot be prepared: use one of {', '.join(PREPARABLE)}")
     if shard_tokens < 1:
-        raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: 67108864 is a good size")
+        raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: use a positive number, such as 67108864")
     if workers < 0:
-        raise DataUsageError(f"workers={workers} is below 0: give a number of processes, or 0 for one per core")
+        raise DataUsageError(f"workers={workers} is below 0: use a positive number, or 0 for one per core")
     workers = workers or os.cpu_count() or 1
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     records = record_source(data, seed=0, shuffle=False)
-    _check_folder(out)
     _make_folder(out)
-    with _only_one(out):
+    with _lock(out):
         plan = {
             "format": FORMAT,
             "tokenizer": _describe(tokenizer),
@@ -96,23 +98,23 @@ def prepare(
             "shard_tokens": shard_tokens,
         }
         _check_plan(out, plan)
-        if (out / MANIFEST).is_file():  # written last: everything is there
+        if (out / MANIFEST).is_file():  # written last: preparation is complete
             return read_manifest(out)
         if isinstance(tokenizer, LibraryTokenizer):
             tokenizer.save(out / "tokenizer.json")
-        entries = _finished(out)
+        entries = _finished_shards(out)
         begin = time.perf_counter()
-        place = entries[-1]["place"] if entries else None
-        chunks = _chunks(records.open(0, place), tokenizer, skip_bad=data.bad_records == "skip")
-        builder = _Builder(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
+        position = entries[-1]["place"] if entries else None
+        chunks = _chunks(records.open(0, position), tokenizer, skip_bad=data.bad_records == "skip")
+        writer = _ShardWriter(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
         with _Workers(workers, data) as pool:
-            for chunk, arrays, hashes in pool.tokenise(chunks):
-                if builder.add(chunk, arrays, hashes) and report:
+            for chunk, encoded in pool.tokenise(chunks):
+                if writer.add(chunk, encoded) and report:
                     report(_progress(entries, time.perf_counter() - begin))
-        builder.finish()
+        writer.finish()
         counts = _progress(entries, time.perf_counter() - begin)
         if not counts.documents:
-            raise DataError(f"source={data.source} holds no document: there is nothing to prepare")
+            raise DataError(f"source={data.source} has no documents: there is nothing to prepare")
         manifest = {
             **plan,
             "documents": counts.documents,
@@ -127,8 +129,8 @@ def prepare(
     return manifest
 
 
-class _Builder:
-    """Collects documents until a shard is full, and writes it. A shard ends at the end of a chunk."""
+class _ShardWriter:
+    """Collects documents until a shard is full, then writes it. Shards end at chunk boundaries."""
 
     def __init__(
         self, out: Path, dtype: np.dtype, shard_tokens: int, *, masks: bool, entries: list[dict[str, Any]]
@@ -136,7 +138,7 @@ class _Builder:
         self._out, self._dtype, self._shard_tokens, self._masks = out, dtype, shard_tokens, masks
         self._entries = entries
         self._clear()
-        self._place: Any = entries[-1]["place"] if entries else None
+        self._position: Any = entries[-1]["place"] if entries else None
 
     def _clear(self) -> None:
         self._tokens: list[np.ndarray] = []
@@ -145,9 +147,10 @@ class _Builder:
         self._bad: list[str] = []
         self._size = self._skipped = self._left_out = 0
 
-    def add(self, chunk: _Chunk, encoded: list[tuple[np.ndarray, int]], hashes: list[int]) -> bool:
-        """True if this filled a shard, which is then on disk."""
-        for tokens, prompt in encoded:
+    def add(self, chunk: _Chunk, encoded: Encoded) -> bool:
+        """Add a chunk; True if that completed a shard, which is then on disk."""
+        documents, hashes = encoded
+        for tokens, prompt in documents:
             self._tokens.append(tokens)
             self._prompts.append(prompt)
             self._size += len(tokens)
@@ -155,7 +158,7 @@ class _Builder:
         self._skipped += len(chunk.bad)
         self._bad = (self._bad + chunk.bad)[:BAD_RECORDS_KEPT]
         self._left_out += chunk.left_out
-        self._place = chunk.place
+        self._position = chunk.position
         if self._size < self._shard_tokens:
             return False
         self._write()
@@ -180,7 +183,7 @@ class _Builder:
             "skipped": self._skipped,
             "bad_records": self._bad,
             "left_out": self._left_out,
-            "place": self._place,
+            "place": self._position,
         }
         name = f"shard-{len(self._entries):05d}"
         self._entries.append(write_shard(self._out, name, tokens, documents, loss, facts))
@@ -188,14 +191,14 @@ class _Builder:
 
 
 class _Workers:
-    """Processes that tokenise; with one worker, this process itself."""
+    """Tokenising processes; with one worker, this process itself."""
 
     def __init__(self, count: int, data: DataConfig) -> None:
         self._count = count
         self._tokenizer = load_tokenizer(data.tokenizer, data.eos_token) if count == 1 else None
         self._pool = None
         if count > 1:
-            # Spawned, not forked: the tokenizer library has threads, which a fork does not take along.
+            # Spawn, not fork: the tokenizer library has threads, which do not survive a fork.
             self._pool = ProcessPoolExecutor(
                 count,
                 mp_context=multiprocessing.get_context("spawn"),
@@ -210,27 +213,27 @@ class _Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def tokenise(self, chunks: Iterator[_Chunk]) -> Iterator[tuple[_Chunk, list[tuple[np.ndarray, int]], list[int]]]:
-        """Chunks in their order, with the tokens and hashes of their documents; a few are under way at a time."""
+    def tokenise(self, chunks: Iterator[_Chunk]) -> Iterator[tuple[_Chunk, Encoded]]:
+        """Chunks in their order with their encoded documents; a few are in flight at a time."""
         if self._pool is None:
             assert self._tokenizer is not None
             for chunk in chunks:
-                yield chunk, *_work(self._tokenizer, chunk.records)
+                yield chunk, _encode(self._tokenizer, chunk.records)
             return
-        under_way: deque[tuple[_Chunk, Future[tuple[list[tuple[np.ndarray, int]], list[int]]]]] = deque()
+        in_flight: deque[tuple[_Chunk, Future[Encoded]]] = deque()
         try:
             for chunk in chunks:
-                under_way.append((chunk, self._pool.submit(_work_here, chunk.records)))
-                if len(under_way) > 3 * self._count:
-                    first, future = under_way.popleft()
-                    yield first, *future.result()
-            while under_way:
-                first, future = under_way.popleft()
-                yield first, *future.result()
+                in_flight.append((chunk, self._pool.submit(_encode_in_worker, chunk.records)))
+                if len(in_flight) > 3 * self._count:
+                    first, future = in_flight.popleft()
+                    yield first, future.result()
+            while in_flight:
+                first, future = in_flight.popleft()
+                yield first, future.result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a tokenising process died (killed, or out of memory): run the same command again to go on behind the "
-                "last finished shard, with fewer --workers if memory was short"
+                "a tokenising process died (killed, or out of memory): run the same command again to continue after "
+                "the last finished shard, with fewer --workers if memory ran out"
             ) from error
 
 
@@ -239,36 +242,35 @@ _worker_tokenizer: Tokenizer | None = None
 
 def _start_worker(spec: str, eos_token: str) -> None:
     global _worker_tokenizer
-    # The processes are the parallelism; threads in each would only fight over the cores.
+    # Parallelism comes from the processes; threads in each would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = load_tokenizer(spec, eos_token)
-    # A worker holds both ends of its queue, so it would wait for ever for work from a parent that was killed.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A worker holds both ends of its queue, so it would wait forever for work from a killed parent.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _work_here(records: list[Record]) -> tuple[list[tuple[np.ndarray, int]], list[int]]:
+def _encode_in_worker(records: list[Record]) -> Encoded:
     assert _worker_tokenizer is not None
-    return _work(_worker_tokenizer, records)
+    return _encode(_worker_tokenizer, records)
 
 
-def _work(tokenizer: Tokenizer, records: list[Record]) -> tuple[list[tuple[np.ndarray, int]], list[int]]:
-    return encode_records(tokenizer, records), [hash_of(record) for record in records]
+def _encode(tokenizer: Tokenizer, records: list[Record]) -> Encoded:
+    return encode_records(tokenizer, records), [record_hash(record) for record in records]
 
 
-def _chunks(opened: OpenRecords, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[_Chunk]:
+def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[_Chunk]:
     records: list[Record] = []
     bad: list[str] = []
     size = left_out = 0
-    for record in opened:
-        if not isinstance(record, BadRecordError) and (reason := objection(tokenizer, record)):
-            record = BadRecordError(*opened.where(), reason)
+    for record in source:
+        record = check_encodable(tokenizer, record, source)
         if isinstance(record, BadRecordError):
             if not skip_bad:
                 raise record
@@ -279,9 +281,9 @@ def _chunks(opened: OpenRecords, tokenizer: Tokenizer, *, skip_bad: bool) -> Ite
             records.append(record)
             size += len(record.text)
         if size >= CHUNK_BYTES:
-            yield _Chunk(records, opened.place(), bad, left_out)
+            yield _Chunk(records, source.position(), bad, left_out)
             records, size, bad, left_out = [], 0, [], 0
-    yield _Chunk(records, opened.place(), bad, left_out)
+    yield _Chunk(records, source.position(), bad, left_out)
 
 
 def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -294,47 +296,46 @@ def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _check_folder(out: Path) -> None:
-    """Shards go into a folder of their own: one that is empty, or that a preparation has begun."""
-    if not out.is_dir() or (out / PLAN).is_file() or any(out.glob("shard-*.json")):
-        return  # whose shards they are is for the plan to say
-    others = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, f"{PLAN}.partial"))
-    if others:
-        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        raise DataUsageError(f"out={out} holds {shown}, and no shards: name a folder that is new or empty")
-
-
 def _make_folder(out: Path) -> None:
+    """Create the output folder; an existing one must be empty or from an earlier preparation."""
+    if out.is_dir() and not (out / PLAN).is_file() and not any(out.glob("shard-*.json")):
+        others = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, f"{PLAN}.partial"))
+        if others:
+            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            raise DataUsageError(f"out={out} contains {shown}, but no shards: choose a new or empty folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataUsageError(f"out={out} cannot be made ({error}): name a folder that can be written") from error
+        raise DataUsageError(f"out={out} cannot be created ({error}): choose a writable folder") from error
 
 
 @contextmanager
-def _only_one(out: Path) -> Iterator[None]:
-    """Two preparations of one folder would overwrite each other; the lock goes with its process."""
+def _lock(out: Path) -> Iterator[None]:
+    """Only one process may prepare a folder. The lock is released when its process ends."""
     with open(out / LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise DataError(f"out={out} is being written by another process: wait for it, or name another") from error
+            raise DataError(
+                f"out={out} is being written by another process: wait for it, or choose another folder"
+            ) from error
         yield
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:
+    """Continue only with the settings that the folder was started with; save them in a new one."""
     if (out / PLAN).is_file():
         before = read_json(out / PLAN)
         for name, now in plan.items():
             was = before.get(name)
-            # What was written without skipping had nothing to skip: the mend for a bad record goes on behind it.
+            # Switching to skip is the fix for a bad record: shards written so far had nothing to skip.
             if was == now or (name, was, now) == ("bad_records", "error", "skip"):
                 continue
             raise DataUsageError(
-                f"out={out} was begun with {_difference(name, was, now)}: name another folder, or remove this one"
+                f"out={out} was started with {_difference(name, was, now)}: choose another folder, or delete this one"
             )
     elif any(out.glob("shard-*.json")):
-        raise DataUsageError(f"out={out} holds shards of something else (no {PLAN}): name another folder")
+        raise DataUsageError(f"out={out} contains shards but no {PLAN}: choose another folder")
     if not (out / MANIFEST).is_file():
         write_json(out / PLAN, plan)
 
@@ -343,19 +344,19 @@ _ABSENT = object()
 
 
 def _difference(name: str, was: Any, now: Any) -> str:
-    """What differs; of a table, the first thing in it that does."""
+    """Describe a difference; for tables, the first key that differs."""
     if isinstance(was, dict) and isinstance(now, dict):
-        # a key that is not there is no key that is None: another version of Tercet may have written the table
+        # A missing key differs from None: another version of Tercet may have written the table.
         key = next(key for key in {**now, **was} if was.get(key, _ABSENT) != now.get(key, _ABSENT))
-        if key == "files":  # a digest, which says nothing to a person
-            return "other files (by their names and sizes)"
+        if key == "files":  # a digest means nothing to a reader
+            return "other files (by name and size)"
         return _difference(f"{name}.{key}", was.get(key, _ABSENT), now.get(key, _ABSENT))
     before, after = (f"no {name}" if x is _ABSENT else f"{name}={x}" for x in (was, now))
     return f"{before}, now {after}"
 
 
-def _finished(out: Path) -> list[dict[str, Any]]:
-    """Entries of the complete shards, 0 up; what an interrupted run left half-written is removed."""
+def _finished_shards(out: Path) -> list[dict[str, Any]]:
+    """Manifest entries of the complete shards, in order. Deletes partial files of an interrupted run."""
     for leftover in out.glob("*.partial"):
         leftover.unlink()
     entries: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""Records of one local file: whole text files, Python sources, JSON lines, parquet rows.
+"""Readers of one local file: text, Python source, JSON lines, parquet.
 
-Each reader yields (records read so far in this file, record or the reason why it is none), starting after the first
-`start` records. That number is part of the cursor, so it counts every line or row, good or bad.
+A reader yields (records read so far in this file, record or error), starting after the first `start` records. The
+count is part of the cursor, so it includes every line or row, good or bad.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-from tercet.data.errors import BadRecordError, DataError
+from tercet.data.stream import BadRecordError, DataError
 
 
 class Record(NamedTuple):
     text: bytes  # UTF-8
-    prompt: bytes | None = None  # UTF-8; stands before the text, and does not count in the loss
+    prompt: bytes | None = None  # UTF-8; put before the text, excluded from the loss
 
 
 Read = tuple[int, Record | BadRecordError]
@@ -29,16 +29,17 @@ Reader = Callable[[Path, int], Iterator[Read]]
 
 
 def open_binary(path: Path) -> IO[bytes]:
+    """Open a file for reading, decompressing .gz and .zst."""
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        # pyarrow is needed for parquet anyway, and reads all frames of a file.
-        stream = parquet_library(path).input_stream(str(path), compression="zstd")
+        # pyarrow is needed for parquet anyway, and reads files with several frames.
+        stream = import_pyarrow(path).input_stream(str(path), compression="zstd")
         return cast(IO[bytes], io.BufferedReader(stream, 1 << 20))
     return open(path, "rb", buffering=1 << 20)
 
 
-def parquet_library(path: Path):  # type: ignore[no-untyped-def]
+def import_pyarrow(path: Path):  # type: ignore[no-untyped-def]
     try:
         import pyarrow
         import pyarrow.parquet
@@ -48,8 +49,8 @@ def parquet_library(path: Path):  # type: ignore[no-untyped-def]
 
 
 def text_reader(separator: str) -> Reader:
-    """A file is a document, or as many as `separator` cuts it into."""
-    cut = separator.encode()
+    """One document per file, or several split at `separator`."""
+    split_at = separator.encode()
 
     def read(path: Path, start: int) -> Iterator[Read]:
         try:
@@ -58,15 +59,15 @@ def text_reader(separator: str) -> Reader:
         except (OSError, EOFError, zlib.error) as error:
             yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
             return
-        for index, text in enumerate(data.split(cut) if cut else [data]):
+        for index, text in enumerate(data.split(split_at) if split_at else [data]):
             if index >= start:
-                yield index + 1, _checked(text, None, path, index + 1 if cut else "")
+                yield index + 1, _text_record(text, path, index + 1 if split_at else "")
 
     return read
 
 
 def read_python(path: Path, start: int) -> Iterator[Read]:
-    """A Python file, decoded as Python itself would; one that Python could not read counts as empty."""
+    """A Python file, decoded as Python would; one that Python cannot read counts as empty."""
     if start:
         return
     try:
@@ -75,13 +76,15 @@ def read_python(path: Path, start: int) -> Iterator[Read]:
         text = data.decode(encoding).encode()
         yield 1, Record(b"" if b"\0" in text else text)
     except (SyntaxError, UnicodeError):
-        # The standard library holds a few such files to test Python's own error messages.
+        # The standard library has a few such files, which test Python's error messages.
         yield 1, Record(b"")
     except OSError as error:
         yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
 
 
 def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
+    """One document per line; blank lines are ignored."""
+
     def read(path: Path, start: int) -> Iterator[Read]:
         index = 0
         try:
@@ -92,16 +95,17 @@ def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
                         continue
                     yield index, _json_record(line, text_field, prompt_field, path, index)
         except (OSError, EOFError, zlib.error) as error:
-            yield index + 1, BadRecordError(str(path), index + 1, f"the file breaks off here ({error})")
+            yield index + 1, BadRecordError(str(path), index + 1, f"the file is truncated here ({error})")
 
     return read
 
 
 def parquet_reader(text_field: str, prompt_field: str) -> Reader:
+    """One document per row."""
     columns = [text_field] + ([prompt_field] if prompt_field else [])
 
     def read(path: Path, start: int) -> Iterator[Read]:
-        arrow = parquet_library(path)
+        arrow = import_pyarrow(path)
         index = 0
         try:
             file = arrow.parquet.ParquetFile(path)
@@ -125,11 +129,10 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                         for row in range(batch.num_rows):
                             index += 1
                             if index > start:
-                                prompt = values[prompt_field][row] if prompt_field else None
-                                yield (
-                                    index,
-                                    make_record(values[text_field][row], prompt, prompt_field, str(path), index),
-                                )
+                                text, prompt = values[text_field][row], None
+                                if prompt_field:
+                                    prompt = values[prompt_field][row]
+                                yield index, make_record(text, prompt, prompt_field, str(path), index)
                 except (OSError, arrow.ArrowException) as error:
                     yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({_first_line(error)})")
                     return
@@ -143,7 +146,7 @@ def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, in
     except ValueError as error:  # broken JSON, or not UTF-8
         return BadRecordError(str(path), index, f"is not JSON ({error})")
     if not isinstance(value, dict):
-        return BadRecordError(str(path), index, f"is {type(value).__name__} and not an object")
+        return BadRecordError(str(path), index, f"is a JSON {type(value).__name__}, not an object")
     for field in (text_field, prompt_field):
         if field and field not in value:
             return BadRecordError(str(path), index, f"has no field {field!r} (it has {', '.join(value) or 'none'})")
@@ -152,22 +155,23 @@ def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, in
 
 
 def make_record(text: object, prompt: object, prompt_field: str, file: str, index: int) -> Record | BadRecordError:
+    """A record from parsed values, or the error if they are not text."""
     if not isinstance(text, str):
-        return BadRecordError(file, index, f"its text is {type(text).__name__} and not a string")
+        return BadRecordError(file, index, f"its text is {type(text).__name__}, not a string")
     if prompt_field and not isinstance(prompt, str):
-        return BadRecordError(file, index, f"its {prompt_field} is {type(prompt).__name__} and not a string")
+        return BadRecordError(file, index, f"its {prompt_field} is {type(prompt).__name__}, not a string")
     try:
         return Record(text.encode(), prompt.encode() if isinstance(prompt, str) else None)
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON escapes can spell
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON escapes can express
         return BadRecordError(file, index, f"its text is not Unicode ({error.reason} at {error.start})")
 
 
-def _checked(text: bytes, prompt: bytes | None, path: Path, index: int | str) -> Record | BadRecordError:
+def _text_record(text: bytes, path: Path, index: int | str) -> Record | BadRecordError:
     try:
         text.decode()
     except UnicodeDecodeError as error:
         return BadRecordError(str(path), index, f"is not UTF-8 ({error.reason} at byte {error.start})")
-    return Record(text, prompt)
+    return Record(text)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,13 +1,13 @@
-"""Pre-tokenised documents on disk: memory-mapped numpy files and a manifest.
+"""Shards: pre-tokenised documents in memory-mapped numpy files with a manifest.
 
     manifest.json                    everything below, with checksums; written last
     shard-00000.tokens.npy           [tokens] u1, u2 or u4: documents one after another, each with its EOS
-    shard-00000.documents.npy        [documents] (end: u8, hash: u8): where each ends; the hash of its text
-    shard-00000.loss.npy             [tokens] bool, only where some tokens do not count in the loss
-    shard-00000.json                 its entry of the manifest; its presence means that the shard is complete
+    shard-00000.documents.npy        [documents] (end: u8, hash: u8): end offset, and hash of the text
+    shard-00000.loss.npy             [tokens] bool; only if some tokens do not count in the loss
+    shard-00000.json                 its manifest entry; its presence means that the shard is complete
     tokenizer.json                   the tokenizer, unless it is `byte`
 
-The hash is that of the text, so documents are on the same side of the validation split as when read from the text.
+The hash is of the text, so a document has the same split as when it is read from the text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from tercet import durable
-from tercet.data.errors import DataError, DataUsageError
+from tercet import atomic_io
 from tercet.data.order import in_validation, permutation
-from tercet.data.stream import Cursor, Document, Documents, Reading
+from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
 
 FORMAT = 1
@@ -33,18 +32,18 @@ DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 
 
 class ShardStream:
-    """Documents of a folder of shards, shuffled over all of them. Cursor: `at`, documents given in this epoch."""
+    """Documents of a shard folder, shuffled globally. Its cursor has `at`, the documents delivered in this epoch."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, reading: Reading, name: str) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str) -> None:
         self.bad_records: list[str] = []
-        self._folder, self._reading, self._name = folder, reading, name
+        self._options, self._name = options, name
         manifest = read_manifest(folder)
-        made_with = manifest["tokenizer"]
-        if made_with["fingerprint"] != tokenizer.fingerprint:
-            mend = "byte" if made_with["name"] == "byte" else str(folder / "tokenizer.json")
+        used = manifest["tokenizer"]
+        if used["fingerprint"] != tokenizer.fingerprint:
+            fix = "byte" if used["name"] == "byte" else str(folder / "tokenizer.json")
             raise DataUsageError(
-                f"{folder} was tokenised with {made_with['name']}, not with tokenizer={tokenizer.name}: "
-                f"use --data.tokenizer {mend}, or prepare the shards again"
+                f"{folder} was tokenised with {used['name']}, not with tokenizer={tokenizer.name}: "
+                f"use --data.tokenizer {fix}, or prepare the shards again"
             )
         entries = manifest["shards"]
         self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
@@ -57,14 +56,14 @@ class ShardStream:
         shard = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
         starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
         starts[np.flatnonzero(np.diff(shard, prepend=-1))] = 0
-        mine = np.ones(len(hashes), dtype=bool)
-        if reading.split != "all":
-            mine = in_validation(hashes, reading.validation_fraction) == (reading.split == "validation")
-        self._shard, self._start, self._end = shard[mine], starts[mine], ends[mine]
-        if not mine.any():
+        in_split = np.ones(len(hashes), dtype=bool)
+        if options.split != "all":
+            in_split = in_validation(hashes, options.validation_fraction) == (options.split == "validation")
+        self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
+        if not in_split.any():
             raise DataUsageError(
-                f"{name}: no document of {len(mine)} in {folder} is for {reading.split} with validation_fraction="
-                f"{reading.validation_fraction}: change that fraction, or prepare more documents"
+                f"{name}: none of the {len(in_split)} documents in {folder} is for {options.split} with "
+                f"validation_fraction={options.validation_fraction}: change that fraction, or prepare more documents"
             )
 
     @property
@@ -72,29 +71,32 @@ class ShardStream:
         return {
             "source": self._name,
             "shards": self._fingerprint,
-            "validation_fraction": self._reading.validation_fraction,
-            "shuffle": self._reading.shuffle,
-            "seed": self._reading.seed,
-            "split": self._reading.split,
+            "validation_fraction": self._options.validation_fraction,
+            "shuffle": self._options.shuffle,
+            "seed": self._options.seed,
+            "split": self._options.split,
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
-        epoch, at, given = (cursor["epoch"], cursor["at"], cursor["documents"]) if cursor else (0, 0, 0)
+        epoch, at, delivered = (cursor["epoch"], cursor["at"], cursor["documents"]) if cursor else (0, 0, 0)
         count = len(self._shard)
-        while epoch == 0 or self._reading.repeat:
-            order = permutation(count, self._reading.seed, epoch) if self._reading.shuffle else np.arange(count)
+        while epoch == 0 or self._options.repeat:
+            order = permutation(count, self._options.seed, epoch) if self._options.shuffle else np.arange(count)
             for begin in range(at, count, 1024):  # lists of Python integers: indexing numpy scalars is slow
-                chosen = order[begin : begin + 1024]
-                places = zip(
-                    self._shard[chosen].tolist(), self._start[chosen].tolist(), self._end[chosen].tolist(), strict=True
+                indices = order[begin : begin + 1024]
+                spans = zip(
+                    self._shard[indices].tolist(),
+                    self._start[indices].tolist(),
+                    self._end[indices].tolist(),
+                    strict=True,
                 )
-                for at, (shard, start, end) in enumerate(places, start=begin + 1):
-                    given += 1
-                    here = {"epoch": epoch, "documents": given, "skipped": 0, "left_out": 0, "at": at}
+                for at, (shard, start, end) in enumerate(spans, start=begin + 1):
+                    delivered += 1
+                    after = {"epoch": epoch, "documents": delivered, "skipped": 0, "left_out": 0, "at": at}
                     if at == count:
-                        here.update(epoch=epoch + 1, at=0)
+                        after.update(epoch=epoch + 1, at=0)
                     loss = self._loss[shard]
-                    yield Document(self._tokens[shard][start:end], None if loss is None else loss[start:end], here)
+                    yield Document(self._tokens[shard][start:end], None if loss is None else loss[start:end], after)
             epoch, at = epoch + 1, 0
 
 
@@ -102,8 +104,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         if any(folder.glob("shard-*.json")):
-            raise DataError(f"{folder} has shards but no {MANIFEST}: its preparation was interrupted; run it again")
-        raise DataUsageError(f"{folder} has no {MANIFEST}: it is not a folder made by `tercet data prepare`")
+            raise DataError(
+                f"{folder} has shards but no {MANIFEST}: `tercet data prepare` was interrupted; run it again"
+            )
+        raise DataUsageError(f"{folder} has no {MANIFEST}: it was not written by `tercet data prepare`")
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise DataUsageError(
@@ -113,13 +117,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare every file with its checksum in the manifest, which is returned."""
+    """Check every file against its checksum; returns the manifest."""
     manifest = read_manifest(folder)
     for entry in manifest["shards"]:
         for kind, facts in entry["files"].items():
             path = folder / f"{entry['name']}.{kind}.npy"
             _check_size(path, facts)
-            if (found := durable.sha256(path)) != facts["sha256"]:
+            if (found := atomic_io.sha256(path)) != facts["sha256"]:
                 raise DataError(
                     f"{path} has sha256 {found[:16]}…, its manifest says {facts['sha256'][:16]}…: "
                     "the file is damaged; prepare the shards again or restore it"
@@ -130,33 +134,33 @@ def verify(folder: Path) -> dict[str, Any]:
 def write_shard(
     folder: Path, name: str, tokens: np.ndarray, documents: np.ndarray, loss: np.ndarray | None, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write one shard and, last and atomically, its entry: a shard is there as a whole or not at all."""
+    """Write one shard and then, atomically, its manifest entry: a shard is complete or not there at all."""
     arrays = {"tokens": tokens, "documents": documents} | ({} if loss is None else {"loss": loss})
     entry: dict[str, Any] = {"name": name, "tokens": len(tokens), "documents": len(documents), "files": {}, **facts}
     for kind, array in arrays.items():
         path = folder / f"{name}.{kind}.npy"
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
+        with _atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.save(file, array)
-        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": durable.sha256(path)}
+        entry["files"][kind] = {"bytes": path.stat().st_size, "sha256": atomic_io.sha256(path)}
     write_json(folder / f"{name}.json", entry)
     return entry
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """The name of a temporary file beside `path`, which takes its place if nothing went wrong."""
+def _atomic_write(path: Path) -> Iterator[Path]:
+    """`atomic_io.atomic_write`, with an error that names the fix."""
     try:
-        with durable.replacing(path) as temporary:
+        with atomic_io.atomic_write(path) as temporary:
             yield temporary
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written ({error}): make room or name another folder, then run it again; "
+            f"{path} cannot be written ({error}): free disk space or choose another folder, then run it again; "
             "finished shards are kept"
         ) from error
 
 
 def write_json(path: Path, value: Any) -> None:
-    with atomic_write(path) as temporary:
+    with _atomic_write(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
@@ -172,11 +176,11 @@ def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
     path = folder / f"{entry['name']}.{kind}.npy"
     _check_size(path, entry["files"][kind])
     try:
-        # Nothing cannot be mapped: a shard of skipped records alone has no tokens.
+        # An empty file cannot be mapped, and a shard of only skipped records has no tokens.
         array: np.ndarray = np.load(path, mmap_mode="r" if entry["tokens"] else None, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be opened ({error}): prepare the shards again or restore it") from error
-    # A plain view of the map: slicing np.memmap itself costs a microsecond of Python per document.
+    # A plain array: slicing np.memmap costs a microsecond of Python per document.
     return array.view(np.ndarray)
 
 

@@ -1,37 +1,37 @@
-"""From configuration to a stream of documents."""
+"""Open the document stream that a configuration describes, and mix several streams by weight."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tercet.config.data import DataConfig, SourceConfig
-from tercet.data.errors import DataUsageError
 from tercet.data.files import FileRecords, find_files, python_files
-from tercet.data.mixture import MixtureStream
 from tercet.data.order import document_hash, key
 from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_reader
 from tercet.data.shards import ShardStream
-from tercet.data.stream import DocumentStream, Reading, Split
+from tercet.data.stream import Cursor, DataUsageError, Document, Documents, DocumentStream, ReadOptions, Split
 from tercet.data.synthetic import SyntheticStream
 from tercet.data.text import RecordSource, TextStream
 from tercet.data.tokenizers import Tokenizer
 
 
 def open_stream(data: DataConfig, tokenizer: Tokenizer, *, seed: int, split: Split) -> DocumentStream:
-    """All documents of a split of a run's data, in their one global order."""
+    """All documents of a split, in the global order shared by all ranks."""
     if data.source != "mixture":
-        return _open_part(data, data, tokenizer, _reading(data, seed, split), data.source)
+        return _open_part(data, data, tokenizer, _read_options(data, seed, split), data.source)
     parts: dict[str, tuple[float, DocumentStream]] = {}
     for part in data.mixture:
         name = part.name or part.source
-        # Its own seed: two parts over the same files would otherwise go through them in step.
-        reading = _reading(data, key(seed, document_hash(name.encode())), split)
-        parts[name] = (part.weight, _open_part(part, data, tokenizer, reading, name))
+        # A seed per part: two parts over the same files must not read them in the same order.
+        options = _read_options(data, key(seed, document_hash(name.encode())), split)
+        parts[name] = (part.weight, _open_part(part, data, tokenizer, options, name))
     return MixtureStream(parts)
 
 
 def record_source(part: SourceConfig, *, seed: int, shuffle: bool) -> RecordSource:
-    """The records of a source of text."""
+    """The records of a text source."""
     if part.source == "python-source":
         return FileRecords(python_files(part.python), read_python, seed=seed, shuffle=shuffle, one_per_file=True)
     if part.source == "fineweb-edu":
@@ -53,23 +53,23 @@ def record_source(part: SourceConfig, *, seed: int, shuffle: bool) -> RecordSour
 
 
 def _open_part(
-    part: SourceConfig, data: DataConfig, tokenizer: Tokenizer, reading: Reading, name: str
+    part: SourceConfig, data: DataConfig, tokenizer: Tokenizer, options: ReadOptions, name: str
 ) -> DocumentStream:
     if part.source == "synthetic":
-        return SyntheticStream(part.synthetic, data.seq_len, tokenizer, reading, name)
+        return SyntheticStream(part.synthetic, data.seq_len, tokenizer, options, name)
     if part.source == "shards":
         if len(part.path) != 1:
             raise DataUsageError(
-                f"source=shards with {len(part.path)} paths: one folder per source; join several as parts of a mixture"
+                f"source=shards with {len(part.path)} paths: give one folder; combine several with a mixture"
             )
-        return ShardStream(Path(part.path[0]).expanduser(), tokenizer, reading, name)
-    return TextStream(record_source(part, seed=reading.seed, shuffle=reading.shuffle), tokenizer, reading, name)
+        return ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name)
+    return TextStream(record_source(part, seed=options.seed, shuffle=options.shuffle), tokenizer, options, name)
 
 
-def _reading(data: DataConfig, seed: int, split: Split) -> Reading:
+def _read_options(data: DataConfig, seed: int, split: Split) -> ReadOptions:
     if split == "validation" and data.validation_fraction == 0:
         raise DataUsageError("validation_fraction=0 keeps no document for validation: raise it, or turn validation off")
-    return Reading(
+    return ReadOptions(
         seed=seed,
         split=split,
         validation_fraction=data.validation_fraction,
@@ -78,3 +78,41 @@ def _reading(data: DataConfig, seed: int, split: Split) -> Reading:
         shuffle_block=data.shuffle_block,
         skip_bad=data.bad_records == "skip",
     )
+
+
+class MixtureStream:
+    """Several streams as one: the next document comes from the part furthest behind its share of the tokens.
+
+    Deterministic, so shares hold from the first documents on, and the cursor is the parts' cursors and token counts.
+    If a part ends (exhaustion=stop), the mixture ends too: continuing would change the shares.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[float, DocumentStream]]) -> None:
+        self._parts = dict(parts)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {name: {"weight": weight, **stream.identity} for name, (weight, stream) in self._parts.items()}
+
+    @property
+    def bad_records(self) -> list[str]:
+        return [message for _, stream in self._parts.values() for message in stream.bad_records]
+
+    def documents(self, cursor: Cursor | None = None) -> Documents:
+        names = list(self._parts)
+        tokens: dict[str, int] = dict(cursor["tokens"]) if cursor else dict.fromkeys(names, 0)
+        cursors: dict[str, Cursor | None] = dict(cursor["parts"]) if cursor else dict.fromkeys(names)
+        open_parts = {name: self._parts[name][1].documents(cursors[name]) for name in names}
+        try:
+            while True:
+                name = min(names, key=lambda part: tokens[part] / self._parts[part][0])
+                document = next(open_parts[name], None)
+                if document is None:
+                    return
+                tokens[name] += len(document.tokens)
+                cursors[name] = document.cursor
+                after: Cursor = {"tokens": dict(tokens), "parts": dict(cursors)}
+                yield Document(document.tokens, document.loss, after)
+        finally:
+            for part in open_parts.values():
+                part.close()

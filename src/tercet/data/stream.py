@@ -1,4 +1,7 @@
-"""What every source of documents is to the rest: an iterator that can be started again at any of its documents."""
+"""Document streams: the interface that every data source implements, its cursor, and the errors of this package.
+
+A stream is an iterator of documents that can be reopened after any document, from that document's cursor.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,32 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-# Where a stream stands: JSON-able, and all there is to know. Every cursor counts `epoch`, `documents` (given so
-# far), `skipped` (bad records) and `left_out` (empty documents); the other keys belong to the source.
+from tercet.errors import TercetError, UsageError
+
+# The complete position of a stream, as JSON. Every cursor counts `epoch`, `documents` (delivered so far), `skipped`
+# (bad records) and `left_out` (empty documents); the other keys belong to the source.
 Cursor = dict[str, Any]
 Split = Literal["train", "validation", "all"]
+COUNTS = ("epoch", "documents", "skipped", "left_out")
 
 
 class Document(NamedTuple):
-    tokens: np.ndarray  # [n] unsigned, its EOS included
-    loss: np.ndarray | None  # [n] bool: which tokens count as targets; None: all
-    cursor: Cursor  # where the stream stands after this document
+    tokens: np.ndarray  # [n] unsigned, including EOS
+    loss: np.ndarray | None  # [n] bool: tokens that count as targets; None: all
+    cursor: Cursor  # position after this document
 
 
-Documents = Generator[Document, None, None]  # close() stops what runs behind it
+Documents = Generator[Document, None, None]  # close() stops background readers
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a stream is to be read; the same for every rank."""
+class ReadOptions:
+    """How to read a stream; the same on every rank."""
 
     seed: int
     split: Split
     validation_fraction: float
-    repeat: bool  # go on with the next epoch at the end
+    repeat: bool  # start another epoch at the end
     shuffle: bool = True
     shuffle_block: int = 4096
     skip_bad: bool = False
@@ -39,26 +45,47 @@ class Reading:
 class DocumentStream(Protocol):
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be the same when a run goes on from a cursor: JSON-able facts about source and order."""
+        """What must not change between saving a cursor and resuming from it: facts about source and order, as JSON."""
 
     @property
     def bad_records(self) -> list[str]:
-        """The first few records that were skipped, in words."""
+        """Messages of the first few skipped records."""
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
-        """Documents from `cursor` on; None is the beginning."""
+        """Documents after `cursor`; None: from the start."""
 
 
-def fresh_counts() -> Cursor:
-    return {"epoch": 0, "documents": 0, "skipped": 0, "left_out": 0}
+def zero_counts() -> Cursor:
+    return dict.fromkeys(COUNTS, 0)
 
 
-def totals(cursor: Cursor | None) -> dict[str, int]:
-    """The counts of a cursor; those of a mixture are summed (its epoch is that of the part read most often)."""
+def counts_of(cursor: Cursor | None) -> dict[str, int]:
+    """The counts in a cursor. For a mixture they are summed; its epoch is that of the part read most often."""
     if cursor is None:
-        return fresh_counts()
+        return zero_counts()
     if "parts" in cursor:
-        counts = [totals(part) for part in cursor["parts"].values()]
-        summed = {name: sum(count[name] for count in counts) for name in ("documents", "skipped", "left_out")}
-        return {"epoch": max(count["epoch"] for count in counts), **summed}
-    return {name: cursor[name] for name in ("epoch", "documents", "skipped", "left_out")}
+        parts = [counts_of(part) for part in cursor["parts"].values()]
+        summed = {name: sum(part[name] for part in parts) for name in COUNTS}
+        return summed | {"epoch": max(part["epoch"] for part in parts)}
+    return {name: cursor[name] for name in COUNTS}
+
+
+class DataError(TercetError):
+    """Data cannot be read or written. The message is one line: file or value, rule and fix."""
+
+
+class DataUsageError(DataError, UsageError):
+    """The requested data does not exist, or its settings do not fit together."""
+
+
+class StoppedWaiting(Exception):
+    """The run was asked to stop while it waited for a batch."""
+
+
+class BadRecordError(DataError):
+    """A record that cannot be read. data.bad_records decides whether it is fatal or skipped and counted."""
+
+    def __init__(self, file: str, record: int | str, reason: str) -> None:
+        self.file, self.record, self.reason = file, record, reason
+        where = f"record {record} of {file}" if record != "" else file
+        super().__init__(f"{where}: {reason}: fix it, or skip and count such records with --data.bad_records skip")

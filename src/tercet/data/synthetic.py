@@ -1,11 +1,11 @@
-"""Made-up documents, each a pure function of its number: noise, and tasks that need long-range attention.
+"""Synthetic documents, each a pure function of its number: random tokens, and tasks that need long-range attention.
 
-recall   ……ab=42;………cd=17;…………………………?cd=17;?ab=42;<eos>     facts scattered in noise, asked for at the end
+recall   ……ab=42;………cd=17;…………………………?cd=17;?ab=42;<eos>     facts scattered in noise, queried at the end
 copy     ^QXJW…KD;…………………………………………?QXJW…KD;<eos>           a string to repeat at the end
 
-Tokens are ASCII codes used as token numbers, so that a byte model's documents can be read; with another tokenizer
-they are just numbers. Only answers count in the loss. From the nearest token of a fact to the first token of its
-answer there are always more than `min_distance` tokens.
+Tokens are ASCII codes, so that documents for a byte tokenizer are readable; with another tokenizer they are just
+numbers. Only answers count in the loss. The nearest token of a fact is always more than `min_distance` tokens before
+the first token of its answer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
-from tercet.data.errors import DataUsageError
 from tercet.data.order import in_validation, key, mix, random_below, random_u64
-from tercet.data.stream import Cursor, Document, Documents, Reading
+from tercet.data.stream import Cursor, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
 KEYS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
@@ -27,61 +26,64 @@ VALUES = np.frombuffer(b"0123456789", dtype=np.uint8)
 NOISE = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ .,", dtype=np.uint8)
 IS, END, ASK, START = (ord(c) for c in "=;?^")
 KEY_TOKENS = 2
-_NOISE_OF_BYTE = NOISE[np.arange(256) % len(NOISE)]  # eight noise tokens out of one random number
+_NOISE_OF_BYTE = NOISE[np.arange(256) % len(NOISE)]  # one uint64 gives eight noise tokens
 ASCII = 128
 
-Made = tuple[np.ndarray, np.ndarray | None]
-Task = Callable[[int], Made]  # from a 64-bit key
+TokensAndLoss = tuple[np.ndarray, np.ndarray | None]
+Task = Callable[[int], TokensAndLoss]  # generates a document from a 64-bit key
 
 
 class SyntheticStream:
-    """An endless stream, read in the order of document numbers: those numbers mean nothing, so there is nothing to
-    shuffle and no epoch ends. A hash of the number decides between training and validation."""
+    """An endless stream of generated documents, in the order of their numbers: no shuffling and no epochs.
+
+    A hash of the number decides between training and validation.
+    """
 
     def __init__(
-        self, config: SyntheticConfig, seq_len: int, tokenizer: Tokenizer, reading: Reading, name: str
+        self, config: SyntheticConfig, seq_len: int, tokenizer: Tokenizer, options: ReadOptions, name: str
     ) -> None:
         self.bad_records: list[str] = []
-        self._reading, self._name = reading, name
+        self._options, self._name = options, name
         length = config.length or seq_len
         self._facts = {**config.model_dump(), "length": length, "tokenizer": tokenizer.fingerprint}
         self._make = make_task(config, length, tokenizer.vocab_size, tokenizer.eos_id)
-        if reading.split == "validation" and reading.validation_fraction == 0:
+        if options.split == "validation" and options.validation_fraction == 0:
             raise DataUsageError(f"{name}: no document for validation with validation_fraction=0: raise that fraction")
 
     @property
     def identity(self) -> dict[str, Any]:
-        fraction = self._reading.validation_fraction
-        # `length` may change with data.seq_len (a length-extension stage): the numbers of documents go on.
+        fraction = self._options.validation_fraction
+        # `length` may change with data.seq_len (a length-extension stage); document numbers continue.
         facts = {name: value for name, value in self._facts.items() if name not in ("length", "min_distance")}
         return {
             "source": self._name,
             **facts,
             "validation_fraction": fraction,
-            "seed": self._reading.seed,
-            "split": self._reading.split,
+            "seed": self._options.seed,
+            "split": self._options.split,
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
-        given = cursor["documents"] if cursor else 0
+        delivered = cursor["documents"] if cursor else 0
         number = cursor["number"] if cursor else 0
         while True:
             numbers = np.arange(number, number + 256, dtype=np.uint64)
-            for number in numbers[self._mine(numbers)].tolist():
-                tokens, loss = self._make(key(self._reading.seed, number))
-                given += 1
-                counts = {"epoch": 0, "documents": given, "skipped": 0, "left_out": 0, "number": number + 1}
+            for number in numbers[self._in_split(numbers)].tolist():
+                tokens, loss = self._make(key(self._options.seed, number))
+                delivered += 1
+                counts = {"epoch": 0, "documents": delivered, "skipped": 0, "left_out": 0, "number": number + 1}
                 yield Document(tokens, loss, counts)
             number = int(numbers[-1]) + 1
 
-    def _mine(self, numbers: np.ndarray) -> np.ndarray:
-        if self._reading.split == "all":
+    def _in_split(self, numbers: np.ndarray) -> np.ndarray:
+        if self._options.split == "all":
             return np.ones(len(numbers), dtype=bool)
-        validation = in_validation(mix(numbers + np.uint64(1)), self._reading.validation_fraction)
-        return validation if self._reading.split == "validation" else ~validation
+        validation = in_validation(mix(numbers + np.uint64(1)), self._options.validation_fraction)
+        return validation if self._options.split == "validation" else ~validation
 
 
 def make_task(config: SyntheticConfig, length: int, vocab_size: int, eos_id: int) -> Task:
+    """The generator of a task's documents; rejects sizes that the task does not fit."""
     if config.task == "random":
         return _random(length, vocab_size, eos_id)
     if vocab_size < ASCII:
@@ -100,8 +102,8 @@ def _noise(draw: np.ndarray, length: int) -> np.ndarray:
 def _random(length: int, vocab_size: int, eos_id: int) -> Task:
     dtype = smallest_dtype(vocab_size)
 
-    def make(stream: int) -> Made:
-        # Uniform over the other tokens: EOS stands at the end only.
+    def make(stream: int) -> TokensAndLoss:
+        # Uniform over all tokens but EOS, which appears only at the end.
         tokens = random_below(stream, length, vocab_size - 1)
         tokens += tokens >= eos_id
         tokens[-1] = eos_id
@@ -113,40 +115,40 @@ def _random(length: int, vocab_size: int, eos_id: int) -> Task:
 def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
     values = config.value_tokens
     fact = KEY_TOKENS + 1 + values + 1  # ab=42;
-    question = 1 + fact  # ?ab=42;
-    asked_at = length - 1 - config.queries * question
-    # The last fact may end so late that from its end to the first answer it is just over min_distance.
-    room = min(asked_at, asked_at + KEY_TOKENS + 2 - config.min_distance)
-    slots = room // fact
+    query = 1 + fact  # ?ab=42;
+    queries_at = length - 1 - config.queries * query
+    # Facts end early enough that the first answer is more than min_distance after the last one.
+    usable = min(queries_at, queries_at + KEY_TOKENS + 2 - config.min_distance)
+    slots = usable // fact
     if slots < config.pairs:
-        need = length + config.pairs * fact - room
+        need = length + config.pairs * fact - usable
         raise DataUsageError(
             f"synthetic.task=recall: documents of {length} tokens have room for {max(slots, 0)} of {config.pairs} "
-            f"pairs before min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, "
+            f"pairs before min_distance={config.min_distance}: use length (or data.seq_len) >= {need}, "
             "or fewer pairs, or a smaller min_distance"
         )
 
     parts = list(accumulate([0, length // 8 + 1, slots, 26 * 26, config.pairs, config.pairs * values]))
 
-    def make(stream: int) -> Made:
-        # One draw for everything: on arrays this small each numpy call costs more than its work.
+    def make(stream: int) -> TokensAndLoss:
+        # A single draw for everything: on arrays this small the overhead of each numpy call dominates.
         draw = random_u64(stream, parts[-1])
         noise, where, names, which, digits = (draw[a:b] for a, b in pairwise(parts))
         where, names = np.argsort(where)[: config.pairs], np.argsort(names)[: config.pairs]
         which = np.argsort(which)[: config.queries]
 
-        facts = np.empty((config.pairs, fact), dtype=dtype)  # distinct keys, so that each has one answer
+        facts = np.empty((config.pairs, fact), dtype=dtype)  # keys are distinct, so each query has one answer
         facts[:, 0], facts[:, 1], facts[:, 2] = KEYS[names // 26], KEYS[names % 26], IS
         facts[:, 3:-1] = VALUES[(digits % np.uint64(10)).view(np.int64)].reshape(-1, values)
         facts[:, -1] = END
 
         tokens = _noise(noise, length).astype(dtype)
         tokens[: slots * fact].reshape(slots, fact)[where] = facts
-        asked = tokens[asked_at:-1].reshape(config.queries, question)
-        asked[:, 0], asked[:, 1:] = ASK, facts[which]
+        queries = tokens[queries_at:-1].reshape(config.queries, query)
+        queries[:, 0], queries[:, 1:] = ASK, facts[which]
         tokens[-1] = eos_id
         loss = np.zeros(length, dtype=bool)
-        loss[asked_at:-1].reshape(config.queries, question)[:, KEY_TOKENS + 2 : -1] = True
+        loss[queries_at:-1].reshape(config.queries, query)[:, KEY_TOKENS + 2 : -1] = True
         return tokens, loss
 
     return make
@@ -154,25 +156,25 @@ def _recall(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) 
 
 def _copy(config: SyntheticConfig, length: int, dtype: np.dtype, eos_id: int) -> Task:
     size = config.copy_tokens
-    asked_at = length - 1 - (size + 2)  # ?string;
-    # From the last token of the original to the first of its copy; a token and its own copy are further apart.
-    distance = asked_at + 1 - size
+    copy_at = length - 1 - (size + 2)  # ?string;
+    # From the last token of the string to the first of its copy; each token is further from its own copy.
+    distance = copy_at + 1 - size
     if distance <= config.min_distance:
         need = length + config.min_distance + 1 - distance
         raise DataUsageError(
             f"synthetic.task=copy: documents of {length} tokens put only {distance} tokens between a string of {size} "
-            f"and its copy, min_distance={config.min_distance}: take length (or data.seq_len) >= {need}, a shorter "
+            f"and its copy, min_distance={config.min_distance}: use length (or data.seq_len) >= {need}, a shorter "
             "string, or a smaller min_distance"
         )
 
-    def make(stream: int) -> Made:
+    def make(stream: int) -> TokensAndLoss:
         tokens = _noise(random_u64(stream, length // 8 + 1), length).astype(dtype)
         string = KEYS[random_below(key(stream, 1), size, len(KEYS))]
         tokens[0], tokens[1 : size + 1], tokens[size + 1] = START, string, END
-        tokens[asked_at], tokens[asked_at + 1 : asked_at + 1 + size], tokens[asked_at + 1 + size] = ASK, string, END
+        tokens[copy_at], tokens[copy_at + 1 : copy_at + 1 + size], tokens[copy_at + 1 + size] = ASK, string, END
         tokens[-1] = eos_id
         loss = np.zeros(length, dtype=bool)
-        loss[asked_at + 1 : asked_at + 1 + size] = True
+        loss[copy_at + 1 : copy_at + 1 + size] = True
         return tokens, loss
 
     return make

@@ -1,4 +1,4 @@
-"""Text to token numbers and back: bytes, a tokenizer.json, or a tokenizer of the hub."""
+"""Tokenizers: bytes, a tokenizer.json file, or a tokenizer from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tercet.data.errors import DataError, DataUsageError
+from tercet.data.stream import DataError, DataUsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -20,8 +20,6 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 
 
 class Tokenizer(Protocol):
-    """What the data side and the trainer ask of a tokenizer."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -30,19 +28,19 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int: ...
     @property
     def fingerprint(self) -> str:
-        """Equal fingerprints give equal tokens: kept in shards and cursors."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Tokens of each UTF-8 text, ended by EOS, as unsigned integers of `dtype`."""
-
-    def objection(self, text: bytes) -> str | None:
-        """Why this text cannot be encoded without loss; None if it can."""
+        """Tokenizers with equal fingerprints give equal tokens. Saved in shards and cursors."""
 
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every token."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Tokens of each UTF-8 text, followed by EOS, of type `dtype`."""
+
+    def why_not_encodable(self, text: bytes) -> str | None:
+        """Why this text cannot be encoded losslessly; None if it can."""
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -50,7 +48,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 
 
 class ByteTokenizer:
-    """256 tokens: the bytes of UTF-8. EOS is byte 0, which text never holds, so an untrained model's loss is ln 256."""
+    """256 tokens: the bytes of UTF-8. EOS is byte 0, which text does not contain, so ln 256 is the initial loss."""
 
     name = "byte"
     vocab_size = 256
@@ -60,7 +58,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         data = text.encode()
-        if (reason := self.objection(data)) is not None:
+        if (reason := self.why_not_encodable(data)) is not None:
             raise DataError(f"text of {len(data)} bytes {reason}: remove it")
         return list(data)
 
@@ -70,19 +68,19 @@ class ByteTokenizer:
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
 
-    def objection(self, text: bytes) -> str | None:
+    def why_not_encodable(self, text: bytes) -> str | None:
         at = text.find(b"\0")
-        return None if at < 0 else f"has a zero byte at {at}, which means end of document to the byte tokenizer"
+        return None if at < 0 else f"has a zero byte at {at}, which is the byte tokenizer's EOS"
 
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library, held to: no truncation, no padding, no specials read out of text."""
+    """A tokenizer of the `tokenizers` library, without truncation, padding or special tokens parsed from text."""
 
     def __init__(self, library: Library, name: str, eos_token: str = "") -> None:
-        # A tokenizer.json may carry truncation: it would cut documents without a word.
+        # A tokenizer.json may enable truncation, which would silently cut documents.
         library.no_truncation()
         library.no_padding()
-        # "<|endoftext|>" inside a document is text about tokenizers, not an end of document.
+        # "<|endoftext|>" inside a document is ordinary text, not the end of the document.
         library.encode_special_tokens = True
         self._library = library
         self.name = name
@@ -102,14 +100,14 @@ class LibraryTokenizer:
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         encodings = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        end = [self.eos_id]
-        return [np.array(encoding.ids + end, dtype=self.dtype) for encoding in encodings]
+        eos = [self.eos_id]
+        return [np.array(encoding.ids + eos, dtype=self.dtype) for encoding in encodings]
 
-    def objection(self, text: bytes) -> str | None:
+    def why_not_encodable(self, text: bytes) -> str | None:
         return None
 
     def to_str(self) -> str:
-        """Its tokenizer.json."""
+        """The tokenizer as tokenizer.json."""
         return self._library.to_str(pretty=True)
 
     def save(self, path: Path) -> None:
@@ -117,7 +115,7 @@ class LibraryTokenizer:
 
 
 def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
-    """`byte`, a tokenizer.json (or the folder that holds it), or a name on the hub such as `gpt2`."""
+    """Load `byte`, a tokenizer.json (or a folder with one), or a hub model's tokenizer such as `gpt2`."""
     if spec == "byte":
         if eos_token:
             raise DataUsageError(f"eos_token={eos_token!r} with tokenizer=byte: its EOS is byte 0; drop eos_token")
@@ -135,16 +133,16 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         return _from_file(path, str(path), eos_token)
     if _looks_like_path(spec):
         raise DataUsageError(
-            f"tokenizer={spec}: there is no {path}: give a tokenizer.json, a folder that holds one, a hub name, or byte"
+            f"tokenizer={spec}: {path} does not exist: give a tokenizer.json, a folder with one, a hub name, or byte"
         )
-    from tercet.data.hub_access import fetch_model_file, first_line, refused
+    from tercet.data.hub import fetch_model_file, first_line, is_permanent
 
     try:
         fetched = fetch_model_file(spec, "tokenizer.json")
     except Exception as error:
-        kind = DataUsageError if refused(error) else DataError
+        kind = DataUsageError if is_permanent(error) else DataError
         raise kind(
-            f"tokenizer={spec} is no file here and could not be fetched from the hub ({first_line(error)}): "
+            f"tokenizer={spec} is not a local file and cannot be fetched from the hub ({first_line(error)}): "
             "check the name and the network, or give a tokenizer.json, or train one with `tercet data train-tokenizer`"
         ) from error
     return _from_file(Path(fetched), spec, eos_token)
@@ -165,10 +163,10 @@ def _looks_like_path(spec: str) -> bool:
 
 
 def _largest_id(library: Library) -> int:
-    # Not get_vocab_size: that counts entries, and ids may have holes.
+    # get_vocab_size counts entries, but ids may have gaps.
     vocabulary = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
-        raise DataError("the tokenizer has no entries: train it, or take another")
+        raise DataError("the tokenizer has no entries: train it, or use another one")
     return max(vocabulary.values())
 
 

@@ -1,1 +1,1 @@
-"""Examines a machine before a run is trusted to it: every finding comes with its mend."""
+"""`tercet doctor`: check a machine before training on it. Every problem comes with a fix."""

@@ -15,18 +15,18 @@ def doctor(
     folder: str | None = None,
     share_gpus: bool = False,
 ) -> int:
-    """Examine this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
+    """Check this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
 
-    Every finding comes with its mend; the exit code is 1 if anything failed.
+    Every problem comes with a fix. The exit code is 1 if a check failed.
 
     Args:
-        preset: Examine kernels, disk and data for this preset.
-        config: Or for a TOML file, such as RUN/config.toml.
-        short: Only what goes before every training.
-        json: Print one line of JSON instead.
-        distributed: Examine the ranks that torchrun started: all-reduce, clocks, versions, one file system.
-        folder: With distributed, where runs will be kept; the folder for temporary files if not given.
-        share_gpus: With distributed, let more ranks than GPUs share them, as parallel.share_gpus does.
+        preset: Check kernels, disk and data for this preset.
+        config: Check them for a TOML file, such as RUN/config.toml.
+        short: Only the checks that run before every training.
+        json: Print one line of JSON instead of text.
+        distributed: Check the ranks started by torchrun: all-reduce, clocks, versions and shared file system.
+        folder: With distributed: the shared folder for runs; default: the temporary folder.
+        share_gpus: With distributed: let several ranks share a GPU, like parallel.share_gpus.
     """
     if distributed:
         from tercet.parallel.probe import probe
@@ -37,5 +37,5 @@ def doctor(
 
     if folder is not None or share_gpus:
         given = "--share_gpus" if folder is None else f"--folder {folder}"
-        raise ConfigError(f"{given} without --distributed has no meaning: give both, or leave it out")
+        raise ConfigError(f"{given} without --distributed has no effect: add --distributed, or drop it")
     return examine(load(preset=preset, file=config).config, short=short, as_json=json)

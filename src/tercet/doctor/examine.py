@@ -1,27 +1,29 @@
-"""`tercet doctor`: all checks, or the short form that goes before every training."""
+"""Run the checks: all of them for `tercet doctor`, a short form before every training."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.doctor import kernels, machine, storage
-from tercet.doctor.collectives import collectives
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
+from tercet.errors import TercetError
+from tercet.telemetry.events import DoctorReported
 
 Check = tuple[str, Callable[[], Finding]]
 _MARKS = {OK: "✓", WARNING: "!", FAILED: "✕", NOT_TESTED: "?"}
 
 
 def examine(config: RunConfig | None = None, *, short: bool = False, folder: Path | None = None) -> list[Finding]:
-    """Every check in turn, none of which can stop the others."""
+    """Run every check; a failing one does not stop the others."""
     return [timed(name, check) for name, check in checks(config, short=short, folder=folder)]
 
 
 def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None) -> list[Check]:
-    """The short form takes what is quick and what a run stands or falls with."""
+    """The checks to run; short: only the quick ones that training depends on."""
     place = folder or Path((config.run.dir if config else None) or "runs")
     wanted = config.run.device if config else "auto"
     model = config.model if config else None
@@ -35,7 +37,7 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
         if not short:
             found.append(("triton", kernels.triton_works))
         packed = config is None or not config.data.cross_document_attention
-        # Kernels run on a GPU only, whatever `auto` will find.
+        # Kernels only run on a GPU, so resolve `auto` for one.
         precision = resolved_precision(config.train.precision if config else "auto", "cuda")
         seq_len = config.data.seq_len if config else None
 
@@ -46,9 +48,9 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
     found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
     if not short:
         found += [
-            ("arithmetic", machine.arithmetic),
+            ("arithmetic", machine.matmul_speed),
             ("shared memory", machine.shared_memory),
-            ("collectives", collectives),
+            ("collectives", machine.collectives),
         ]
         if config is not None:
             found.append(("data", lambda: storage.data(config)))
@@ -56,32 +58,52 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
 
 
 def lines(finding: Finding, width: int) -> list[str]:
-    """For a terminal: one line, and the mend beneath what is not well."""
+    """A finding for the terminal: one line, and a second one with the fix."""
     f = finding
-    told = [f"{_MARKS[f.verdict]} {f.check:<{width}}  {f.verdict:<10}  {f.finding}  ({f.seconds:.1f} s)"]
-    return [*told, f"  {'':<{width}}  {'':<10}  → {f.mend}"] if f.mend else told
+    text = [f"{_MARKS[f.verdict]} {f.check:<{width}}  {f.verdict:<10}  {f.finding}  ({f.seconds:.1f} s)"]
+    return [*text, f"  {'':<{width}}  {'':<10}  → {f.fix}"] if f.fix else text
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 unless something failed; warnings and what could not be tested do not stop a run."""
+    """1 if a check failed; warnings and untested checks do not stop a run."""
     return 1 if any(f.verdict == FAILED for f in findings) else 0
 
 
 def doctor(config: RunConfig, *, short: bool = False, as_json: bool = False) -> int:
-    """The command: print every finding as it is made, and give the exit code."""
-    import json
-    from dataclasses import asdict
-
+    """The command: print findings as they arrive; returns the exit code."""
     found = []
-    asked = checks(config, short=short)
-    width = max(len(name) for name, _ in asked)
-    for name, check in asked:
+    chosen = checks(config, short=short)
+    width = max(len(name) for name, _ in chosen)
+    for name, check in chosen:
         found.append(timed(name, check))
         if not as_json:
             print("\n".join(lines(found[-1], width)), flush=True)
     if as_json:
-        print(json.dumps({"exit_code": exit_code(found), "findings": [asdict(f) for f in found]}))
+        print(json.dumps({"exit_code": exit_code(found), "findings": [_as_json(f) for f in found]}))
     else:
         count = {v: sum(f.verdict == v for f in found) for v in (OK, WARNING, FAILED, NOT_TESTED)}
         print(", ".join(f"{n} {v}" for v, n in count.items() if n))
     return exit_code(found)
+
+
+def _as_json(finding: Finding) -> dict[str, object]:
+    f = finding
+    # "mend" is the fix; the key is part of the output format.
+    return {"check": f.check, "verdict": f.verdict, "finding": f.finding, "mend": f.fix, "seconds": f.seconds}
+
+
+def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported | None:
+    """The short form before training, as an event; None with health.doctor=false. A failed check raises."""
+    if not config.health.doctor:
+        return None
+    found = examine(config, short=True, folder=folder)
+    for f in found:
+        if f.verdict == FAILED:
+            raise TercetError(f"doctor: {f.check}: {f.finding}: {f.fix} (--health.no_doctor skips these checks)")
+    return DoctorReported(
+        step=0,
+        check=[f.check for f in found],
+        verdict=[f.verdict for f in found],
+        finding=[f.finding for f in found],
+        mend=[f.fix for f in found],
+    )

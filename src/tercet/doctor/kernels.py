@@ -1,4 +1,4 @@
-"""Whether Triton compiles and runs, and whether the kernels give on this very device what the reference gives."""
+"""Checks of Triton and of the kernels: outputs and gradients against the reference on this device."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import importlib.util
 from typing import Any
 
 from tercet.attention.config import NSAConfig
-from tercet.config.model import ModelConfig
-from tercet.doctor.finding import FAILED, NOT_TESTED, OK, WARNING, Finding
+from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding
+from tercet.model.config import ModelConfig
 
-# The laws that every backend is held to: ‖Δ‖ / ‖reference‖ with the same blocks, and the share of equal slots.
+# The tolerances of every backend: ‖Δ‖ / ‖reference‖ with the same blocks, and the fraction of equal selection slots.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-SLOTS = 0.9995
-# Of the architecture that is compiled for where there is no GPU.
-OFFLINE_TARGET = 90
+MIN_EQUAL_SLOTS = 0.9995
+OFFLINE_TARGET = 90  # compute capability to compile for without a GPU
 
 
 class Unsupported(Exception):
-    """The kernels do not run this model; the reference does."""
+    """The kernels do not support this model; the reference does."""
 
 
 def triton_works() -> Finding:
-    """A kernel of our own, compiled and run; without a GPU only compiled."""
+    """Compile and run a small kernel; without a GPU only compile it."""
     if importlib.util.find_spec("triton") is None:
         return Finding(
             "triton",
@@ -39,10 +38,10 @@ def triton_works() -> Finding:
         from triton.compiler import ASTSource
 
         source = ASTSource(add_one, {"x": "*fp32", "y": "*fp32", "n": "i32"}, constexprs={"BLOCK": 128})
-        made = triton.compile(source, target=GPUTarget("cuda", OFFLINE_TARGET, 32))
-        size = len(made.asm.get("cubin", b""))
+        compiled = triton.compile(source, target=GPUTarget("cuda", OFFLINE_TARGET, 32))
+        size = len(compiled.asm.get("cubin", b""))
         if not size:
-            return Finding("triton", FAILED, f"Triton {triton.__version__} made no binary", "reinstall triton")
+            return Finding("triton", FAILED, f"Triton {triton.__version__} produced no binary", "reinstall triton")
         return Finding(
             "triton", OK, f"Triton {triton.__version__} compiles for sm_{OFFLINE_TARGET}; no GPU to run it on"
         )
@@ -67,19 +66,18 @@ def parity(
     precision: str = "bf16",
     seq_len: int | None = None,
 ) -> Finding:
-    """Outputs and gradients of the kernels against the reference, at the run's own sizes.
+    """Compare outputs and gradients of the kernels with the reference, at the sizes of the run.
 
-    In short only what training will run: its documents in its precision, long ones if its sequences are. Those kernels
-    have to be compiled anyway.
+    short: only what training will run (its packing, precision and length), so that no extra kernels are compiled.
     """
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("kernel parity", NOT_TESTED, "there is no GPU here, so no kernels will run")
+        return Finding("kernel parity", NOT_TESTED, "no GPU, so no kernels will run")
     if importlib.util.find_spec("triton") is None:
         return Finding("kernel parity", NOT_TESTED, "Triton is not installed", "pip install 'tercet[kernels]'")
     model = model or ModelConfig()
-    told, worst = [], OK
+    results, worst = [], OK
     trained, other = (torch.float32, torch.bfloat16) if precision == "fp32" else (torch.bfloat16, torch.float32)
     cases = [(trained, packed)]
     if not short:
@@ -87,28 +85,29 @@ def parity(
     for dtype, documents in cases:
         name = str(dtype).removeprefix("torch.")
         try:
-            T = examined_length(model.nsa, name, packed=documents, seq_len=seq_len if short else None)
+            T = check_length(model.nsa, name, packed=documents, seq_len=seq_len if short else None)
             forward, backward, slots = compare(model, dtype, device="cuda", packed=documents, length=T)
         except Unsupported as reason:
-            mend = "pick sizes that they run, or say model.backend=reference"
-            return Finding("kernel parity", WARNING, f"the kernels do not run this model: {reason}", mend)
-        # Each by itself: max() drops a NaN that does not come first.
-        good = all(error <= TOLERANCE[name] for error in (forward, backward)) and slots >= SLOTS
+            fix = "change the sizes, or set model.backend=reference"
+            return Finding("kernel parity", WARNING, f"the kernels do not support this model: {reason}", fix)
+        # Not max(), which drops a NaN that does not come first.
+        good = all(error <= TOLERANCE[name] for error in (forward, backward)) and slots >= MIN_EQUAL_SLOTS
         what = f"{name}, {T:,} tokens of {'packed documents' if documents else 'one document'}"
-        told.append(f"{what}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
+        results.append(f"{what}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
         worst = worst if good else FAILED
-    mend = "" if worst == OK else "do not train on these kernels: use model.backend=reference, and report it"
-    return Finding("kernel parity", worst, "; ".join(told), mend)
+    fix = "" if worst == OK else "do not train with these kernels: use model.backend=reference, and report a bug"
+    return Finding("kernel parity", worst, "; ".join(results), fix)
 
 
-def examined_length(cfg: NSAConfig, precision: str, *, packed: bool, seq_len: int | None = None) -> int:
-    """Tokens of a check: so many that selection has to choose, and in bf16 that the kernels of long documents run too.
+def check_length(cfg: NSAConfig, precision: str, *, packed: bool, seq_len: int | None = None) -> int:
+    """Tokens to compare: enough that selection has a choice and, in bf16, that the long-document kernels run too.
 
-    seq_len: of the run, where only its own kernels are wanted."""
+    seq_len: of the run, to check only the kernels that it uses.
+    """
     selected = cfg.select_count * cfg.select_block
     short = max(1024, (3 if packed else 2) * selected)
-    # The selected branch takes another design where a tile's queries read more than about three times the blocks of
-    # one, half a document on average. fp32's law of 1e-5 has been measured at the short length only.
+    # The selected branch uses another kernel where the queries of a tile read more than about three times the blocks
+    # of one query. The fp32 tolerance of 1e-5 is established at the short length only.
     if precision == "float32" or (seq_len is not None and seq_len <= short):
         return short
     return max(short, min(8 * selected, 8192))
@@ -123,9 +122,9 @@ def compare(
     backend: str = "triton",
     packed: bool = True,
 ) -> tuple[float, float, float]:
-    """(relative error of the output, the worst of any gradient, share of selected slots that are equal).
+    """(relative error of the output, largest relative error of a gradient, fraction of equal selection slots).
 
-    What is not a number is infinitely wrong.
+    A NaN counts as an infinite error.
     """
     import torch
 
@@ -133,27 +132,27 @@ def compare(
     from tercet.attention.functional import nsa_attention
 
     cfg: NSAConfig = model.nsa
-    T = length or examined_length(cfg, "float32", packed=packed)
+    T = length or check_length(cfg, "float32", packed=packed)
     heads, groups, dk = model.heads, model.kv_heads, model.head_dim
     dv = model.value_dim or dk
-    drawn = torch.Generator(device="cpu").manual_seed(1337)
+    generator = torch.Generator(device="cpu").manual_seed(1337)
 
     def tensor(*shape: int) -> Any:
-        return torch.randn(*shape, generator=drawn).to(device, dtype).requires_grad_(True)
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_(True)
 
     names = ("q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window")
     compressed = cfg.num_compressed(T)
     inputs = [tensor(1, T, heads, dk)]
     for tokens in (compressed, T, T):
         inputs += [tensor(1, tokens, groups, dk), tensor(1, tokens, groups, dv)]
-    gates = torch.rand(1, T, heads, 3, generator=drawn).to(device).requires_grad_(True)  # fp32, as the layer's are
-    weight = torch.randn(1, T, heads, dv, generator=drawn).to(device, torch.float32)
+    gates = torch.rand(1, T, heads, 3, generator=generator).to(device).requires_grad_(True)  # fp32, as in the layer
+    weight = torch.randn(1, T, heads, dv, generator=generator).to(device, torch.float32)
     exact = [x.detach().float().requires_grad_(True) for x in (*inputs, gates)]
     bounds = longest = None
-    if packed:  # one too short for a single compressed token, and two of which one has to choose
+    if packed:  # one document too short for a compressed token, and two more, one of them long enough to choose blocks
         first = min(cfg.compress_block - 1, T // 4)
         bounds = torch.tensor([0, first, first + T // 4, T], dtype=torch.int32, device=device)
-        longest = T - first - T // 4  # given as every packed training step gives one
+        longest = T - first - T // 4  # as in a packed training step
 
     if backend == "triton":
         reason = why_not_triton(dict(zip(names, inputs, strict=True)), cfg)
@@ -176,9 +175,9 @@ def compare(
 
     expected, expected_grads, blocks = run(exact, "reference")
     got, grads, _ = run([*inputs, gates], backend, blocks)
-    _, _, chosen = run([*inputs, gates], backend)
+    _, _, selected = run([*inputs, gates], backend)
     real = blocks >= 0
-    shared = ((blocks[..., :, None] == chosen[..., None, :]).any(-1) & real).sum()
+    shared = ((blocks[..., :, None] == selected[..., None, :]).any(-1) & real).sum()
     backward = max(_relative(a, b) for a, b in zip(grads, expected_grads, strict=True))
     return _relative(got, expected), backward, float(shared / real.sum())
 

@@ -1,4 +1,4 @@
-"""The smallest kernel that shows that Triton compiles and runs here. Imported only where triton is."""
+"""A minimal Triton kernel for the doctor. A separate module because it imports triton, which may be missing."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Using a trained model: loading, generating, measuring."""
+"""Load trained models, generate text, and evaluate them."""

@@ -1,14 +1,24 @@
-"""`tercet generate`. Nothing heavy is imported here."""
+"""`tercet generate`, and the arguments it shares with `tercet eval`. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from tercet.inference.arguments import Device, Dtype, Run
+Run = Annotated[
+    Path, tyro.conf.arg(help="A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.")
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="Device to run on.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    tyro.conf.arg(
+        help="Weights and arithmetic; auto: bfloat16 on a GPU if the model was trained in bfloat16, else float32."
+    ),
+]
+Plot = Annotated[Path | None, tyro.conf.arg(help="Write a plot to this SVG file.")]
 
 
 def generate(
@@ -30,25 +40,25 @@ def generate(
     dtype: Dtype = "auto",
     json: bool = False,
 ) -> int:
-    """Write on from a prompt. The text comes as it is made; time and tokens/s stand on stderr.
+    """Generate text from a prompt. Text is streamed to stdout; timing and tokens/s go to stderr.
 
     Args:
-        prompt: Text to go on from; give it several times for a batch.
-        prompt_file: A file that holds the prompt; - reads standard input.
-        max_new_tokens: Most tokens to write.
-        temperature: 0 takes the likeliest token each time; 1 draws as the model says.
-        top_k: Draw from the k likeliest tokens only; 0 from all.
-        top_p: Draw from the likeliest tokens that together have this probability.
-        repetition_penalty: Above 1: tokens that stand there already become less likely.
-        stop: Text that ends the answer; give it several times for several.
-        seed: Of the draws.
-        context: Most tokens of prompt and answer; the length of training unless given.
+        prompt: Text to continue; repeat the flag for a batch.
+        prompt_file: File with the prompt; - reads standard input.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: 0 is greedy; 1 samples from the model's distribution.
+        top_k: Sample from the k most likely tokens; 0 uses all.
+        top_p: Sample from the smallest set of tokens with this total probability.
+        repetition_penalty: Above 1, tokens that already occurred become less likely.
+        stop: Text that ends the answer; repeat the flag for several.
+        seed: Random seed of the sampling.
+        context: Maximum tokens of prompt and answer; default: the training sequence length.
         prefill_chunk: Prompt tokens read at once; fewer need less memory.
-        cache: Keep keys and values; without it everything is read again for each token.
-        graph: On a GPU, one CUDA graph for each step.
-        json: One line of JSON per prompt instead of text.
+        cache: Use a KV cache; without it, everything is recomputed for each token.
+        graph: On a GPU, capture the decode step as a CUDA graph.
+        json: Print one line of JSON per prompt instead of text.
     """
-    prompts = [*prompt, *([] if prompt_file is None else [_read(prompt_file)])]
+    prompts = [*prompt, *([] if prompt_file is None else [read_prompt_file(prompt_file)])]
     from tercet.inference.generate import Timing, generate, stream
     from tercet.inference.load import load_model
 
@@ -62,16 +72,16 @@ def generate(
     if json:
         _print_json(generate(model, prompts, **options))
     elif len(prompts) == 1:
-        pieces = stream(model, prompts, **options)  # what is wrong is refused here, before anything is printed
+        pieces = stream(model, prompts, **options)  # raises on invalid options, before anything is printed
         print(prompts[0], end="", flush=True)
         for piece in pieces:
             print(piece.text, end="", flush=True)
         print()
     else:
-        made = generate(model, prompts, **options)
-        assert isinstance(made, list)
-        for i, (given, answer) in enumerate(zip(prompts, made, strict=True)):
-            print(f"--- {i} ({answer.finished})\n{given}{answer.text}")
+        answers = generate(model, prompts, **options)
+        assert isinstance(answers, list)
+        for i, (text, answer) in enumerate(zip(prompts, answers, strict=True)):
+            print(f"--- {i} ({answer.finished})\n{text}{answer.text}")
     keys = "" if timing.keys_read is None else f"; the last step read {timing.keys_read:,} keys"
     print(
         f"{timing.prompt_tokens:,} prompt tokens in {timing.prefill_seconds:.2f} s, then "
@@ -81,16 +91,16 @@ def generate(
     return 0
 
 
-def _print_json(made: object) -> None:
+def _print_json(answers: object) -> None:
     import json
 
-    assert isinstance(made, list)
-    for answer in made:
+    assert isinstance(answers, list)
+    for answer in answers:
         record = {"prompt": answer.prompt, "tokens": answer.tokens, "text": answer.text, "finished": answer.finished}
         print(json.dumps({**record, "timing": answer.timing.as_dict()}))
 
 
-def _read(path: Path) -> str:
+def read_prompt_file(path: Path) -> str:
     from tercet.errors import UsageError
 
     if str(path) == "-":

@@ -1,7 +1,6 @@
-"""What generation asks of a model: read prompts, then one token per row at a time.
+"""Decoders: prefill a batch of prompts, then decode one token per row and step. All produce the same text.
 
-`Decoder` is the seam: whatever does these two things (with a cache, without, as a CUDA graph) writes the same text.
-tokens: int64 [B, T]; logits: [B, V].
+tokens: int64 [B, T]; logits: [B, V]. Inference only; no autograd.
 """
 
 from __future__ import annotations
@@ -18,30 +17,31 @@ PREFILL_CHUNK = 8192
 
 
 class Decoder(Protocol):
-    """Holds a batch of sequences of any lengths."""
+    """Decodes a batch of sequences of different lengths."""
 
-    runs_ahead: bool
-    """A step asks nothing of the host: the next may begin before this one's token is known to it."""
+    asynchronous: bool
+    """Steps never synchronize with the host, so the next one can be launched before this one's token has arrived."""
 
     def prepare(self) -> None:
-        """Do now what need be done but once before steps are taken."""
+        """One-time setup before the first step, e.g. CUDA graph capture."""
 
     def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Read the prompts, and give the logits after each one's last token."""
+        """Read the prompts; returns the logits after each prompt's last token."""
 
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:
-        """Read one more token of each active row, and give the logits after it: until the next step, where they are.
-        tokens: int64 [B]; active: int32 [B]; what comes for rows that are not active means nothing."""
+        """Read one more token of each active row; returns the logits after it, valid until the next step.
+
+        tokens: int64 [B]; active: int32 [B]. The logits of inactive rows are undefined.
+        """
 
     def keys_read(self) -> int | None:
-        """Keys read in the last step, over all rows, KV heads and layers; None where nobody counts."""
+        """Keys read in the last step, over all rows, KV heads and layers; None if not counted."""
 
 
 class CachedDecoder:
-    """Reads prompts in chunks, so that a prompt's activations need not fit in memory, only its cache.
+    """Decodes with a KV cache. Prompts are read in chunks, which bounds the memory for activations.
 
-    graph   capture the step as a CUDA graph where all layers decode on the kernels: a step is then one launch for the
-            host, and waits for nothing. `graph_reason` says why there is none.
+    graph   capture the step as a CUDA graph if all layers decode on the kernels; `graph_reason` says why not
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class CachedDecoder:
         self.cache = [layer.make_cache(batch, max_len) for layer in model.attention_layers()]
         self._device = model.embedding.weight.device
         reason = self._why_not_kernels()
-        self.runs_ahead = reason is None
-        self.graph_reason = reason if graph else "not asked for"
+        self.asynchronous = reason is None
+        self.graph_reason = reason if graph else "disabled"
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def prepare(self) -> None:
@@ -62,21 +62,21 @@ class CachedDecoder:
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         if len(prompts) > 1 and max(map(len, prompts)) > self.chunk:
-            # Later chunks of unequal rows would begin at different places, which only the reference can do; and of
-            # several rows the kernels want what is held so far in one piece, which is a copy of it for each chunk.
+            # Row by row: chunks that start at different positions need the reference, and for several rows the
+            # kernels would copy the whole cache for every chunk.
             return torch.cat([self._prefill_row(row, prompt) for row, prompt in enumerate(prompts)])
         return self.model.logits(self._read(prompts, self.cache))
 
     def _prefill_row(self, row: int, prompt: list[int]) -> Tensor:
-        """One prompt alone, in a cache of its own that is then moved into this row."""
-        alone = [layer.make_cache(1, len(prompt)) for layer in self.model.attention_layers()]
-        last = self._read([prompt], alone)
-        for cache, one in zip(self.cache, alone, strict=True):
-            cache.put_row(row, one)
+        """Read one prompt into a cache of batch size 1, then copy that into the row."""
+        single = [layer.make_cache(1, len(prompt)) for layer in self.model.attention_layers()]
+        last = self._read([prompt], single)
+        for cache, source in zip(self.cache, single, strict=True):
+            cache.put_row(row, source)
         return self.model.logits(last)
 
     def _read(self, prompts: list[list[int]], caches: list) -> Tensor:
-        """Hidden states of each prompt's last token."""
+        """Fill the caches; returns the hidden state of each prompt's last token."""
         longest = max(map(len, prompts))
         out: Tensor | None = None
         for first in range(0, longest, self.chunk):
@@ -87,7 +87,7 @@ class CachedDecoder:
             hidden = self.model.hidden(
                 tokens, cache=caches, lengths=None if bool((lengths == width).all()) else lengths
             )
-            # of all these positions only the last of each prompt is wanted: logits of the others are never made
+            # Keep only the last position of each prompt: computing all logits would be expensive.
             last = hidden[torch.arange(len(prompts)), (lengths - 1).clamp(min=0).to(self._device)]
             ends = torch.tensor(
                 [len(p) > 0 and len(q) <= first + self.chunk for p, q in zip(parts, prompts, strict=True)]
@@ -100,7 +100,7 @@ class CachedDecoder:
     @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:
         if self._graph is None:
-            # a device is not asked whether all rows go on: that would wait for it
+            # Checking this on a GPU would synchronize.
             all_rows = active.device.type == "cpu" and bool(active.all())
             return self._logits(tokens, None if all_rows else active)
         self._tokens.copy_(tokens)
@@ -111,7 +111,7 @@ class CachedDecoder:
         return self._out
 
     def take_rows(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order; a row may come again."""
+        """Keep these rows, in this order; a row may be repeated."""
         for cache in self.cache:
             cache.take_rows(rows)
         self.batch, self._graph = len(rows), None
@@ -129,7 +129,7 @@ class CachedDecoder:
         x = torch.empty(self.batch, 1, self.model.config.dim, device=self._device)
         for layer, cache in zip(self.model.attention_layers(), self.cache, strict=True):
             if getattr(layer, "backend", "auto") == "reference":
-                return "the reference was asked for"
+                return "model.backend=reference was requested"
             if (reason := why_not(layer, x, cache)) is not None:
                 return reason
         return None
@@ -139,13 +139,12 @@ class CachedDecoder:
         self._tokens = torch.zeros(self.batch, dtype=torch.int64, device=self._device)
         self._active = torch.zeros(self.batch, dtype=torch.int32, device=self._device)
         before = [cache.host for cache in self.cache]
-        # Once without capturing: kernels are compiled and libraries make their workspaces. All rows stand still, so
-        # nothing is kept of either.
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
+        # Warm up on a side stream: compiles kernels, allocates workspaces. No row is active, so caches stay unchanged.
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             self._logits(self._tokens, self._active)
-        here.wait_stream(aside)
+        current.wait_stream(side)
         self._restore(before)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -158,10 +157,10 @@ class CachedDecoder:
             cache.host = host
 
 
-class PlainDecoder:
-    """Reads everything again for each token: slow, and what the others are compared with."""
+class UncachedDecoder:
+    """Recomputes the whole sequence for every token. Slow; the baseline that cached decoding is checked against."""
 
-    runs_ahead = False
+    asynchronous = False
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -184,7 +183,7 @@ class PlainDecoder:
         return None
 
     def _logits(self) -> Tensor:
-        # row by row: the very thing that no batching or padding can have touched
+        # Row by row, so that neither batching nor padding can have an effect.
         device = self.model.embedding.weight.device
         return torch.cat(
             [self.model.logits(self.model.hidden(torch.tensor([row], device=device))[:, -1]) for row in self._rows]

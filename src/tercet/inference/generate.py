@@ -1,4 +1,7 @@
-"""Text from a model: prompts in, tokens out, one at a time or all at once."""
+"""Text generation: prompts in, tokens and text out, streamed or all at once.
+
+`stream` yields pieces as they are generated, `generate` collects them. `TextStream` turns tokens into text.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,28 @@ from torch import Tensor
 
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
-from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, PlainDecoder
-from tercet.inference.prompts import PromptError, Prompts, as_tokens, check_room, is_single
-from tercet.inference.text_stream import TextStream
+from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
+from tercet.inference.prompts import PromptError, Prompts, is_single, required_context, tokenize_prompts
 from tercet.model.sampling import NOTHING, Sampling, choose, uniforms
 from tercet.model.transformer import Transformer
 
-# Steps that a GPU may be ahead of the tokens that were handed out.
-AHEAD = 2
+# Steps launched on the GPU ahead of the tokens already returned.
+LOOKAHEAD = 2
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of one row: a token, and the text that it made certain (often none, or that of several tokens)."""
+    """One step of one row: a token, and the text completed by it, which may be empty or span several tokens."""
 
     row: int
-    token: int | None  # None in a row's last piece if it ends without a new token
+    token: int | None  # None in the last piece of a row that ends without a new token
     text: str
-    finished: str | None = None  # "eos", "stop" or "length" in a row's last piece
+    finished: str | None = None  # "eos", "stop" or "length" in the last piece of a row
 
 
 @dataclass
 class Timing:
-    """How long generation took, filled in while it runs."""
+    """Timing of a generation, filled in while it runs."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -45,7 +47,7 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of decoding, without the prefill and the token that it gives."""
+        """New tokens of all rows per second of decoding; prefill and the token it produces are excluded."""
         return 0.0 if self.decode_seconds == 0 else self.new_tokens / self.decode_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Generated:
-    """What a model wrote after one prompt."""
+    """The text generated for one prompt."""
 
     prompt: list[int]
     tokens: list[int]
@@ -67,26 +69,25 @@ class Generated:
 
 
 def generate(model: Transformer, prompts: Prompts, **options: Any) -> Generated | list[Generated]:
-    """What the model writes after each prompt: one Generated for one prompt, a list for a list.
+    """Generate text for one prompt (returns one Generated) or a batch of prompts (returns a list).
 
-    prompts: text, token numbers, or a list of either; rows may have different lengths. The options are those of
-    `stream`.
+    prompts: text, token IDs, or a list of either; lengths may differ. See `stream` for the options.
     """
     timing = options.pop("timing", None) or Timing()
     rows: dict[int, dict[str, Any]] = {}
     tokenizer = options.get("tokenizer") or getattr(model, "tokenizer", None)
-    given = as_tokens(prompts, tokenizer, model.config.vocab_size)
-    for piece in stream(model, given, timing=timing, **options):
+    tokens = tokenize_prompts(prompts, tokenizer, model.config.vocab_size)
+    for piece in stream(model, tokens, timing=timing, **options):
         row = rows.setdefault(piece.row, {"tokens": [], "text": [], "finished": "length"})
         if piece.token is not None:
             row["tokens"].append(piece.token)
         row["text"].append(piece.text)
         row["finished"] = piece.finished or row["finished"]
-    made = [
+    results = [
         Generated(prompt, rows[i]["tokens"], "".join(rows[i]["text"]), rows[i]["finished"], timing)
-        for i, prompt in enumerate(given)
+        for i, prompt in enumerate(tokens)
     ]
-    return made[0] if is_single(prompts) else made
+    return results[0] if is_single(prompts) else results
 
 
 def stream(
@@ -108,17 +109,17 @@ def stream(
     graph: bool = True,
     timing: Timing | None = None,
 ) -> Iterator[Piece]:
-    """Pieces as they come, of all rows in turn. What cannot be is refused at once, before the first is asked for.
+    """Yield pieces of all rows as they are generated. Invalid arguments raise at once, not at the first piece.
 
-    temperature, top_k, top_p, repetition_penalty  how tokens are drawn; temperature 0 is greedy
-    stop           texts that end a row; what is given ends before them
-    seed           row r draws as row 0 of seed + r: the rest of the batch changes nothing
-    tokenizer      the model's own unless given; a model without one gives tokens and no text
-    context        most tokens of prompt and answer; the length of its training unless given
-    eos_id         the token that ends a row; the tokenizer's unless given
-    cache          keep keys and values (or read everything again for each token, to compare)
-    prefill_chunk  prompt tokens read at once: longer prompts are read in parts
-    graph          on a GPU, capture the step as a CUDA graph; without it every kernel is launched one by one
+    temperature, top_k, top_p, repetition_penalty  sampling; temperature 0 is greedy
+    stop           strings that end a row; they are not part of the text
+    seed           row r of a batch samples like a single prompt with seed + r, whatever the other rows are
+    tokenizer      default: the model's; without one, pieces have tokens but no text
+    context        maximum tokens of prompt and answer; default: the training sequence length
+    eos_id         token that ends a row; default: the tokenizer's
+    cache          use a KV cache; False recomputes everything for each token, for comparison
+    prefill_chunk  prompt tokens read at once
+    graph          on a GPU, capture the decode step as a CUDA graph
     timing         filled in while it runs
     """
     try:
@@ -131,11 +132,11 @@ def stream(
         raise PromptError(f"context={context} must be at least 1")
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     if stop and tokenizer is None:
-        raise PromptError("stop is text, and there is no tokenizer: give tokenizer=…")
-    rows = as_tokens(prompts, tokenizer, model.config.vocab_size)
-    room = check_room(rows, max_new_tokens, context or getattr(model, "context", None))
+        raise PromptError("stop needs a tokenizer, but there is none: give tokenizer=…")
+    rows = tokenize_prompts(prompts, tokenizer, model.config.vocab_size)
+    max_len = required_context(rows, max_new_tokens, context or getattr(model, "context", None))
     end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
-    # Rows of the embedding that no token has are never trained, and must not be drawn.
+    # A padded vocabulary has untrained embedding rows that must never be sampled.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
     texts = [None if tokenizer is None else TextStream(tokenizer, stop) for _ in rows]
     device = model.embedding.weight.device
@@ -144,23 +145,24 @@ def stream(
         was_training = model.training
         model.eval()
         try:
-            decoder: Decoder = PlainDecoder(model)
+            decoder: Decoder = UncachedDecoder(model)
             if cache:
-                decoder = CachedDecoder(model, len(rows), room, chunk=prefill_chunk, graph=graph)
-            run = _Run(decoder, sampling, rows, seed, max_new_tokens, vocabulary, end, device, timing or Timing())
-            yield from _pieces(run, texts)
+                decoder = CachedDecoder(model, len(rows), max_len, chunk=prefill_chunk, graph=graph)
+            loop = _DecodeLoop(
+                decoder, sampling, rows, seed, max_new_tokens, vocabulary, end, device, timing or Timing()
+            )
+            yield from _pieces(loop, texts)
         finally:
             model.train(was_training)
 
     return pieces()
 
 
-class _Run:
-    """The tensors of one generation: logits to tokens to logits.
+class _DecodeLoop:
+    """Alternates between decoder and sampler.
 
-    Where steps ask nothing of the host the next ones are under way while a token is handed out: which rows have ended
-    is told on the device, by the end token at once, by stop strings a step or two late. What such a row still wrote is
-    not looked at.
+    With an asynchronous decoder, the next steps are already running when a token is returned. Rows end on the device:
+    at once for the end token, a step or two late for stop strings. Tokens of ended rows are ignored.
     """
 
     def __init__(
@@ -181,27 +183,26 @@ class _Run:
         if sampling.temperature > 0:
             self._uniform = uniforms(seed, len(rows), steps).to(device)
         self.active = [True] * len(rows)
-        self._going = torch.ones(len(rows), dtype=torch.int32, device=device)
-        self._ahead = AHEAD if decoder.runs_ahead else 0
+        self._device_active = torch.ones(len(rows), dtype=torch.int32, device=device)
+        self._lookahead = LOOKAHEAD if decoder.asynchronous else 0
         self._tokens: Tensor | None = None
-        self._seen: Tensor | None = None
-        self._told: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self._begun, self._returned = 0, 0.0
+        self._seen: Tensor | None = None  # bool [B, V], for the repetition penalty
+        self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # tokens on their way to the host
+        self._launched, self._returned = 0, 0.0
         if steps > 1:
             decoder.prepare()
 
     def end_row(self, row: int) -> None:
-        """This row writes no more."""
         self.active[row] = False
-        self._going[row] = 0
+        self._device_active[row] = 0
 
     def next_tokens(self, step: int) -> list[int]:
-        """The next token of each row; those of rows that have ended mean nothing."""
-        began = self._returned if step > 0 and self._ahead else time.perf_counter()
-        while self._begun < min(self.steps, step + 1 + (self._ahead if step > 0 else 0)):
-            self._begin(self._begun)
-            self._begun += 1
-        chosen, copied = self._told.popleft()
+        """The next token of each row; undefined for ended rows."""
+        began = self._returned if step > 0 and self._lookahead else time.perf_counter()
+        while self._launched < min(self.steps, step + 1 + (self._lookahead if step > 0 else 0)):
+            self._launch(self._launched)
+            self._launched += 1
+        chosen, copied = self._pending.popleft()
         if copied is not None:
             copied.synchronize()
         tokens = chosen.tolist()
@@ -212,7 +213,7 @@ class _Run:
         else:
             self.timing.decode_seconds += self._returned - began
             self.timing.new_tokens += sum(self.active)
-        if any(token == NOTHING and more for token, more in zip(tokens, self.active, strict=True)):
+        if any(token == NOTHING and active for token, active in zip(tokens, self.active, strict=True)):
             raise TercetError(
                 f"the model's logits at new token {step} are not finite: its weights are damaged, or its training "
                 "diverged; load an earlier checkpoint, or use float32"
@@ -220,13 +221,16 @@ class _Run:
         return tokens
 
     def keys_read(self) -> int | None:
-        """In the last step; None if that was one which nobody waited for."""
-        return None if self._told else self.decoder.keys_read()
+        """Keys read in the last step; None if steps beyond the returned tokens were launched."""
+        return None if self._pending else self.decoder.keys_read()
 
     @torch.no_grad()
-    def _begin(self, step: int) -> None:
-        """From logits to a token that is on its way to the host."""
-        logits = self.decoder.prefill(self.rows) if self._tokens is None else self._step()
+    def _launch(self, step: int) -> None:
+        """Decode, sample, and start copying the tokens to the host."""
+        if self._tokens is None:
+            logits = self.decoder.prefill(self.rows)
+        else:
+            logits = self.decoder.step(self._tokens, self._device_active)
         if step == 0 and self.sampling.repetition_penalty != 1:
             self._seen = torch.zeros_like(logits[:, : self.vocabulary], dtype=torch.bool)
             for i, row in enumerate(self.rows):
@@ -237,38 +241,86 @@ class _Run:
             self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
         self._tokens = chosen.clamp(min=0)
         if self.end is not None:
-            self._going *= chosen != self.end
+            self._device_active *= chosen != self.end
         copied = None
         if chosen.is_cuda:
             pinned = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
             chosen = pinned.copy_(chosen, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self._told.append((chosen, copied))
-
-    def _step(self) -> Tensor:
-        assert self._tokens is not None
-        return self.decoder.step(self._tokens, self._going)
+        self._pending.append((chosen, copied))
 
 
-def _pieces(run: _Run, texts: list[TextStream | None]) -> Iterator[Piece]:
-    for step in range(run.steps):
-        tokens = run.next_tokens(step)
+def _pieces(loop: _DecodeLoop, texts: list[TextStream | None]) -> Iterator[Piece]:
+    for step in range(loop.steps):
+        tokens = loop.next_tokens(step)
         for row, (token, text) in enumerate(zip(tokens, texts, strict=True)):
-            if not run.active[row]:
+            if not loop.active[row]:
                 continue
-            if token == run.end:
-                run.end_row(row)
+            if token == loop.end:
+                loop.end_row(row)
                 yield Piece(row, None, text.end() if text else "", "eos")
                 continue
-            said = text.push(token) if text else ""
-            finished = "stop" if text and text.stopped else "length" if step == run.steps - 1 else None
+            new_text = text.push(token) if text else ""
+            finished = "stop" if text and text.stopped else "length" if step == loop.steps - 1 else None
             if finished:
-                run.end_row(row)
-                said += text.end() if text else ""
-                if text and text.stopped:  # the end of the text completed a stop string
+                loop.end_row(row)
+                new_text += text.end() if text else ""
+                if text and text.stopped:  # the remaining text completed a stop string
                     finished = "stop"
-            yield Piece(row, token, said, finished)
-        if not any(run.active):
+            yield Piece(row, token, new_text, finished)
+        if not any(loop.active):
             break
-    run.timing.keys_read = run.keys_read()
+    loop.timing.keys_read = loop.keys_read()
+
+
+# A UTF-8 character has at most four bytes: after that many tokens, undecodable text will not become decodable.
+_MAX_PENDING_TOKENS = 4
+_UNDECODABLE = "\ufffd"
+
+
+class TextStream:
+    """Turns tokens into text. Holds back incomplete characters and anything that may be the start of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
+        self._tokens: list[int] = []
+        # The text of word pieces depends on the token before them, so decoding starts one emitted chunk earlier.
+        self._start, self._emitted = 0, 0
+        self._held = ""
+        self.stopped = False  # a stop string was found
+
+    def push(self, token: int) -> str:
+        """The text completed by this token."""
+        self._tokens.append(token)
+        known = self._tokenizer.decode(self._tokens[self._start : self._emitted])
+        text = self._tokenizer.decode(self._tokens[self._start :])
+        if text.endswith(_UNDECODABLE) and len(self._tokens) - self._emitted < _MAX_PENDING_TOKENS:
+            return ""
+        self._start, self._emitted = self._emitted, len(self._tokens)
+        return self._release(text[len(known) :])
+
+    def end(self) -> str:
+        """The text still held back."""
+        if self.stopped:
+            return ""
+        known = self._tokenizer.decode(self._tokens[self._start : self._emitted])
+        rest = self._tokenizer.decode(self._tokens[self._start :])[len(known) :]
+        text = self._release(rest) + ("" if self.stopped else self._held)
+        self._held = ""
+        return text
+
+    def _release(self, text: str) -> str:
+        text = self._held + text
+        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

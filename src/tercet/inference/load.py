@@ -1,7 +1,6 @@
-"""A trained model with what belongs to it: its tokenizer, the context it was trained with, where it came from.
+"""Load a trained model with its tokenizer and context length.
 
-Three kinds of folder hold one: a run, a checkpoint of a run, and weights with a config.toml (what `tercet import hf`
-writes).
+Accepts a run folder, a checkpoint folder, or a folder of weights with a config.toml (written by `tercet import hf`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from pydantic import ValidationError
 
 from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
-from tercet.config.train import resolved_precision
+from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.transformer import Transformer
-from tercet.train import manifest, restore
+from tercet.train import manifest, resume
 from tercet.train.device import pick_device
 
 WEIGHTS = "model.safetensors"
@@ -29,11 +28,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 class ModelError(UsageError):
-    """A model that cannot be loaded, or a use that it does not allow."""
+    """A model that cannot be loaded."""
 
 
 class LanguageModel(Transformer):
-    """A Transformer in use. Calling it gives logits; `tercet.generate` and the evaluations take it as it is."""
+    """A Transformer with its run configuration and tokenizer, as generation and evaluation need it."""
 
     def __init__(self, run: RunConfig, *, source: Path | None = None, step: int = 0) -> None:
         super().__init__(run.model)
@@ -41,12 +40,12 @@ class LanguageModel(Transformer):
 
     @property
     def context(self) -> int:
-        """Tokens that it has learnt to read: the sequence length of its training."""
+        """The sequence length it was trained with."""
         return self.run.data.seq_len
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its training data, read on first use: tokens need none."""
+        """The tokenizer of its training data, loaded on first use."""
         return load_tokenizer(self.run.data.tokenizer, self.run.data.eos_token)
 
     @property
@@ -59,60 +58,60 @@ class LanguageModel(Transformer):
 
 
 def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto", verify: bool = True) -> LanguageModel:
-    """The model of a run folder (its newest intact checkpoint), of one checkpoint, or of a folder of weights.
+    """Load the model of a run folder (its newest intact checkpoint), a checkpoint, or a folder of weights.
 
-    dtype: auto is bfloat16 on a GPU if the model was trained so, and float32 everywhere else.
-    verify: compare a checkpoint's files with their checksums first.
+    dtype: auto is bfloat16 on a GPU if the model was trained in bfloat16, otherwise float32.
+    verify: check the checkpoint's checksums first.
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise ModelError(f"{path} does not exist: name a run folder, a checkpoint, or a folder of imported weights")
+        raise ModelError(f"{path} does not exist: pass a run folder, a checkpoint, or a folder of imported weights")
     weights = path / WEIGHTS
     if (path / CONFIG).is_file() and weights.is_file():
-        model = _empty(load_config(file=path / CONFIG).config, path, 0)
-        restore.load_weights_file(weights, model)
+        model = _without_weights(load_config(file=path / CONFIG).config, path, 0)
+        resume.load_weights_file(weights, model)
     else:
         found = _checkpoint(path, verify)
-        model = _empty(_config_of(found), found.path, int(found.run_state["step"]))
-        restore.load_tensors(found.path, model, None)
-    where = pick_device(device, flag="--device")
-    return model.to(where, _pick_dtype(dtype, model.run, where)).eval()
+        model = _without_weights(_config_of(found), found.path, int(found.run_state["step"]))
+        resume.load_tensors(found.path, model, None)
+    target = pick_device(device, flag="--device")
+    return model.to(target, _pick_dtype(dtype, model.run, target)).eval()
 
 
-def _checkpoint(path: Path, verify: bool) -> restore.Found:
+def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
     if manifest.step_of(path) is None and (path / "config.json").is_file():
         raise ModelError(
-            f"{path} is a Hugging Face folder: load it with transformers, or make it Tercet's with "
+            f"{path} is a Hugging Face folder: load it with transformers, or convert it with "
             f"`tercet import hf {path} OUT`"
         )
     inside = [folder for folder in (path / "checkpoints", path) if manifest.complete_checkpoints(folder)]
     if not inside and not (path / manifest.MANIFEST).is_file():
-        half = [p.name for p in path.glob("**/.writing-*")]
-        more = f" ({half[0]} in it was never finished)" if half else ""
+        unfinished = [p.name for p in path.glob("**/.writing-*")]
+        more = f" ({unfinished[0]} is unfinished)" if unfinished else ""
         raise ModelError(
-            f"{path} holds no checkpoint{more}: name a run folder with checkpoints/, a checkpoint folder with "
+            f"{path} has no checkpoint{more}: pass a run folder with checkpoints/, a checkpoint folder with "
             f"{manifest.MANIFEST}, or a folder with {CONFIG} and {WEIGHTS}"
         )
-    # `auto` passes over damaged checkpoints of a run; one that was named outright must be intact itself.
-    found = restore.choose("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
+    # `auto` skips damaged checkpoints of a run; an explicitly named checkpoint must be intact.
+    found = resume.find_checkpoint("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
     assert found is not None
     return found
 
 
-def _config_of(found: restore.Found) -> RunConfig:
+def _config_of(found: resume.FoundCheckpoint) -> RunConfig:
     try:
         return RunConfig.model_validate(found.run_state["config"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ModelError(
-            f"{found.path}: its config is not one that this Tercet reads ({where}: {first['msg']}): "
-            "use the version of Tercet that wrote it"
+            f"{found.path}: its config cannot be read by this version of Tercet ({where}: {first['msg']}): "
+            "use the version that wrote it"
         ) from None
 
 
-def _empty(run: RunConfig, source: Path, step: int) -> LanguageModel:
-    # Made without weights: drawing some to throw them away would also move the caller's random numbers on.
+def _without_weights(run: RunConfig, source: Path, step: int) -> LanguageModel:
+    # On the meta device: initializing weights would be wasted work and advance the caller's random state.
     with torch.device("meta"):
         model = LanguageModel(run, source=source, step=step)
     return model.to_empty(device="cpu")
@@ -120,8 +119,8 @@ def _empty(run: RunConfig, source: Path, step: int) -> LanguageModel:
 
 def _pick_dtype(dtype: Dtype, run: RunConfig, device: torch.device) -> torch.dtype:
     if dtype == "auto":
-        trained = resolved_precision(run.train.precision, device.type)
-        return torch.bfloat16 if device.type == "cuda" and trained == "bf16" else torch.float32
+        precision = resolved_precision(run.train.precision, device.type)
+        return torch.bfloat16 if device.type == "cuda" and precision == "bf16" else torch.float32
     chosen = getattr(torch, dtype, None)
     if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise ModelError(f"dtype={dtype} is unknown: pick auto, float32, bfloat16, float16 or float64")

@@ -1,4 +1,4 @@
-"""Perplexity by position in the context: does the loss keep falling as there is more to read?"""
+"""Loss and perplexity by position in the context: does more context keep helping?"""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tercet.model.loss import IGNORED
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Targets whose position in their document (tokens read before them, less one) lies in first … last."""
+class PositionBucket:
+    """Targets that are predicted from positions first … last of their document."""
 
     first: int
     last: int
@@ -41,15 +41,15 @@ class Stretch:
 
 
 def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """(position in its document, nats) of all counted targets, in chunks of rows."""
+    """Yield (position in the document, nats) of all non-ignored targets, in chunks that bound the logits' memory."""
     tokens, targets = batch.tokens.to(model.device), batch.targets.to(model.device)
     if batch.cu_seqlens is None:
         position = torch.arange(tokens.shape[1], device=model.device).expand_as(tokens).flatten()
         hidden = model.hidden(tokens)
     else:
         bounds = batch.cu_seqlens.to(model.device)
-        place = torch.arange(tokens.numel(), device=model.device)
-        position = place - bounds[torch.searchsorted(bounds, place, right=True) - 1]
+        index = torch.arange(tokens.numel(), device=model.device)
+        position = index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
         hidden = model.hidden(tokens.reshape(1, -1), bounds, max_seqlen=tokens.shape[1])
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     counted = (targets != IGNORED).nonzero().flatten()
@@ -58,33 +58,32 @@ def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, T
 
 
 @torch.no_grad()
-def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Stretch]:
-    """Loss over stretches 0, 1, 2-3, 4-7, … of positions: each as long as all before it together."""
-    nats: Tensor | None = None
+def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[PositionBucket]:
+    """Loss by position, in buckets 0, 1, 2-3, 4-7, …"""
+    sums: Tensor | None = None
     for batch in batches:
         longest = batch.tokens.shape[1]
         for position, loss in token_losses(model, batch):
-            stretch = (position.double() + 0.5).log2().floor().long() + 1
-            if nats is None:
-                nats = torch.zeros(2, longest.bit_length() + 1, dtype=torch.float64, device=model.device)
-            nats[0].scatter_add_(0, stretch, loss.double())
-            nats[1].scatter_add_(0, stretch, torch.ones_like(loss, dtype=torch.float64))
-    if nats is None:
-        raise UsageError("there is nothing to measure: no target tokens; raise data.validation_fraction, or sequences")
-    sums, counts = nats.tolist()
-    edges = [(0, 0), *((1 << i, (2 << i) - 1) for i in range(len(sums)))]
-    return [Stretch(a, b, int(n), s) for (a, b), s, n in zip(edges, sums, counts, strict=False) if n]
+            bucket = (position.double() + 0.5).log2().floor().long() + 1
+            if sums is None:
+                sums = torch.zeros(2, longest.bit_length() + 1, dtype=torch.float64, device=model.device)
+            sums[0].scatter_add_(0, bucket, loss.double())
+            sums[1].scatter_add_(0, bucket, torch.ones_like(loss, dtype=torch.float64))
+    if sums is None:
+        raise UsageError("there is nothing to measure: no target tokens; raise data.validation_fraction or sequences")
+    nats, counts = sums.tolist()
+    edges = [(0, 0), *((1 << i, (2 << i) - 1) for i in range(len(nats)))]
+    return [PositionBucket(a, b, int(n), s) for (a, b), s, n in zip(edges, nats, counts, strict=False) if n]
 
 
-def overall(stretches: list[Stretch]) -> Stretch:
-    """All of them as one."""
-    return Stretch(
-        stretches[0].first, stretches[-1].last, sum(s.tokens for s in stretches), sum(s.nats for s in stretches)
-    )
+def overall(buckets: list[PositionBucket]) -> PositionBucket:
+    """All buckets merged into one."""
+    tokens, nats = sum(b.tokens for b in buckets), sum(b.nats for b in buckets)
+    return PositionBucket(buckets[0].first, buckets[-1].last, tokens, nats)
 
 
 def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1) -> Iterator[Batch]:
-    """Validation documents of the model's own data, packed as in training."""
+    """Batches of the model's validation data, packed as in training."""
     for name, value in (("sequences", sequences), ("seq_len", seq_len), ("batch", batch)):
         if value is not None and value < 1:
             raise UsageError(f"{name}={value} must be at least 1")

@@ -1,4 +1,4 @@
-"""What a person gives as prompts becomes lists of tokens; what cannot is refused in one line."""
+"""Convert prompts (text, token IDs, batches of either) to lists of tokens, and check them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Tensor
 
 
 class PromptError(UsageError):
-    """A prompt that the model cannot read."""
+    """An invalid prompt or generation option."""
 
 
 def is_single(prompts: Prompts) -> bool:
-    """One prompt rather than a batch of them."""
+    """Whether this is one prompt, not a batch."""
     if isinstance(prompts, Tensor):
         return prompts.dim() == 1
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-def as_tokens(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
-    """Tokens of every prompt, each at least one, all within the vocabulary."""
+def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
+    """The tokens of every prompt: at least one each, all within the vocabulary."""
     listed = prompts.tolist() if isinstance(prompts, Tensor) else prompts
     batch = [listed] if is_single(prompts) else list(listed)
     if not batch:
-        raise PromptError("no prompt was given: give at least one")
-    rows = [_one(prompt, name, tokenizer) for prompt, name in zip(batch, _names(len(batch)), strict=True)]
+        raise PromptError("no prompt given: give at least one")
+    rows = [_tokenize(prompt, name, tokenizer) for prompt, name in zip(batch, _names(len(batch)), strict=True)]
     for row, name in zip(rows, _names(len(batch)), strict=True):
-        _check(row, name, vocab_size)
+        _check_tokens(row, name, vocab_size)
     return rows
 
 
-def check_room(rows: list[list[int]], max_new_tokens: int, context: int | None) -> int:
-    """Tokens that the longest row will hold; an error if the model has not learnt to read so many."""
+def required_context(rows: list[list[int]], max_new_tokens: int, context: int | None) -> int:
+    """Tokens of the longest prompt plus its answer; raises PromptError if that exceeds `context`."""
     if max_new_tokens < 1:
         raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1")
     sizes = [len(row) for row in rows]
@@ -47,8 +47,8 @@ def check_room(rows: list[list[int]], max_new_tokens: int, context: int | None) 
         fits = f"ask for at most {context - longest} new tokens, " if longest < context else "shorten it, "
         raise PromptError(
             f"{name} has {longest} tokens, with max_new_tokens={max_new_tokens} that is {needed}, "
-            f"over the context of {context} that the model was trained with: {fits}"
-            f"or say context={needed} (--context {needed}) to read further than it has learnt to"
+            f"over the context of {context} the model was trained with: {fits}"
+            f"or set context={needed} (--context {needed}) to go beyond it"
         )
     return needed
 
@@ -57,29 +57,29 @@ def _names(count: int) -> list[str]:
     return ["the prompt"] if count == 1 else [f"prompt {i}" for i in range(count)]
 
 
-def _one(prompt: object, name: str, tokenizer: Tokenizer | None) -> list[int]:
+def _tokenize(prompt: object, name: str, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise PromptError(f"{name} is text, and there is no tokenizer: give token numbers, or tokenizer=…")
+            raise PromptError(f"{name} is text, but there is no tokenizer: give token IDs, or tokenizer=…")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise PromptError(
-                f"{name} is not text: character {error.start} ({prompt[error.start]!r}) stands for a byte that is no "
-                "UTF-8; give UTF-8"
+                f"{name} is not valid UTF-8: character {error.start} ({prompt[error.start]!r}) is a lone surrogate; "
+                "give UTF-8 text"
             ) from None
         return tokenizer.encode(prompt)
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
-    raise PromptError(f"{name} is {type(prompt).__name__}: give text, or a list of token numbers")
+    raise PromptError(f"{name} is {type(prompt).__name__}: give text or a list of token IDs")
 
 
-def _check(row: list[int], name: str, vocab_size: int) -> None:
+def _check_tokens(row: list[int], name: str, vocab_size: int) -> None:
     if not row:
-        raise PromptError(f"{name} is empty: give at least one token to go on from")
-    for place, token in enumerate(row):
+        raise PromptError(f"{name} is empty: give at least one token")
+    for position, token in enumerate(row):
         if not 0 <= token < vocab_size:
             raise PromptError(
-                f"{name}: token {token} at place {place} is outside the vocabulary, 0 to {vocab_size - 1}: "
+                f"{name}: token {token} at position {position} is outside the vocabulary, 0 to {vocab_size - 1}: "
                 "is it from another tokenizer?"
             )

@@ -1,6 +1,6 @@
-"""The recall task: facts scattered in noise, asked for at the end. Accuracy by distance says how far a model reads.
+"""The synthetic recall task: key-value facts hidden in noise, queried at the end. Accuracy by distance.
 
-ab=42;………………………?ab=42;    all tokens of an answer must be the likeliest ones, each given those before it
+ab=42;………………………?ab=42;    an answer is right if each of its tokens is the model's top choice, given those before it
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tercet.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class Recall:
-    """Answers whose fact lay first … last tokens back."""
+class RecallBucket:
+    """Questions whose fact is first … last tokens back."""
 
     first: int
     last: int
@@ -40,40 +40,40 @@ class Recall:
 
 
 def window_reach(model: Transformer) -> int:
-    """Tokens back that windows alone can carry anything: each layer w - 1 further."""
+    """How many tokens back information can travel through windows alone: w - 1 per layer."""
     return model.config.layers * (model.config.nsa.window - 1)
 
 
 @dataclass(frozen=True)
 class Answer:
-    right: bool  # all its tokens are the model's own choices
-    nats: float  # mean loss of its tokens
+    right: bool  # every token is the model's top choice
+    nats: float  # mean loss per token
 
 
 @torch.no_grad()
-def judge(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[Answer]:
-    """What the model makes of the tokens first … last-1 of each span (row, first, last)."""
+def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[Answer]:
+    """Score tokens first … last-1 of each span (row, first, last)."""
     sizes = [last - first for _, first, last in spans]
     rows = torch.tensor([row for row, first, last in spans for _ in range(first, last)])
-    at = torch.tensor([place for _, first, last in spans for place in range(first, last)])
+    positions = torch.tensor([i for _, first, last in spans for i in range(first, last)])
     device = model.embedding.weight.device
     hidden = model.hidden(documents.to(device))
-    logits = model.logits(hidden[rows.to(device), (at - 1).to(device)]).float().cpu()
-    asked = documents[rows, at]
-    right, nats = logits.argmax(-1) == asked, F.cross_entropy(logits, asked, reduction="none")
+    logits = model.logits(hidden[rows.to(device), (positions - 1).to(device)]).float().cpu()
+    answers = documents[rows, positions]
+    right, nats = logits.argmax(-1) == answers, F.cross_entropy(logits, answers, reduction="none")
     return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
 
 
-def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[Recall]:
-    """Accuracy on documents of `length` tokens that training never saw, by distance of the fact: 64-127, 128-255, …"""
+def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[RecallBucket]:
+    """Accuracy on held-out documents of `length` tokens, by distance to the fact: 64-127, 128-255, …"""
     for name, value in (("length", length), ("documents", documents), ("batch", batch)):
         if value < 1:
             raise UsageError(f"{name}={value} must be at least 1")
     data = model.run.data
     if data.synthetic.task != "recall":
         raise UsageError(
-            f"data.synthetic.task={data.synthetic.task!r}: this model was not trained on the recall task; train one "
-            "with --data.source synthetic --data.synthetic.task recall, or use `tercet eval needle`"
+            f"data.synthetic.task={data.synthetic.task!r}: this model was not trained on the recall task; train with "
+            "--data.source synthetic --data.synthetic.task recall, or use `tercet eval needle`"
         )
     task = data.synthetic.model_copy(update={"length": length, "min_distance": 1})
     data = data.model_copy(update={"source": "synthetic", "seq_len": length, "synthetic": task})
@@ -83,25 +83,25 @@ def recall_by_distance(model: LanguageModel, *, length: int, documents: int, bat
     ) as loader:
         for loaded in islice(loader, -(-documents // batch)):
             spans, distances = _questions(loaded.tokens, task)
-            for distance, answer in zip(distances, judge(model, loaded.tokens, spans), strict=True):
+            for distance, answer in zip(distances, score_answers(model, loaded.tokens, spans), strict=True):
                 counted = counts[distance.bit_length() - 1]
                 counted[0] += answer.right
                 counted[1] += 1
-    return [Recall(1 << i, (2 << i) - 1, right, asked) for i, (right, asked) in sorted(counts.items())]
+    return [RecallBucket(1 << i, (2 << i) - 1, right, asked) for i, (right, asked) in sorted(counts.items())]
 
 
 def _questions(documents: Tensor, task: SyntheticConfig) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Where each answer stands (row, first, last), and how far behind its fact's first value token is."""
+    """The span (row, first, last) of each answer, and its distance from the fact's first value token."""
     spans, distances = [], []
     question = KEY_TOKENS + task.value_tokens + 3  # ?ab=42;
     for row, document in enumerate(documents.tolist()):
-        begin = len(document) - 1 - task.queries * question
+        first_question = len(document) - 1 - task.queries * question
         text = bytes(document)
         for q in range(task.queries):
-            at = begin + q * question
+            at = first_question + q * question
             assert document[at] == ASK
             value = at + KEY_TOKENS + 2
-            fact = text.index(text[at + 1 : value], 0, begin)
+            fact = text.index(text[at + 1 : value], 0, first_question)
             assert document[fact + KEY_TOKENS] == IS
             spans.append((row, value, value + task.value_tokens))
             distances.append(value - (fact + KEY_TOKENS + 1))

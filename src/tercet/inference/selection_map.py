@@ -1,4 +1,4 @@
-"""Which blocks each layer really read for a prompt, as a picture over the text: one self-contained HTML page."""
+"""Selection maps: the blocks each layer selected for a prompt, as a self-contained HTML page over the text."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tercet.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """What one layer did with a prompt. blocks: int32 [T, G, n], padded with -1; gates: [T, H, 3]."""
+    """Selection and gates of one layer. blocks: int32 [T, G, n], padded with -1; gates: [T, H, 3]."""
 
     layer: int
     config: NSAConfig
     blocks: Tensor
     gates: Tensor
 
-    def read_by(self, t: int) -> dict[int, int]:
-        """Block -> how many KV heads selected it for query t."""
+    def selected_by(self, t: int) -> dict[int, int]:
+        """Block -> number of KV heads that selected it for query t."""
         counts: dict[int, int] = {}
         for block in self.blocks[t].flatten().tolist():
             if block >= 0:
@@ -35,14 +35,14 @@ class LayerSelection:
         return counts
 
     def forced(self, t: int) -> set[int]:
-        """Blocks that query t reads whatever they score."""
+        """Blocks that query t always reads, whatever their score."""
         current = t // self.config.select_block
-        first = range(min(self.config.select_initial, current + 1))
-        return {*first, *range(max(0, current - self.config.select_local + 1), current + 1)}
+        initial = range(min(self.config.select_initial, current + 1))
+        return {*initial, *range(max(0, current - self.config.select_local + 1), current + 1)}
 
 
 class _Recorder:
-    """Stands where a layer's statistics stand, and keeps what they are told."""
+    """Replaces a layer's statistics object and keeps the last update."""
 
     enabled = True
 
@@ -55,23 +55,25 @@ class _Recorder:
 
 
 @torch.no_grad()
-def selections(model: Transformer, tokens: list[int]) -> list[LayerSelection]:
-    """One forward pass; what every NSA layer that selects read."""
+def record_selections(model: Transformer, tokens: list[int]) -> list[LayerSelection]:
+    """Run one forward pass and record every NSA layer that has the selected branch."""
     layers = [
         (i, layer)
         for i, layer in enumerate(model.attention_layers())
         if isinstance(layer, NativeSparseAttention) and "selected" in layer.branches
     ]
     if not layers:
-        raise UsageError("no layer of this model selects blocks: selection maps are of NSA layers with that branch")
-    before = [layer.stats for _, layer in layers]
+        raise UsageError(
+            "no layer of this model selects blocks: selection maps need NSA layers with the selected branch"
+        )
+    original = [layer.stats for _, layer in layers]
     recorders = [_Recorder() for _ in layers]
     try:
         for (_, layer), recorder in zip(layers, recorders, strict=True):
             layer.stats = recorder  # type: ignore[assignment]
         model.hidden(torch.tensor([tokens], device=model.embedding.weight.device))
     finally:
-        for (_, layer), stats in zip(layers, before, strict=True):
+        for (_, layer), stats in zip(layers, original, strict=True):
             layer.stats = stats
     found = []
     for (i, layer), recorder in zip(layers, recorders, strict=True):
@@ -81,28 +83,26 @@ def selections(model: Transformer, tokens: list[int]) -> list[LayerSelection]:
     return found
 
 
-def page(tokens: list[int], tokenizer: Tokenizer, found: list[LayerSelection], *, query: int = -1) -> str:
-    """The page for one query of the prompt (-1: its last token)."""
+def selection_page(tokens: list[int], tokenizer: Tokenizer, layers: list[LayerSelection], *, query: int = -1) -> str:
+    """The HTML page for one query of the prompt (-1: the last token)."""
     t = query if query >= 0 else len(tokens) + query
     if not 0 <= t < len(tokens):
         raise UsageError(f"query={query} is outside the prompt of {len(tokens)} tokens: 0 to {len(tokens) - 1}, or -1")
-    size = found[0].config.select_block
+    size = layers[0].config.select_block
     count = t // size + 1
-    read = [layer.read_by(t) for layer in found]
-    forced = found[0].forced(t)
-    most = sum(layer.blocks.shape[1] for layer in found)
-    totals = [sum(r.get(block, 0) for r in read) for block in range(count)]
+    selected = [layer.selected_by(t) for layer in layers]
+    forced = layers[0].forced(t)
+    kv_heads = sum(layer.blocks.shape[1] for layer in layers)
+    totals = [sum(s.get(block, 0) for s in selected) for block in range(count)]
     spans = []
     for block in range(count):
-        text = html.escape(tokenizer.decode(tokens[block * size : min((block + 1) * size, t + 1)]))
-        kind = "forced" if block in forced else "chosen"
-        share = totals[block] / most
-        layers = ", ".join(str(layer.layer) for layer, r in zip(found, read, strict=True) if block in r) or "none"
-        spans.append(
-            f'<span class="{kind}" style="--share:{share:.3f}" title="block {block}, tokens {block * size} to '
-            f"{min((block + 1) * size, t + 1) - 1}: {'forced' if block in forced else f'{share:.0%} of KV heads'}; "
-            f'layers {layers}">{text}</span>'
-        )
+        first, end = block * size, min((block + 1) * size, t + 1)
+        text = html.escape(tokenizer.decode(tokens[first:end]))
+        share = totals[block] / kv_heads
+        kind, chosen_by = ("forced", "forced") if block in forced else ("chosen", f"{share:.0%} of KV heads")
+        names = ", ".join(str(layer.layer) for layer, s in zip(layers, selected, strict=True) if block in s) or "none"
+        title = f"block {block}, tokens {first} to {end - 1}: {chosen_by}; layers {names}"
+        spans.append(f'<span class="{kind}" style="--share:{share:.3f}" title="{title}">{text}</span>')
     return _PAGE.format(
         query=t,
         tokens=t + 1,
@@ -110,19 +110,19 @@ def page(tokens: list[int], tokenizer: Tokenizer, found: list[LayerSelection], *
         size=size,
         chosen=sum(1 for block, n in enumerate(totals) if n and block not in forced),
         text="".join(spans),
-        rows="\n".join(_row(layer, r, t, count) for layer, r in zip(found, read, strict=True)),
-        heat=_heat(found, t),
+        rows="\n".join(_layer_row(layer, s, t, count) for layer, s in zip(layers, selected, strict=True)),
+        histogram=_histogram(layers, t),
     )
 
 
-def _row(layer: LayerSelection, read: dict[int, int], t: int, count: int) -> str:
+def _layer_row(layer: LayerSelection, selected: dict[int, int], t: int, count: int) -> str:
     groups, forced = layer.blocks.shape[1], layer.forced(t)
     width = 720 / count
     marks = "".join(
         f'<rect x="{block * width:.2f}" width="{max(width - 0.4, 0.6):.2f}" height="12" '
         f'class="{"forced" if block in forced else "chosen"}" opacity="{n / groups:.3f}"><title>block {block}: {n} of '
         f"{groups} KV heads</title></rect>"
-        for block, n in sorted(read.items())
+        for block, n in sorted(selected.items())
     )
     gates = layer.gates[t].mean(0).tolist()
     shares = " ".join(f"<td>{gate:.2f}</td>" for gate in gates)
@@ -132,12 +132,12 @@ def _row(layer: LayerSelection, read: dict[int, int], t: int, count: int) -> str
     )
 
 
-def _heat(found: list[LayerSelection], t: int) -> str:
-    """How often each block was chosen freely by all queries up to t: where the text is read again and again."""
-    size = found[0].config.select_block
+def _histogram(layers: list[LayerSelection], t: int) -> str:
+    """How often the queries up to t chose each block, forced blocks excluded."""
+    size = layers[0].config.select_block
     count = t // size + 1
     chosen = [0] * count
-    for layer in found:
+    for layer in layers:
         blocks = layer.blocks[: t + 1]
         current = (torch.arange(t + 1) // size)[:, None, None]
         free = (blocks >= layer.config.select_initial) & (blocks <= current - layer.config.select_local)
@@ -165,17 +165,17 @@ pre .forced {{ background: #8885 }}
 rect.chosen {{ fill: rgb(var(--chosen)) }} rect.forced {{ fill: #888 }} rect.ground {{ fill: var(--ground) }}
 td, th {{ padding: 2px 8px; text-align: right; font-variant-numeric: tabular-nums }}
 </style>
-<h1>What token {query} read</h1>
-<p>{tokens} tokens in {count} blocks of {size}. Orange: chosen by score ({chosen} blocks, darker where more layers and
-KV heads chose them). Grey: read by rule (the first blocks and the nearest). Plain: not read in full.</p>
+<h1>Blocks selected for token {query}</h1>
+<p>{tokens} tokens in {count} blocks of {size}. Orange: chosen by score ({chosen} blocks; darker if more layers and KV
+heads chose them). Grey: always selected (the first blocks and the nearest). No colour: not selected.</p>
 <pre>{text}</pre>
-<h2>Layer by layer</h2>
-<table><tr><th>layer</th><th style="text-align:left">blocks, from the beginning to token {query}</th>
+<h2>By layer</h2>
+<table><tr><th>layer</th><th style="text-align:left">blocks from the start to token {query}</th>
 <th>compressed</th><th>selected</th><th>window</th></tr>
 {rows}
 </table>
 <p>The three numbers are the gates of this token, averaged over heads.</p>
-<h2>Blocks that all tokens up to here chose</h2>
-{heat}
+<h2>Blocks chosen by all tokens so far</h2>
+{histogram}
 </html>
 """

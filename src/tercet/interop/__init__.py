@@ -1,1 +1,1 @@
-"""Tercet's models in other people's libraries, and theirs here."""
+"""Exchange models with other libraries."""

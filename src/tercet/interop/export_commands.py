@@ -1,4 +1,4 @@
-"""`tercet export …`: each function is a command. Nothing heavy is imported here."""
+"""`tercet export …`: each function is a command. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Literal
 
 
 def hf(run: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> int:
-    """Write a folder that transformers loads wherever tercet is installed: config, safetensors, tokenizer.
+    """Export a model to a Hugging Face folder. transformers can load it wherever tercet is installed.
 
     Args:
         run: A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.
-        out: The folder to write; it must not hold anything yet.
-        dtype: Of the weights; float32 keeps every bit of training.
+        out: The folder to write; must be empty or not exist.
+        dtype: Type of the weights; float32 is exact.
     """
     from tercet.interop.huggingface.export import export
 
     export(run, out, dtype=dtype)
-    print(f"{out} is written. Load it anywhere tercet is installed:")
+    print(f"Wrote {out}. To load it anywhere tercet is installed:")
     print("  import tercet.interop.huggingface")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(f"  model, tokenizer = (c.from_pretrained({str(out)!r}) for c in (AutoModelForCausalLM, AutoTokenizer))")

@@ -1,4 +1,4 @@
-"""`tercet import …`: each function is a command. Nothing heavy is imported here."""
+"""`tercet import …`: each function is a command. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def hf(
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> int:
-    """Make a Llama- or Qwen-style dense checkpoint (or an export of Tercet's) a model that training goes on from.
+    """Import a dense Llama- or Qwen-style checkpoint, or a Tercet export, to continue training from it.
 
     Args:
-        source: A folder with config.json and safetensors.
-        out: The folder to write: config.toml, model.safetensors, tokenizer.json.
+        source: Folder with config.json and safetensors.
+        out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
-        attention: nsa, or dense to go on as it was.
-        compression: How a block of keys and values becomes one: learnt (the mean at first), or its mean for good.
-        compress_selected_keys: Give the compressed branch no keys of its own but summaries of the selected branch's.
-        cover: The branch whose gates start open; up to its reach the import equals the dense model.
-        gate_logit: How far open: its gates are sigmoid(this), the others' sigmoid(-this). Higher is nearer to the dense
-            model, lower learns sooner to use the other branches.
-        seq_len: Sequence length of the training to come; the model's own, at most 4096, unless given.
-        seed: Of what starts fresh.
+        attention: nsa, or dense to keep dense attention.
+        compression: How a block of keys and values is compressed: mlp (learnt, starts as the mean) or mean.
+        compress_selected_keys: Compress the keys of the selected branch instead of separate keys.
+        cover: The branch whose gates start open; up to its reach, the import equals the dense model.
+        gate_logit: Gate bias: sigmoid(gate_logit) for the open branch, sigmoid(-gate_logit) for the others. Higher is
+            closer to the dense model; lower learns to use the other branches sooner.
+        seq_len: Sequence length to train with; default: the model's own, at most 4096.
+        seed: Random seed for newly initialized weights.
     """
-    from tercet.interop.huggingface.take_over import take_over
+    from tercet.interop.huggingface.import_hf import import_model
 
-    made = take_over(
+    imported = import_model(
         source,
         out,
         nsa=nsa,
@@ -51,8 +51,9 @@ def hf(
         seq_len=seq_len,
         seed=seed,
     )
-    if made.covers is not None:
-        print(f"gates start with the {cover} branch open: equal to the dense model up to {made.covers:,} tokens")
-    print(f"{out} is written. Go on with:  {typed()} train --config {quote(str(out / 'config.toml'))}")
-    print(f"or use it as it is:            {typed()} generate {quote(str(out))} --prompt TEXT")
+    if imported.exact_length is not None:
+        length = f"{imported.exact_length:,} tokens"
+        print(f"gates start with the {cover} branch open: equal to the dense model up to {length}")
+    print(f"Wrote {out}. To train it:  {typed()} train --config {quote(str(out / 'config.toml'))}")
+    print(f"To use it as it is:  {typed()} generate {quote(str(out))} --prompt TEXT")
     return 0

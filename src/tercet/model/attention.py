@@ -18,7 +18,7 @@ from tercet.attention.config import (
     check_sizes,
 )
 from tercet.attention.dispatch import BACKENDS, Route
-from tercet.attention.functional import run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing
 from tercet.model.cache import DenseCache, NSACache
 from tercet.model.cached import cached_dense_attention, cached_dense_route, cached_nsa_attention
@@ -28,7 +28,7 @@ from tercet.model.decode import dense_token, nsa_chunk, nsa_token, why_not, why_
 from tercet.model.dense import dense_attention, dense_route
 from tercet.model.gate import Gate
 from tercet.model.plain import are_plain
-from tercet.model.projection import Projected, one_product, takes_one_product
+from tercet.model.projection import one_product, takes_one_product
 from tercet.model.rope import Rotary, Turn, Turns, rotate
 from tercet.model.stats import AttentionStats
 
@@ -186,7 +186,7 @@ class NativeSparseAttention(nn.Module):
             projected = self._apart(x, packing, turns)
         multiplied = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._ran = run_nsa(
-            *projected, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
+            projected, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
             output=(self.o_proj.weight, self.o_proj.bias) if multiplied else None,
         )  # fmt: skip
         self.stats.update(projected.gates, block_indices, packing)
@@ -194,12 +194,12 @@ class NativeSparseAttention(nn.Module):
 
     # ------------------------------------------------------------ parts
 
-    def _apart(self, x: Tensor, packing: Packing | None, turns: Turns) -> Projected:
+    def _apart(self, x: Tensor, packing: Packing | None, turns: Turns) -> NSAInputs:
         """By a product for each of q, keys and values, and gates: anywhere, with every option."""
         q, raw, keys, values = self.project(x, None, turns.tokens)
         compressed = self._compress(raw, values["compressed"], packing, turns.compressed)
         selected, window = ((keys[branch], values[branch]) for branch in ("selected", "window"))
-        return Projected(q, *compressed, *selected, *window, self.gate(x))
+        return NSAInputs(q, *compressed, *selected, *window, self.gate(x))
 
     def project(
         self, x: Tensor, positions: Tensor | None, turn: Turn | None = None
@@ -278,8 +278,11 @@ class NativeSparseAttention(nn.Module):
             cache.append_compressed(step, k_compressed[:, : step.emitted], v_compressed[:, : step.emitted])
             cache.reads = None
             out, _, self._ran = run_nsa(
-                q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"], values["window"],
-                gates, config=self.config, backend=self.backend, branches=self.branches,
+                NSAInputs(
+                    q, k_compressed, v_compressed, keys["selected"], values["selected"], keys["window"],
+                    values["window"], gates,
+                ),
+                config=self.config, backend=self.backend, branches=self.branches,
             )  # fmt: skip
         else:
             if blocks is not None:

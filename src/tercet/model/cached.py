@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.reference import block_importance, combine, compute_dtype, select
@@ -141,6 +140,8 @@ def _cached_dense(q: Tensor, cache: DenseCache, step: Step) -> Tensor:
         # its triangle in the lower right corner: every key is seen by the last query
         # told by the rule, not counted: the kernel is not ours
         cache.reads = (step.positions + 1)[..., None].expand(-1, -1, groups)
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second at start-up
+
         bias = causal_lower_right(width, k.shape[1])
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import compression_blocks
-from tercet.attention.layout import Packing, Rearrangement
+from tercet.attention.layout import Packing, RowMap
 from tercet.model.plain import are_plain
 
 KINDS = ("mlp", "mean")
@@ -53,8 +53,8 @@ class Compression(nn.Module):
             return self.phi(compression_blocks(x, self.config, packing))
         if packing is None:
             return self._phi_of_chunks(x[:, : x.shape[1] // stride * stride].unflatten(1, (-1, stride)))
-        chunks = _rearranged(x[0], packing.into_chunks).unflatten(0, (-1, stride))[None]
-        return _rearranged(self._phi_of_chunks(chunks)[0], packing.chunks_into_compressed)[None]
+        chunks = _rearranged(x[0], packing.tokens_to_chunks).unflatten(0, (-1, stride))[None]
+        return _rearranged(self._phi_of_chunks(chunks)[0], packing.chunks_to_compressed)[None]
 
     def is_plain(self) -> bool:
         """Whether its weights say all: chunks are multiplied with these, blocks are handed to the layers."""
@@ -114,7 +114,7 @@ def compress_both(chunks: Tensor, k: Compression, v: Compression, packing: Packi
         correction = correction + torch.stack((k.down.bias, v.down.bias))[:, None, None, None]
         both = both + correction.to(both.dtype)
     if packing is not None:
-        rows = _rearranged(both[:, 0].transpose(0, 1), packing.chunks_into_compressed)
+        rows = _rearranged(both[:, 0].transpose(0, 1), packing.chunks_to_compressed)
         both = rows.transpose(0, 1)[:, None]
     return both[0], both[1]
 
@@ -126,7 +126,7 @@ def _added(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _rearranged(x: Tensor, rearrangement: Rearrangement) -> Tensor:
+def _rearranged(x: Tensor, rearrangement: RowMap) -> Tensor:
     result: Tensor = _Rearranged.apply(x, *rearrangement)
     return result
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.functional import run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.hardware import TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
 from tercet.model.cache import DenseCache, NSACache
@@ -93,7 +93,7 @@ def nsa_chunk(
     if compressed is None:
         compressed = keys["selected"][:, :0], values["selected"][:, :0]
     out, _, ran = run_nsa(
-        q, *compressed, *pairs["selected"], *pairs["window"], gates, config=layer.config, backend="triton",
+        NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=layer.config, backend="triton",
         branches=layer.branches, span=Span(start, 0 if cache.keeps_all else start, first),
     )  # fmt: skip
     cache.reads = None

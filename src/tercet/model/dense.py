@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.layout import WHOLE, Packing, Span
-from tercet.attention.reference import Tile, attend, segments
+from tercet.attention.reference import Tile, segments, tiled_attention
 
 _HALF = (torch.bfloat16, torch.float16)
 _STRETCH = "a stretch of a sequence has no kernel of PyTorch's"
@@ -119,8 +119,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span
             start = max(segment.first, span.first_key)
             for first, end in segment.query_tiles(q.shape[0] * q.shape[2]):
                 t, s = segment.position(first, end, q.device), segment.position(start, end, q.device)
-                mask = segment.keep_apart(s <= t[:, None], (first, end), (start, end))
+                mask = segment.mask_documents(s <= t[:, None], (first, end), (start, end))
                 yield Tile(segment.queries(first, end), segment.keys(start, end), t, mask)
 
     with torch.autocast(q.device.type, enabled=False):
-        return attend(q, k, v, tiles)
+        return tiled_attention(q, k, v, tiles)

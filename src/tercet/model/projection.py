@@ -6,12 +6,13 @@ kernels (rotary turns, chunks for φ, gradients put together) is a dozen launche
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tercet.attention.functional import NSAInputs
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
 from tercet.model.compression import compress_both
@@ -20,19 +21,6 @@ from tercet.model.rope import Turns, rotate
 
 if TYPE_CHECKING:
     from tercet.model.attention import NativeSparseAttention
-
-
-class Projected(NamedTuple):
-    """What the operator takes. q: [B, T, H, D]; compressed: [B, Tc, G, D]; others: [B, T, G, D]; gates: [B, T, H, 3]"""
-
-    q: Tensor
-    k_compressed: Tensor
-    v_compressed: Tensor
-    k_selected: Tensor
-    v_selected: Tensor
-    k_window: Tensor
-    v_window: Tensor
-    gates: Tensor
 
 
 def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
@@ -50,7 +38,7 @@ def takes_one_product(layer: NativeSparseAttention, x: Tensor) -> bool:
     )
 
 
-def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None, turns: Turns) -> Projected:
+def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None, turns: Turns) -> NSAInputs:
     from tercet.attention.kernels import qkv_split
 
     assert turns.compressed is not None
@@ -62,9 +50,9 @@ def one_product(layer: NativeSparseAttention, x: Tensor, packing: Packing | None
         given = (layer.q_proj.bias, layer.kv_proj.bias)
         bias = torch.cat((*given, given[0].new_zeros(width - sum(b.shape[0] for b in given))))
     y = F.linear(x, torch.cat(weights), bias)
-    maps = (None,) * 4 if packing is None else tuple(packing.into_chunks)
+    maps = (None,) * 4 if packing is None else tuple(packing.tokens_to_chunks)
     sizes = [layer.heads, layer.kv_heads, layer.head_dim, layer.config.compress_stride, layer.key_sets]
     q, ks, vs, kw, vw, chunks, logits = qkv_split.split_qkv(y, turns.tokens, maps, sizes)
     k_compressed, v_compressed = compress_both(chunks, layer.compress_k, layer.compress_v, packing)
     gates = layer.gate.opened(logits, layer.gate.proj.bias)
-    return Projected(q, rotate(k_compressed, turns.compressed), v_compressed, ks, vs, kw, vw, gates)
+    return NSAInputs(q, rotate(k_compressed, turns.compressed), v_compressed, ks, vs, kw, vw, gates)

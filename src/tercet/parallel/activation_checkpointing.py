@@ -1,8 +1,7 @@
-"""Activation checkpointing: what each block keeps for its backward pass, and what it computes again.
+"""Activation checkpointing: what each block saves for its backward pass and what it recomputes.
 
-In every mode the selected block indices are kept. Recomputed scores can differ in the last bit from the first ones
-(another kernel schedule is enough), a near-tie then selects another block, and the gradient is that of a computation
-which never took place.
+Every mode saves the selected block indices. Recomputed scores can differ in the last bit (a different kernel schedule
+is enough); a near-tie would then select another block, and the gradient would not match the forward pass.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from torch.utils.checkpoint import (
 
 from tercet.errors import TercetError
 
-# Identity on block indices, laid by every backend around what it selected (tercet.attention.layout).
+# Identity on block indices; every backend passes its selection through it (tercet.attention.layout).
 SELECTION_OP = "tercet::keep_selection"
 
-# Worth their memory: products with weights, and attention in any of its implementations. Norms, RoPE and SwiGLU are
-# not; nor are most batched products, which in attention written out in PyTorch are all its scores.
-COSTLY = frozenset(
+# Saved in selective mode: matmuls with weights, and attention in any implementation. Norms, RoPE and SwiGLU are cheap
+# to recompute. Most batched matmuls are not saved either: in attention written in PyTorch they are all the scores.
+SAVED_OPS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
@@ -40,34 +39,34 @@ COSTLY = frozenset(
 )
 
 
-def _keep_selection(
+def _full_policy(
     context: SelectiveCheckpointContext, op: torch._ops.OpOverload, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    kept = op.name().split(".")[0] == SELECTION_OP
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op.name().split(".")[0] == SELECTION_OP
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_costly(
+def _selective_policy(
     context: SelectiveCheckpointContext, op: torch._ops.OpOverload, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     name = op.name().split(".")[0]
-    # tercet::heads_apart is not one of them: it lays out a product that is kept
-    kept = name in COSTLY or name.startswith(("tercet::nsa_", "tercet::keep_"))
+    # Not tercet::heads_apart: it only rearranges a product that is saved.
+    saved = name in SAVED_OPS or name.startswith(("tercet::nsa_", "tercet::keep_"))
     if op is torch.ops.aten.bmm.default:
-        # φ's, of keys and values at once, gives no wider rows than it takes; scores do: a row of keys for each query
-        kept = args[1].shape[2] <= args[0].shape[2]
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        # The compression matmul (keys and values at once) does not widen its rows. Scores do: one column per key.
+        saved = args[1].shape[2] <= args[0].shape[2]
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-POLICIES: dict[str, Callable[..., CheckpointPolicy]] = {"full": _keep_selection, "selective": _keep_costly}
+POLICIES: dict[str, Callable[..., CheckpointPolicy]] = {"full": _full_policy, "selective": _selective_policy}
 
 
 def apply_activation_checkpointing(blocks: nn.ModuleList, mode: str) -> None:
-    """Make every block recompute in its backward pass what the mode does not keep.
+    """Make every block recompute in its backward pass what `mode` does not save.
 
-    Each block's own bound forward is captured by value: a closure over the loop variable would recompute the last
-    block for all of them. The forward is replaced rather than the module wrapped, so that parameter names, hooks and
-    per-block compilation stay as they are.
+    Replaces each block's forward instead of wrapping the module, so parameter names, hooks and per-block compilation
+    stay as they are. `partial` binds each block's own forward: a closure over the loop variable would recompute the
+    last block for all of them.
     """
     if mode == "none":
         return
@@ -75,15 +74,15 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, mode: str) -> None:
         raise TercetError(f"activation_checkpointing={mode!r}: pick one of none, full, selective")
     contexts = partial(create_selective_checkpoint_contexts, POLICIES[mode])
     for block in blocks:
-        # Nothing random happens in a block, so there is no generator state to bring back.
         block.forward = partial(  # type: ignore[method-assign]
-            _run_block, block.forward, contexts
+            _checkpointed_forward, block.forward, contexts
         )
 
 
-def _run_block(
+def _checkpointed_forward(
     forward: Callable[..., Any], contexts: Callable[[], Any], x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(x, *args, **kwargs)
+    # Blocks draw no random numbers, so there is no RNG state to preserve.
     return checkpoint(forward, x, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)

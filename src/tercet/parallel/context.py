@@ -1,13 +1,12 @@
-"""Context parallelism for Native Sparse Attention: one sequence over several ranks, each with two chunks of it.
+"""Context parallelism for Native Sparse Attention: one sequence over several ranks, two chunks each.
 
-x: [1, own tokens, dim]. What a rank needs of others, per layer:
-  raw keys and values under its compressed tokens   l-1 tokens before each chunk
-  compressed keys and values                        all that its queries may see: T/d rows, hence small
-  window keys and values                            w-1 tokens before each chunk
-  selected keys and values                          its documents from their beginning; ordered first, waited for last
-                                                    or the blocks that its queries chose, and no others
-Nothing is fetched beyond a chunk's own documents. Each chunk is a stretch of queries to the operator, on whatever
-backend runs it.
+x: [1, own tokens, dim]. Per layer, a rank fetches from the others:
+  raw keys and values for compression    the l-1 tokens before each chunk
+  compressed keys and values             all that its queries can see: T/d rows, so this is small
+  window keys and values                 the w-1 tokens before each chunk
+  selected keys and values               its documents from their start, requested first and awaited last;
+                                         or only the blocks that its queries selected (parallel.context_fetch=blocks)
+Nothing is fetched outside a chunk's own documents. To the operator each chunk is a query range, on any backend.
 """
 
 from __future__ import annotations
@@ -24,28 +23,30 @@ from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import Route
-from tercet.attention.functional import run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
 from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.model.dense import dense_attention
 from tercet.model.rope import rotate
-from tercet.parallel.context_layout import Buffer, Layout, Plan
-from tercet.parallel.exchange import Exchange, Fetch
-from tercet.parallel.exchange_blocks import BlockFetch, BlockPlan
+from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
+from tercet.parallel.exchange import BlockFetch, BlockFetchPlan, Exchange, Fetch
 
-DENSE = "context parallelism: PyTorch's dense kernels take no stretch of packed documents"
+DENSE_REASON = "context parallelism: PyTorch's dense kernels do not support query ranges of packed documents"
+
+# Starts when created; calling it waits and returns the fetched (k, v).
+PendingFetch = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass
-class ContextShare:
-    """This rank's part of one batch: stands where layers expect the documents' bounds."""
+class ContextShard:
+    """This rank's part of one batch. Layers take it in place of `cu_seqlens`."""
 
     layout: Layout
     group: dist.ProcessGroup
     device: torch.device
-    by_blocks: bool = False  # fetch selected blocks only
+    by_blocks: bool = False  # fetch only selected blocks
     traffic: Counter[str] = field(default_factory=Counter)
-    """Bytes that came from other ranks so far, forward and backward, by what they were for."""
+    """Bytes received from other ranks so far, forward and backward, by purpose."""
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,92 +54,93 @@ class ContextShare:
 
     @cached_property
     def packing(self) -> Packing:
-        """The whole sequence's documents. Their bounds are known on the host, so that nothing is masked in vain."""
+        """The documents of the whole sequence. Their bounds are known on the host, so no work is masked out."""
         layout = self.layout
         bounds = torch.tensor(layout.bounds, dtype=torch.int32, device=self.device)
         packing = Packing(bounds, layout.length, layout.compressed_bounds[-1], layout.config)
         tokens, compressed = layout.bounds, layout.compressed_bounds
-        known = list(zip(tokens[:-1], tokens[1:], compressed[:-1], compressed[1:], strict=True))
-        packing.bounds = known
+        packing.bounds = list(zip(tokens[:-1], tokens[1:], compressed[:-1], compressed[1:], strict=True))
         return packing
 
     @cached_property
     def chunks(self) -> list[tuple[int, int]]:
-        """Tokens of this rank's chunks."""
+        """Token ranges of this rank's chunks."""
         return [self.layout.tokens(c) for c in self.layout.owned[self.rank]]
 
-    def take(self, x: Tensor) -> Tensor:
+    def own_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of a whole sequence [1, T, ...]."""
         return torch.cat([x[:, a:b] for a, b in self.chunks], dim=1)
 
     @cached_property
     def position(self) -> Tensor:
         """[own tokens]: positions within documents."""
-        return self.take(self.packing.position[None])[0]
+        return self.own_tokens(self.packing.position[None])[0]
 
-    def rows(self, index: int) -> slice:
-        """The index-th chunk among this rank's rows."""
+    def chunk_rows(self, index: int) -> slice:
+        """Rows of the index-th chunk among this rank's tokens."""
         return slice(index * self.layout.chunk, (index + 1) * self.layout.chunk)
 
-    # ------------------------------------------------------------ plans, made once and used by every layer
-
     @cached_property
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, FetchPlan]:
+        """Fetch plans by purpose, computed once and used by every layer."""
         config, layout = self.layout.config, self.layout
         return {
-            "raw": layout.reach_back(config.compress_block - 1),
+            "raw": layout.lookback_plan(config.compress_block - 1),
             "compressed": layout.compressed_plan(),
-            "window": layout.reach_back(config.window - 1),
-            "selected": layout.reach_back(None),
-            "before": layout.rows_before(),
+            "window": layout.lookback_plan(config.window - 1),
+            "selected": layout.lookback_plan(None),
+            "before": layout.previous_token_plan(),
         }
 
     @cached_property
-    def buffers(self) -> dict[str, list[Buffer]]:
+    def ranges(self) -> dict[str, list[TokenRange]]:
+        """Token ranges in this rank's fetched buffers, by purpose."""
         config, layout = self.layout.config, self.layout
-        back = {"raw": config.compress_block - 1, "window": config.window - 1, "selected": None}
-        return {name: layout.buffers(self.rank, tokens) for name, tokens in back.items()}
+        lookback = {"raw": config.compress_block - 1, "window": config.window - 1, "selected": None}
+        return {name: layout.lookback_ranges(self.rank, tokens) for name, tokens in lookback.items()}
 
-    def buffer(self, name: str, index: int) -> Buffer:
-        """The buffer in which the index-th chunk stands."""
+    def range_of(self, name: str, index: int) -> TokenRange:
+        """The fetched token range that contains the index-th chunk."""
         first, _ = self.chunks[index]
-        return next(b for b in self.buffers[name] if b.first <= first < b.end)
+        return next(r for r in self.ranges[name] if r.first <= first < r.end)
 
     @cached_property
     def compressed_tokens(self) -> tuple[Tensor, Tensor]:
-        """Of this rank's compressed tokens: rows of the raw buffer under each [count, l], and their positions."""
+        """For this rank's compressed tokens: rows of the raw buffer [count, l], and positions [count]."""
         l, d = self.layout.config.compress_block, self.layout.config.compress_stride
         rows, positions = [], []
         for index, chunk in enumerate(self.layout.owned[self.rank]):
-            buffer = self.buffer("raw", index)
+            raw = self.range_of("raw", index)
             for first, count in self.layout.first_tokens(chunk):
                 start = self.layout.document_start(first)
                 stride = torch.arange(0, count * d, d, device=self.device)
-                rows.append(first - buffer.first + buffer.at + stride)
+                rows.append(first - raw.first + raw.at + stride)
                 positions.append(first - start + stride + l - 1)
         empty = [torch.zeros(0, dtype=torch.int64, device=self.device)]
         first_row = torch.cat(rows or empty)
         return first_row[:, None] + torch.arange(l, device=self.device), torch.cat(positions or empty)
 
     @cached_property
-    def block_plan(self) -> BlockPlan:
-        return BlockPlan.of(self.layout, self.plans["selected"], self.buffers["selected"], self.rank, self.device)
+    def block_plan(self) -> BlockFetchPlan:
+        return BlockFetchPlan.build(
+            self.layout, self.plans["selected"], self.ranges["selected"], self.rank, self.device
+        )
 
     def fetch(self, name: str) -> Fetch:
         """An exchange of rows by the plan of this name."""
-        return Fetch(self.plans[name], self.group, partial(self._count, name))
+        return Fetch(self.plans[name], self.group, partial(self._count_bytes, name))
 
     def fetch_blocks(self, block_indices: Tensor) -> BlockFetch:
-        """An exchange of the rows that these choices [1, own tokens, G, n] ask for."""
-        wanted = self.block_plan.wanted(block_indices, self.group)
-        self._count("requests", wanted.numel() - wanted[0].numel())
-        return BlockFetch(self.block_plan, wanted, self.group, partial(self._count, "selected"))
+        """An exchange of the rows in the selected blocks. block_indices: [1, own tokens, G, n]."""
+        selected = self.block_plan.gather_selected(block_indices, self.group)
+        self._count_bytes("requests", selected.numel() - selected[0].numel())
+        return BlockFetch(self.block_plan, selected, self.group, partial(self._count_bytes, "selected"))
 
-    def _count(self, name: str, size: int) -> None:
+    def _count_bytes(self, name: str, size: int) -> None:
         self.traffic[name] += size
 
 
-def shard(
+def shard_sequence(
     tokens: Tensor,
     targets: Tensor,
     bounds: list[int],
@@ -146,15 +148,15 @@ def shard(
     group: dist.ProcessGroup,
     *,
     by_blocks: bool = False,
-) -> tuple[Tensor, Tensor, ContextShare]:
-    """A whole batch's tokens and targets [1, T], and what this rank has of them."""
+) -> tuple[Tensor, Tensor, ContextShard]:
+    """Split a whole batch [1, T] over the ranks of `group`. Returns this rank's tokens, targets and shard."""
     layout = Layout(tuple(bounds), dist.get_world_size(group), config)
-    share = ContextShare(layout, group, tokens.device, by_blocks)
-    return share.take(tokens), share.take(targets), share
+    shard = ContextShard(layout, group, tokens.device, by_blocks)
+    return shard.own_tokens(tokens), shard.own_tokens(targets), shard
 
 
 def apply_context_parallelism(model: nn.Module) -> None:
-    """Let every attention layer take a ContextShare where it takes documents' bounds; without one it is as before."""
+    """Let every attention layer accept a ContextShard as `cu_seqlens`. Other calls behave as before."""
     forwards = {NativeSparseAttention: _nsa_forward, DenseAttention: _dense_forward}
     for layer in model.modules():
         if type(layer) in forwards:
@@ -164,120 +166,123 @@ def apply_context_parallelism(model: nn.Module) -> None:
 
 
 def _forward(
-    shared: Any, layer: Any, whole: Any, x: Tensor, cu_seqlens: Any = None, *args: Any, **kwargs: Any
+    sharded: Any, layer: Any, original: Any, x: Tensor, cu_seqlens: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    if not isinstance(cu_seqlens, ContextShare):
-        return whole(x, cu_seqlens, *args, **kwargs)
-    result: Tensor = shared(layer, x, cu_seqlens)
+    if not isinstance(cu_seqlens, ContextShard):
+        return original(x, cu_seqlens, *args, **kwargs)
+    result: Tensor = sharded(layer, x, cu_seqlens)
     return result
 
 
-def _nsa_forward(layer: NativeSparseAttention, x: Tensor, share: ContextShare) -> Tensor:
-    q, raw, keys, values = layer.project(x, share.position)
-    ordered: dict[str, Any] = {}
+def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -> Tensor:
+    q, raw, keys, values = layer.project(x, shard.position)
+    pending: dict[str, PendingFetch] = {}
     for branch in ("selected", "window"):
-        if branch in layer.branches and not (branch == "selected" and share.by_blocks):
-            ordered[branch] = _ask(share, branch, keys[branch], values[branch])
-    raw_rows = _ask(share, "raw", raw, values["compressed"])
+        if branch in layer.branches and not (branch == "selected" and shard.by_blocks):
+            pending[branch] = _start_fetch(shard.fetch(branch), keys[branch], values[branch])
+    pending_raw = _start_fetch(shard.fetch("raw"), raw, values["compressed"])
 
-    index, position = share.compressed_tokens
-    raw_k, raw_v = raw_rows()
+    index, position = shard.compressed_tokens
+    raw_k, raw_v = pending_raw()
     k_blocks, v_blocks = raw_k[:, index], raw_v[:, index]
     k_own = rotate(layer.compress_k.phi(k_blocks), layer.rotary.turn(position))
-    compressed = _ask(share, "compressed", k_own, layer.compress_v.phi(v_blocks))()
+    v_own = layer.compress_v.phi(v_blocks)
+    compressed = _start_fetch(shard.fetch("compressed"), k_own, v_own)()
     gates = layer.gate(x)
 
-    def attend(branches: tuple[str, ...], fetched: dict[str, tuple[Tensor, Tensor]], given: list[Any]) -> list[Any]:
-        """Chunk by chunk: (out, block_indices, route) of these branches, over what has been fetched for them."""
-        found = []
-        for i, (first, _) in enumerate(share.chunks):
-            rows, parts, begins = share.rows(i), {}, {"selected": 0, "window": 0}
+    def run_branches(
+        branches: tuple[str, ...], fetched: dict[str, tuple[Tensor, Tensor]], block_indices: list[Any]
+    ) -> list[Any]:
+        """Per chunk: (out, block_indices, route) of these branches over the fetched keys and values."""
+        results = []
+        for i, (first, _) in enumerate(shard.chunks):
+            rows, kv, key_offset = shard.chunk_rows(i), {}, {"selected": 0, "window": 0}
             for branch, (k, v) in fetched.items():
-                part, begins[branch] = _stretch(share, branch, i)
-                parts[branch] = (k[:, part], v[:, part])
+                part, key_offset[branch] = _buffer_rows(shard, branch, i)
+                kv[branch] = (k[:, part], v[:, part])
+            selected, window = kv.get("selected", compressed), kv.get("window", compressed)
             result = run_nsa(
-                q[:, rows], *compressed, *parts.get("selected", compressed), *parts.get("window", compressed),
-                gates[:, rows], config=layer.config, packing=share.packing, backend=layer.backend, branches=branches,
-                block_indices=given[i] if given else None, select="selected" in layer.branches,
-                span=Span(first, begins["selected"], begins["window"]),
+                NSAInputs(q[:, rows], *compressed, *selected, *window, gates[:, rows]),
+                config=layer.config, packing=shard.packing, backend=layer.backend, branches=branches,
+                block_indices=block_indices[i] if block_indices else None, select="selected" in layer.branches,
+                span=Span(first, key_offset["selected"], key_offset["window"]),
             )  # fmt: skip
-            found.append(result)
-        return found
+            results.append(result)
+        return results
 
-    # What needs no selected keys comes first: they travel meanwhile. Blocks can be ordered only once they are chosen.
+    # Branches that need no selected keys run first, while those keys are in flight. By blocks, the fetch can only
+    # start once blocks are selected.
     early = tuple(b for b in layer.branches if b != "selected")
-    stages = [("compressed",), ("window",), ("selected",)] if share.by_blocks else [early, ("selected",)]
+    stages = [("compressed",), ("window",), ("selected",)] if shard.by_blocks else [early, ("selected",)]
     indices: list[Any] = []
     outs: list[Tensor] = []
     routes: dict[str, Route] = {}
     for stage in stages:
-        wanted = tuple(b for b in stage if b in layer.branches)
-        if not wanted and indices:
+        branches = tuple(b for b in stage if b in layer.branches)
+        if not branches and indices:
             continue
-        # the compressed branch chooses the blocks, even where its own output is left out
-        fetched = {branch: ordered[branch]() for branch in wanted if branch in ordered}
-        results = attend(wanted or ("compressed",), fetched, indices)
+        fetched = {branch: pending[branch]() for branch in branches if branch in pending}
+        # the compressed branch selects the blocks, even in a layer that does not use its output
+        results = run_branches(branches or ("compressed",), fetched, indices)
         if not indices:
-            indices = [chosen for _, chosen, _ in results]
-            if share.by_blocks and "selected" in layer.branches:
-                exchange = share.fetch_blocks(torch.cat(indices, dim=1))
-                ordered["selected"] = _order(exchange, keys["selected"], values["selected"], flat=True)
-        if wanted:
+            indices = [selected for _, selected, _ in results]
+            if shard.by_blocks and "selected" in layer.branches:
+                exchange = shard.fetch_blocks(torch.cat(indices, dim=1))
+                pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
+        if branches:
             found = [out for out, _, _ in results]
             outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
-            routes |= dict.fromkeys(wanted, Route(*results[0][2]))
+            routes |= dict.fromkeys(branches, Route(*results[0][2]))
     layer.routes = {branch: routes[branch] for branch in layer.branches}
-    _measure(layer, gates, indices, share)
+    _update_stats(layer, gates, indices, shard)
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
 
 
-def _dense_forward(layer: DenseAttention, x: Tensor, share: ContextShare) -> Tensor:
-    q, k, v = layer.project(x, share.position)
-    k, v = _ask(share, "selected", k, v)()
+def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard) -> Tensor:
+    q, k, v = layer.project(x, shard.position)
+    k, v = _start_fetch(shard.fetch("selected"), k, v)()
     outs = []
-    for i, (first, _) in enumerate(share.chunks):
-        part, begin = _stretch(share, "selected", i)
-        outs.append(dense_attention(q[:, share.rows(i)], k[:, part], v[:, part], share.packing, Span(first, begin)))
-    layer.routes = {"dense": Route("reference", DENSE)}
+    for i, (first, _) in enumerate(shard.chunks):
+        part, key_offset = _buffer_rows(shard, "selected", i)
+        query_range = Span(first, key_offset)
+        outs.append(dense_attention(q[:, shard.chunk_rows(i)], k[:, part], v[:, part], shard.packing, query_range))
+    layer.routes = {"dense": Route("reference", DENSE_REASON)}
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
 
 
-def _ask(share: ContextShare, name: str, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    return _order(share.fetch(name), k, v)
-
-
-def _order(exchange: Exchange, k: Tensor, v: Tensor, *, flat: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Order keys and values [1, own, G, D] in one go; calling the result waits for them. `flat`: a row per head."""
-    together = torch.cat((k, v), dim=-1)[0]
-    rows = together.flatten(0, 1) if flat else together
-    coming = exchange.begin(rows)
+def _start_fetch(exchange: Exchange, k: Tensor, v: Tensor, *, row_per_head: bool = False) -> PendingFetch:
+    """Start fetching keys and values [1, own, G, D] in one exchange."""
+    kv = torch.cat((k, v), dim=-1)[0]
+    rows = kv.flatten(0, 1) if row_per_head else kv
+    incoming = exchange.begin(rows)
 
     def wait() -> tuple[Tensor, Tensor]:
-        got = exchange.end(rows, coming).view(1, -1, *together.shape[1:])
-        got_k, got_v = got.split((k.shape[-1], v.shape[-1]), dim=-1)
-        return got_k, got_v
+        fetched = exchange.end(rows, incoming).view(1, -1, *kv.shape[1:])
+        fetched_k, fetched_v = fetched.split((k.shape[-1], v.shape[-1]), dim=-1)
+        return fetched_k, fetched_v
 
     return wait
 
 
-def _stretch(share: ContextShare, name: str, index: int) -> tuple[slice, int]:
-    """Rows of the fetched buffer that hold the index-th chunk and what lies before it; and their first token."""
-    buffer = share.buffer(name, index)
-    return slice(buffer.at, buffer.at + buffer.end - buffer.first), buffer.first
+def _buffer_rows(shard: ContextShard, name: str, index: int) -> tuple[slice, int]:
+    """Rows of the fetched buffer with the index-th chunk and the keys before it, and the token of the first row."""
+    tokens = shard.range_of(name, index)
+    return slice(tokens.at, tokens.at + tokens.end - tokens.first), tokens.first
 
 
-def _measure(layer: NativeSparseAttention, gates: Tensor, indices: list[Any], share: ContextShare) -> None:
-    """Statistics, chunk by chunk; the selection of the token before a chunk may be another rank's."""
+def _update_stats(layer: NativeSparseAttention, gates: Tensor, indices: list[Any], shard: ContextShard) -> None:
+    """Update statistics chunk by chunk. Another rank may own the selection of the token before a chunk."""
     if not layer.stats.enabled:
         return
     with torch.no_grad():
         before = None
         if "selected" in layer.branches:
-            before = share.fetch("before")(torch.cat(indices, dim=1)[0])
+            before = shard.fetch("before")(torch.cat(indices, dim=1)[0])
         for i, part in enumerate(indices):
+            rows = shard.chunk_rows(i)
             layer.stats.update(
-                gates[:, share.rows(i)],
+                gates[:, rows],
                 part,
-                positions=share.position[share.rows(i)],
+                positions=shard.position[rows],
                 before=None if before is None else before[None, i : i + 1],
             )

@@ -1,7 +1,7 @@
-"""Which tokens of a sequence each rank holds under context parallelism, and which rows it must fetch from others.
+"""Context parallelism: which tokens of a sequence each rank owns, and which rows it must fetch from other ranks.
 
-Host arithmetic on the documents' bounds, done once per batch: every rank computes the same plan, so that nothing about
-it has to be communicated, and nothing synchronises with the device.
+Host arithmetic on document bounds, done once per batch. Every rank computes the same plans, so nothing about them is
+communicated and nothing synchronises with the device.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tercet.errors import UsageError
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` rows of a fetched buffer: where they go in it, who has them, and where among the owner's rows."""
+    """`count` contiguous rows of a fetched buffer."""
 
-    at: int
-    owner: int
-    local: int
+    at: int  # first row in the buffer
+    owner: int  # rank that owns the rows
+    local: int  # first row among the owner's rows
     count: int
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every rank fetches: pieces[rank] fill that rank's buffer of rows[rank] rows; the rest of it stays zero."""
+class FetchPlan:
+    """What every rank fetches: pieces[rank] fill that rank's buffer of rows[rank] rows; other rows stay zero."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     rows: tuple[int, ...]
@@ -38,13 +38,13 @@ class Plan:
         return sum(p.count for p in self.pieces[rank] if p.owner == owner)
 
     def fetched(self, rank: int) -> int:
-        """Rows that `rank` gets from others."""
+        """Rows that `rank` gets from other ranks."""
         return sum(p.count for p in self.pieces[rank] if p.owner != rank)
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """A contiguous stretch of the sequence among a rank's fetched rows."""
+class TokenRange:
+    """Tokens [first, end) of the sequence, stored from row `at` of a rank's fetched buffer."""
 
     first: int
     end: int
@@ -55,8 +55,9 @@ class Buffer:
 class Layout:
     """A sequence of packed documents in 2R equal chunks, two for each of R ranks.
 
-    A query's cost grows with its position in its document (the compressed branch), so the lightest chunk goes with the
-    heaviest, the second lightest with the second heaviest, and so on. For one long document that is the zig-zag deal.
+    A query's cost grows with its position in its document (the compressed branch), so the cheapest chunk is paired
+    with the most expensive one, the second cheapest with the second most expensive, and so on. For one long document
+    that is the usual zig-zag assignment.
     """
 
     bounds: tuple[int, ...]
@@ -77,12 +78,12 @@ class Layout:
 
     @property
     def documents(self) -> list[tuple[int, int]]:
-        """Each document's first token and the one after its last."""
+        """[first, end) of each document."""
         return list(itertools.pairwise(self.bounds))
 
     @property
     def chunk(self) -> int:
-        """Tokens of one chunk."""
+        """Tokens per chunk."""
         return self.length // (2 * self.ranks)
 
     @cached_property
@@ -99,61 +100,63 @@ class Layout:
         return tuple(ranks[c] for c in range(2 * self.ranks))
 
     def tokens(self, chunk: int) -> tuple[int, int]:
+        """[first, end) of a chunk."""
         return chunk * self.chunk, (chunk + 1) * self.chunk
 
-    def spans(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """(document, from, to) of the documents' parts within [first, end)."""
+    def document_parts(self, first: int, end: int) -> list[tuple[int, int, int]]:
+        """(document, from, to) for each document that overlaps [first, end)."""
         document = bisect.bisect_right(self.bounds, first) - 1
-        found = []
+        parts = []
         while document < len(self.bounds) - 1 and self.bounds[document] < end:
             a, b = max(first, self.bounds[document]), min(end, self.bounds[document + 1])
             if a < b:
-                found.append((document, a, b))
+                parts.append((document, a, b))
             document += 1
-        return found
+        return parts
 
     def cost(self, chunk: int) -> int:
         """Keys that the chunk's queries read, over all three branches."""
         total = 0
-        for document, a, b in self.spans(*self.tokens(chunk)):
+        for document, a, b in self.document_parts(*self.tokens(chunk)):
             start = self.bounds[document]
             total += _keys_read(b - start, self.config) - _keys_read(a - start, self.config)
         return total
 
     def imbalance(self) -> float:
-        """The busiest rank's cost over the mean."""
+        """Cost of the busiest rank divided by the mean."""
         costs = [sum(self.cost(c) for c in pair) for pair in self.owned]
         return max(costs) * len(costs) / sum(costs)
 
     def document_start(self, token: int) -> int:
         return self.bounds[bisect.bisect_right(self.bounds, token) - 1]
 
-    # ------------------------------------------------------------ tokens and compressed tokens as rows
+    # Rows: tokens, and compressed tokens
 
     def token_rows(self) -> list[tuple[int, int]]:
-        """Each chunk's tokens."""
+        """Token range of each chunk."""
         return [self.tokens(c) for c in range(2 * self.ranks)]
 
     @cached_property
     def compressed_bounds(self) -> tuple[int, ...]:
+        """Document bounds in compressed tokens."""
         counts = (self.config.num_compressed(b - a) for a, b in itertools.pairwise(self.bounds))
         return tuple(itertools.accumulate(counts, initial=0))
 
     @cached_property
     def compressed_rows(self) -> list[tuple[int, int]]:
-        """Each chunk's compressed tokens: those whose last token it holds. They are contiguous, as last tokens rise."""
+        """Compressed tokens of each chunk: those whose last token it owns. They are contiguous."""
         edges = [self._compressed_before(c * self.chunk) for c in range(2 * self.ranks + 1)]
         return list(itertools.pairwise(edges))
 
     def _compressed_before(self, token: int) -> int:
-        """How many compressed tokens of the whole sequence end before this token."""
+        """Number of compressed tokens of the whole sequence that end before `token`."""
         if token >= self.length:
             return self.compressed_bounds[-1]
         document = bisect.bisect_right(self.bounds, token) - 1
         return self.compressed_bounds[document] + self.config.num_compressed(token - self.bounds[document])
 
     def first_tokens(self, chunk: int) -> list[tuple[int, int]]:
-        """(first token of the first, count) of the chunk's compressed tokens, one entry per document; stride d."""
+        """The chunk's compressed tokens as (first token of the first one, count), one entry per document; stride d."""
         first, end = self.compressed_rows[chunk]
         found = []
         for document, start in enumerate(self.bounds[:-1]):
@@ -163,78 +166,78 @@ class Layout:
                 found.append((start + i * self.config.compress_stride, b - a))
         return found
 
-    # ------------------------------------------------------------ what is fetched
+    # Fetch plans
 
-    def reach_back(self, tokens: int | None) -> Plan:
-        """Each rank's chunks, with up to `tokens` before them (None: all) as far as their first document goes."""
-        buffers = [self.buffers(rank, tokens) for rank in range(self.ranks)]
-        wanted = [[(b.first, b.end, b.at) for b in mine] for mine in buffers]
-        rows = [mine[-1].at + mine[-1].end - mine[-1].first for mine in buffers]
+    def lookback_plan(self, tokens: int | None) -> FetchPlan:
+        """Each rank's chunks and up to `tokens` tokens before them (None: all) within their first document."""
+        ranges = [self.lookback_ranges(rank, tokens) for rank in range(self.ranks)]
+        wanted = [[(r.first, r.end, r.at) for r in own] for own in ranges]
+        rows = [own[-1].at + own[-1].end - own[-1].first for own in ranges]
         return self._plan(self.token_rows(), wanted, rows)
 
-    def buffers(self, rank: int, tokens: int | None) -> list[Buffer]:
-        """The stretches that `reach_back` gives this rank; chunks whose stretches meet share one."""
-        stretches: list[tuple[int, int]] = []
+    def lookback_ranges(self, rank: int, tokens: int | None) -> list[TokenRange]:
+        """The token ranges that `lookback_plan` fetches for this rank. Ranges that touch are merged."""
+        ranges: list[tuple[int, int]] = []
         for chunk in self.owned[rank]:
             first, end = self.tokens(chunk)
             start = self.document_start(first)
             if tokens is not None:
                 start = max(start, first - tokens)
-            if stretches and start <= stretches[-1][1]:
-                start = min(start, stretches[-1][0])
-                stretches[-1] = (start, end)
+            if ranges and start <= ranges[-1][1]:
+                start = min(start, ranges[-1][0])
+                ranges[-1] = (start, end)
             else:
-                stretches.append((start, end))
-        ends = itertools.accumulate((end - first for first, end in stretches), initial=0)
-        return [Buffer(first, end, at) for (first, end), at in zip(stretches, ends, strict=False)]
+                ranges.append((start, end))
+        offsets = itertools.accumulate((end - first for first, end in ranges), initial=0)
+        return [TokenRange(first, end, at) for (first, end), at in zip(ranges, offsets, strict=False)]
 
-    def compressed_plan(self) -> Plan:
-        """All compressed tokens that a rank's queries may see, at their places in the whole sequence's."""
+    def compressed_plan(self) -> FetchPlan:
+        """All compressed tokens that a rank's queries can see, at their positions in the whole sequence."""
         wanted = []
         for rank in range(self.ranks):
-            stretches: list[tuple[int, int, int]] = []
+            ranges: list[tuple[int, int, int]] = []
             for chunk in self.owned[rank]:
                 first, end = self.tokens(chunk)
                 document = bisect.bisect_right(self.bounds, first) - 1
                 a, b = self.compressed_bounds[document], self._compressed_before(end)
-                a = max(a, stretches[-1][1]) if stretches else a
+                a = max(a, ranges[-1][1]) if ranges else a
                 if a < b:
-                    stretches.append((a, b, a))
-            wanted.append(stretches)
+                    ranges.append((a, b, a))
+            wanted.append(ranges)
         return self._plan(self.compressed_rows, wanted, [self.compressed_bounds[-1]] * self.ranks)
 
-    def rows_before(self) -> Plan:
-        """The one token before each chunk, where it is of the same document; row c of the buffer for the c-th chunk."""
+    def previous_token_plan(self) -> FetchPlan:
+        """The token before each chunk if it is in the same document; row i of the buffer is for the i-th chunk."""
         wanted = []
         for rank in range(self.ranks):
-            mine = []
+            rows = []
             for at, chunk in enumerate(self.owned[rank]):
                 first, _ = self.tokens(chunk)
                 if self.document_start(first) < first:
-                    mine.append((first - 1, first, at))
-            wanted.append(mine)
+                    rows.append((first - 1, first, at))
+            wanted.append(rows)
         return self._plan(self.token_rows(), wanted, [2] * self.ranks)
 
     def _plan(
         self, chunks: Sequence[tuple[int, int]], wanted: Sequence[Sequence[tuple[int, int, int]]], rows: Sequence[int]
-    ) -> Plan:
-        """`chunks`: each chunk's rows of the whole; wanted[rank]: (first, end, at) stretches of them."""
+    ) -> FetchPlan:
+        """`chunks`: rows of each chunk; wanted[rank]: (first, end, at) ranges of those rows."""
         offset = {}
         for pair in self.owned:
-            here = 0
+            local = 0
             for chunk in pair:
-                offset[chunk] = here
-                here += chunks[chunk][1] - chunks[chunk][0]
+                offset[chunk] = local
+                local += chunks[chunk][1] - chunks[chunk][0]
         pieces = []
-        for stretches in wanted:
-            mine = []
-            for first, end, at in stretches:
+        for ranges in wanted:
+            own = []
+            for first, end, at in ranges:
                 for chunk, (a, b) in enumerate(chunks):
                     low, high = max(first, a), min(end, b)
                     if low < high:
-                        mine.append(Piece(at + low - first, self.owner[chunk], offset[chunk] + low - a, high - low))
-            pieces.append(tuple(mine))
-        return Plan(tuple(pieces), tuple(rows))
+                        own.append(Piece(at + low - first, self.owner[chunk], offset[chunk] + low - a, high - low))
+            pieces.append(tuple(own))
+        return FetchPlan(tuple(pieces), tuple(rows))
 
 
 def _keys_read(length: int, config: NSAConfig) -> int:

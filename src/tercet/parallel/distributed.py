@@ -1,30 +1,50 @@
-"""What all strategies of several ranks share: groups, sums, the share of the data, and how they end."""
+"""Strategies for several ranks: replicated weights (DDP) or sharded weights (FSDP2, HSDP), with or without context
+parallelism.
+
+`Distributed` has what they share: process groups, batch sharding, reductions and error handling. `DataParallel` and
+`FullySharded` wrap the model and decide when gradients are reduced. `build_strategy` picks one from the configuration.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from tercet.attention.config import NSAConfig
-from tercet.config.parallel import ParallelConfig
-from tercet.config.train import TrainConfig
-from tercet.errors import TercetError
-from tercet.parallel.context import apply_context_parallelism, shard
-from tercet.parallel.failure import PeerFailed, Watch
-from tercet.parallel.launch import World
+from tercet.config.sections import ParallelConfig, TrainConfig, resolved_precision
+from tercet.errors import TercetError, UsageError
+from tercet.parallel.context import apply_context_parallelism, shard_sequence
+from tercet.parallel.failure import FailureMonitor, PeerFailed
+from tercet.parallel.launch import World, backend_of
 from tercet.parallel.strategy import Single, Strategy, flatten
 
 T = TypeVar("T")
 
+COMPRESSED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | None) -> Strategy:
+    """The configured strategy over the ranks of `world`."""
+    if parallel.strategy == "single":
+        return Single()
+    assert world is not None
+    replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
+    return DataParallel(parallel, train, world) if replicated else FullySharded(parallel, train, world)
+
 
 class Distributed:
-    """Several ranks. Subclasses say what `prepare` makes of the model, and when gradients travel."""
+    """Base class. Subclasses implement `_wrap` and `gradient_sync`."""
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, world: World) -> None:
         self.parallel, self.train, self.world = parallel, train, world
@@ -32,31 +52,29 @@ class Distributed:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = self.rank // parallel.context, parallel.data_ranks
         self.checkpoint_group = world.checkpoint
-        self._counted: Counter[str] = Counter()
-        self.traffic: Mapping[str, int] | None = self._counted if parallel.context > 1 else None
-        self._watch: Watch | None = None
+        self._traffic: Counter[str] = Counter()
+        self.traffic: Mapping[str, int] | None = self._traffic if parallel.context > 1 else None
+        self._monitor: FailureMonitor | None = None
         self._nsa: NSAConfig | None = None
         self._context: dist.ProcessGroup | None = None
         if parallel.context > 1:
-            # a group of its own, even when it has all ranks: gradients and keys must not queue behind each other
+            # A separate group even if it has all ranks: gradients and keys must not queue behind each other.
             for first in range(0, self.world_size, parallel.context):
                 members = list(range(first, first + parallel.context))
                 group = dist.new_group(members)
                 if self.rank in members:
                     self._context = group
 
-    # ------------------------------------------------------------ the model
-
-    def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         return build().to(device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._nsa = model.config.nsa  # type: ignore[assignment, union-attr]
         if self._context is not None:
             apply_context_parallelism(model)
-        return self.wrap(model)
+        return self._wrap(model)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         raise NotImplementedError
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -65,22 +83,18 @@ class Distributed:
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
-    # ------------------------------------------------------------ the data
-
-    def share(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    def shard_batch(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
         if self._context is None:
             return flatten(tokens, targets, cu_seqlens)
         assert self._nsa is not None
         batch, length = tokens.shape
         bounds = list(range(0, batch * length + 1, length)) if cu_seqlens is None else cu_seqlens.tolist()
-        own_tokens, own_targets, share = shard(
+        own_tokens, own_targets, shard = shard_sequence(
             tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context,
             by_blocks=self.parallel.context_fetch == "blocks",
         )  # fmt: skip
-        share.device, share.traffic = self.world.device, self._counted
-        return own_tokens, own_targets, share
-
-    # ------------------------------------------------------------ sums and flags
+        shard.device, shard.traffic = self.world.device, self._traffic
+        return own_tokens, own_targets, shard
 
     def all_sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
@@ -88,53 +102,176 @@ class Distributed:
         return total
 
     def any_rank(self, flag: bool) -> bool:
-        up = torch.tensor([int(flag)])
-        dist.all_reduce(up, group=self.world.control)
-        return bool(up.item())
+        flags_set = torch.tensor([int(flag)])
+        dist.all_reduce(flags_set, group=self.world.control)
+        return bool(flags_set.item())
 
-    def first(self, act: Callable[[], T]) -> T:
-        told: list[Any] = [None, None]
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        message: list[Any] = [None, None]
         if self.rank == 0:
             try:
-                told[0] = act()
+                message[0] = action()
             except TercetError as problem:
-                told[1] = problem
-        dist.broadcast_object_list(told, src=0, group=self.world.control)
-        result, error = told
+                message[1] = problem
+        dist.broadcast_object_list(message, src=0, group=self.world.control)
+        result, error = message
         if error is not None:
-            error.told = self.rank != 0
+            error.reported_elsewhere = self.rank != 0
             raise error
         return result  # type: ignore[no-any-return]
 
-    # ------------------------------------------------------------ the end
+    def shorten_timeouts(self) -> None:
+        self.world.set_timeout(self.parallel.timeout_seconds)
 
-    def settle(self) -> None:
-        self.world.settle(self.parallel.timeout_seconds)
-
-    def watch(self, where: Callable[[], tuple[int, str]]) -> None:
-        if self._watch is None:
-            self._watch = Watch(self.world, where)
-        self._watch.where = where
+    def publish_status(self, status: Callable[[], tuple[int, str]]) -> None:
+        if self._monitor is None:
+            self._monitor = FailureMonitor(self.world, status)
+        self._monitor.status = status
 
     def explain(self, error: BaseException) -> BaseException:
-        if self._watch is None or isinstance(error, PeerFailed):
+        if self._monitor is None or isinstance(error, PeerFailed):
             return error
-        return self._watch.explain(error)
+        return self._monitor.explain(error)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self.world.close()
 
 
-def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | None) -> Strategy:
-    """The strategy that the config names, over the ranks of `world`."""
-    if parallel.strategy == "single":
-        return Single()
-    assert world is not None
-    from tercet.parallel.ddp import DataParallel
-    from tercet.parallel.fsdp import Sharded
+class DataParallel(Distributed):
+    """DistributedDataParallel: every rank holds all weights; gradients are averaged during the backward pass."""
 
-    replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
-    strategy: Strategy = DataParallel(parallel, train, world) if replicated else Sharded(parallel, train, world)
-    return strategy
+    _graph_recorded = False  # whether DDP has recorded its static graph
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        on_gpu = self.world.device.type == "cuda"
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.world.device] if on_gpu else None,
+            static_graph=self.parallel.static_graph,
+            bucket_cap_mb=self.parallel.bucket_mb,  # type: ignore[arg-type]
+            gradient_as_bucket_view=True,
+        )
+        if self.parallel.gradient_compression != "none":
+            dtype = COMPRESSED_DTYPES[self.parallel.gradient_compression]
+            wrapped.register_comm_hook(None, lambda _, bucket: compressed_all_reduce(bucket, dtype))
+        return wrapped
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return cast(nn.Module, model.module)
+
+    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        # DDP records a static graph in the first backward pass, which must not run under no_sync (the reducer
+        # asserts). Synchronising every pass of the first step is correct too: the mean of equal sums is that sum.
+        recording = self.parallel.static_graph and not self._graph_recorded
+        self._graph_recorded = self._graph_recorded or last
+        return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
+
+
+def compressed_all_reduce(bucket: dist.GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: average a bucket over ranks in half precision.
+
+    Works on gloo as well; PyTorch's bf16 hook requires NCCL. bf16 has the range of fp32. fp16 does not: the gradients
+    of a bucket span more than its five exponent bits and small ones would become zero, so they are scaled by a power
+    of two that all ranks agree on.
+    """
+    gradient, ranks = bucket.buffer(), dist.get_world_size()
+    mean = gradient / ranks
+    scale = _fp16_scale(mean, ranks) if dtype == torch.float16 else None
+    compressed = (mean if scale is None else mean * scale).to(dtype)
+    future = dist.all_reduce(compressed, async_op=True).get_future()
+
+    def decompress(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        gradient.copy_(done.value()[0])
+        return gradient if scale is None else gradient.div_(scale)
+
+    return future.then(decompress)  # type: ignore[no-any-return]
+
+
+def _fp16_scale(mean: Tensor, ranks: int) -> Tensor:
+    """The power of two that brings the largest sum close to fp16's maximum. Non-finite gradients stay non-finite."""
+    largest = mean.abs().amax().float()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    limit = torch.finfo(torch.float16).max / 2 / ranks
+    return torch.exp2(torch.floor(torch.log2(limit / largest.clamp(min=1e-30))))
+
+
+class FullySharded(Distributed):
+    """FSDP2: weights, gradients and moments are sharded, one unit per block. HSDP replicates groups of shards."""
+
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        """On the meta device: no rank ever holds more than one full weight."""
+        with torch.device("meta"):
+            return build()
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        mesh = self._mesh()
+        low_precision = resolved_precision(self.train.precision, self.world.device.type) == "bf16"
+        reduce_dtype = torch.bfloat16 if self.parallel.reduce_dtype == "bf16" else torch.float32
+        # Autocast decides what is computed in bf16; this only sets what is communicated. Inputs are not cast, so the
+        # residual stream stays in fp32 as on one device.
+        blocks_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if low_precision else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        )
+        rest_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        reshard = self.parallel.sharding == "full"
+        blocks = [cast(FSDPModule, block) for block in cast(nn.ModuleList, model.blocks)]
+        for block in blocks:
+            fully_shard(cast(nn.Module, block), mesh=mesh, reshard_after_forward=reshard, mp_policy=blocks_policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=rest_policy)
+        depth = self.parallel.prefetch
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
+        if backend_of(self.parallel, self.world.device.type) == "gloo":
+            # Not every supported torch has a mean reduction for gloo: sum, then divide.
+            for module in (cast(FSDPModule, model), *blocks):
+                module.set_force_sum_reduction_for_comms(True)
+        if any(p.is_meta for p in model.parameters()):
+            model.to_empty(device=self.world.device)
+            with full_weight_init():
+                model.init_weights()  # type: ignore[operator]
+        return model
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        sharded = cast(FSDPModule, model)
+        sharded.set_requires_gradient_sync(last)
+        sharded.set_is_last_backward(last)
+        yield
+
+    def _mesh(self) -> DeviceMesh:
+        kind = self.world.device.type
+        if self.parallel.strategy != "hsdp":
+            return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("shard",))
+        shard_ranks = self.parallel.shard_ranks or self.world.launch.local_world_size
+        if self.world_size % shard_ranks:
+            raise UsageError(
+                f"{self.world_size} ranks cannot be split into groups of {shard_ranks}, the ranks of one machine: "
+                "set --parallel.shard-ranks to a divisor of the number of ranks"
+            )
+        shape = (self.world_size // shard_ranks, shard_ranks)
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+class full_weight_init(TorchFunctionMode):
+    """Initialise sharded weights as a single process would.
+
+    Each weight is drawn whole, from the same generator, and every rank keeps its shard: the same initial weights under
+    every strategy. Only one weight is whole at a time.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        if func is nn.init.normal_ and isinstance(target, DTensor):
+            rest = {k: v for k, v in kwargs.items() if k != "tensor"}
+            full = func(torch.empty(target.shape, dtype=target.dtype), *args[1:], **rest)
+            # src_data_rank=None: every rank has drawn the same values, so nothing is sent
+            own = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(own.to_local())
+            return target
+        return func(*args, **kwargs)

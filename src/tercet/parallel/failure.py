@@ -1,7 +1,7 @@
-"""When a rank dies, hangs or fails, the others stop too, and one of them says who and where in one sentence.
+"""When one rank dies, hangs or fails, all ranks stop and one of them reports which rank and where.
 
-Every rank leaves a beat in torchrun's store each second, with its step and what it is doing. A collective that fails
-tells nothing but "connection closed" or "timed out"; the beats tell the rest.
+A failed collective only says "connection closed" or "timed out". To find the cause, every rank writes a heartbeat with
+its step and activity to torchrun's store once a second.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from tercet.errors import TercetError
 from tercet.parallel import flight_recorder
 from tercet.parallel.launch import World
 
-BEAT_SECONDS = 1.0
-_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+HEARTBEAT_SECONDS = 1.0
+# Errors of failed collectives that are not a DistError contain one of these.
+_COLLECTIVE_ERRORS = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+_GONE = "is gone (killed, or out of memory: see dmesg)"
 
 
 class PeerFailed(TercetError):
-    """Another rank is the reason. `told`: a third one says it. `abandon`: leave at once, groups cannot be closed."""
+    """Another rank failed. `reported_elsewhere`: a third rank prints the error."""
 
-    abandon = True
-
-    def __init__(self, sentence: str, *, told: bool = False) -> None:
-        super().__init__(sentence)
-        self.told = told
+    def __init__(self, message: str, *, reported_elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.reported_elsewhere = reported_elsewhere
 
 
-class Watch:
-    """This rank's beat, and the question why a collective failed."""
+class FailureMonitor:
+    """Publishes this rank's heartbeat; after a failed collective, finds the rank that caused it."""
 
-    def __init__(self, world: World, where: Callable[[], tuple[int, str]]) -> None:
-        self._launch, self._members, self._call, self.where = world.launch, world.members, world.call, where
+    def __init__(self, world: World, status: Callable[[], tuple[int, str]]) -> None:
+        """`status` returns this rank's step and activity."""
+        self._launch, self._members, self._world_id, self.status = world.launch, world.members, world.id, status
         self._folder = world.folder
         self._stop = threading.Event()
         self._count = 0
-        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._thread = threading.Thread(target=self._publish, name="beat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -54,111 +55,106 @@ class Watch:
         self._thread.join(timeout=5)
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to leave with: `error` itself if it is this rank's own, else what happened elsewhere."""
-        rank, told = self._launch.rank, False
-        step, doing = self.where()
+        """The error to exit with: `error` if this rank caused it, else a PeerFailed that names the other rank."""
+        rank, reported_elsewhere = self._launch.rank, False
+        step, activity = self.status()
         try:
             store = self._connect()
-            if not _of_another(error):
-                store.set(f"failed/{rank}", json.dumps({"step": step, "doing": doing, "error": _short(error)}))
+            if not _is_collective_error(error):
+                store.set(f"failed/{rank}", json.dumps({"step": step, "doing": activity, "error": _summary(error)}))
                 return error
-            sentence = self._who(store)
-            told = store.add("told", 1) > 1
+            cause = self._find_cause(store)
+            reported_elsewhere = store.add("told", 1) > 1
         except (dist.DistError, RuntimeError, OSError):
-            if not _of_another(error):
+            if not _is_collective_error(error):
                 return error
-            # torchrun's first agent keeps the store, or rank 0 where agents are told not to share theirs
-            sentence = f"{self._silent(0, None)}, and with it the store that ranks speak through"
-        here = f"rank {rank} waited for it in step {step} ({doing}: {_short(error)})"
-        self._record()
-        return PeerFailed(f"{sentence}; {here}; all ranks stop", told=told)
+            # The store lives in torchrun's first agent, or in rank 0 if agents do not share theirs.
+            cause = f"{self._describe_silent(0, None)}, and the store that ranks communicate through went with it"
+        own = f"rank {rank} waited for it in step {step} ({activity}: {_summary(error)})"
+        self._write_flight_record()
+        return PeerFailed(f"{cause}; {own}; all ranks stop", reported_elsewhere=reported_elsewhere)
 
-    def _record(self) -> None:
-        """What this rank was waiting for, for `tercet flight`; no trouble of its own may hide why the run failed."""
+    def _write_flight_record(self) -> None:
+        """Write this rank's recent collectives for `tercet flight`. A failure here must not hide the first one."""
         if self._folder is not None:
             with contextlib.suppress(Exception):
                 flight_recorder.write(Path(self._folder), self._launch.rank, self._launch.world_size)
 
-    # ------------------------------------------------------------ the beat
-
     def _connect(self) -> dist.Store:
-        """A connection of its own: a wait on a shared one would stop the beat."""
+        """A new connection: a wait on a shared one would block the heartbeat."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
-        return dist.PrefixStore(f"tercet/{self._call}", store)
+        return dist.PrefixStore(f"tercet/{self._world_id}", store)
 
-    def _run(self) -> None:
+    def _publish(self) -> None:
         with contextlib.suppress(dist.DistError, RuntimeError, OSError):
             store = self._connect()
             while not self._stop.is_set():
                 self._count += 1
-                step, doing = self.where()
-                beat = {"count": self._count, "step": step, "doing": doing}
+                step, activity = self.status()
+                beat = {"count": self._count, "step": step, "doing": activity}
                 store.set(f"beat/{self._launch.rank}", json.dumps(beat))
-                self._stop.wait(BEAT_SECONDS)
+                self._stop.wait(HEARTBEAT_SECONDS)
 
-    # ------------------------------------------------------------ who it was
-
-    def _who(self, store: dist.Store) -> str:
-        """A rank that failed by its own error, or one whose beat has stopped, or whoever is furthest behind."""
+    def _find_cause(self, store: dist.Store) -> str:
+        """A rank that failed with its own error, else those whose heartbeat stopped, else the one furthest behind."""
         before = dict(self._read(store, "beat"))
         for _ in range(6):
             failed = dict(self._read(store, "failed"))
             if failed:
                 rank = min(failed)
-                about = failed[rank]
-                return f"{self._name(rank)} failed in step {about['step']} ({about['doing']}): {about['error']}"
-            time.sleep(BEAT_SECONDS / 2)
+                failure = failed[rank]
+                where = f"step {failure['step']} ({failure['doing']})"
+                return f"{self._describe(rank)} failed in {where}: {failure['error']}"
+            time.sleep(HEARTBEAT_SECONDS / 2)
         after = dict(self._read(store, "beat"))
         others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        still = [r for r in others if after.get(r, {}).get("count") == before.get(r, {}).get("count")]
-        if still:
-            return "; ".join(self._silent(r, after.get(r)) for r in still[:4])
+        silent = [r for r in others if after.get(r, {}).get("count") == before.get(r, {}).get("count")]
+        if silent:
+            return "; ".join(self._describe_silent(r, after.get(r)) for r in silent[:4])
         behind = min(after, key=lambda r: after[r]["step"], default=None)
         if behind is None:
-            return "no rank can be asked"
+            return "no rank answers"
         where = f"step {after[behind]['step']} ({after[behind]['doing']})"
-        return f"all ranks are alive; {self._name(behind)} is furthest behind, in {where}"
+        return f"all ranks are alive; {self._describe(behind)} is furthest behind, in {where}"
 
-    def _silent(self, rank: int, beat: dict[str, Any] | None) -> str:
+    def _describe_silent(self, rank: int, beat: dict[str, Any] | None) -> str:
         where = f", last seen in step {beat['step']} ({beat['doing']})" if beat else ""
-        return f"{self._name(rank)} {self._fate(rank)}{where}"
+        return f"{self._describe(rank)} {self._process_state(rank)}{where}"
 
-    def _fate(self, rank: int) -> str:
+    def _process_state(self, rank: int) -> str:
         member = self._members[rank]
         if member["host"] != socket.gethostname():
             return "does not answer"
         try:
-            status = Path(f"/proc/{member['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            state = Path(f"/proc/{member['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
-            return "is gone (killed, or out of memory: see dmesg)"
-        return {"T": "is stopped (SIGSTOP)", "Z": "is gone (killed, or out of memory: see dmesg)"}.get(
-            status, "is stuck: its threads do not run"
-        )
+            return _GONE
+        return {"T": "is stopped (SIGSTOP)", "Z": _GONE}.get(state, "is stuck: its threads do not run")
 
-    def _name(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         member = self._members[rank]
         return f"rank {rank} (pid {member['pid']} on {member['host']}, {member['device']})"
 
-    def _read(self, store: dist.Store, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _read(self, store: dist.Store, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         for rank in range(self._launch.world_size):
-            if store.check([f"{what}/{rank}"]):
-                yield rank, json.loads(store.get(f"{what}/{rank}"))
+            if store.check([f"{key}/{rank}"]):
+                yield rank, json.loads(store.get(f"{key}/{rank}"))
 
 
-def _of_another(error: BaseException | None) -> bool:
-    """Whether a collective failed, here or in the saving thread, rather than this rank's own work."""
+def _is_collective_error(error: BaseException | None) -> bool:
+    """Whether a collective failed, here or in the saving thread, as opposed to this rank's own work."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError) or (
-            isinstance(error, (RuntimeError, TercetError)) and any(sign in text for sign in _SIGNS)
+            isinstance(error, (RuntimeError, TercetError)) and any(part in text for part in _COLLECTIVE_ERRORS)
         ):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _short(error: BaseException) -> str:
-    text = (str(error).strip() or "no words").splitlines()[0]
-    text = re.sub(r"^\[[^]]*\] *", "", text)  # gloo begins with the place in its own sources
+def _summary(error: BaseException) -> str:
+    text = (str(error).strip() or "no message").splitlines()[0]
+    text = re.sub(r"^\[[^]]*\] *", "", text)  # gloo starts with the location in its own sources
     return f"{type(error).__name__}: {text[:160]}"

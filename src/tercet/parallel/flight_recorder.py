@@ -1,9 +1,8 @@
-"""PyTorch's flight recorder: the last collectives of every rank, kept in memory, written down when one fails, and read
-by `tercet flight RUN`: which rank is where, and who keeps whom waiting.
+"""PyTorch's flight recorder: the last collectives of every rank, written when one fails and read by `tercet flight RUN`
+to show which rank is where and which ranks wait for it.
 
-Ranks write JSON when a collective fails. NCCL's own watchdog, which may end a process before that, writes pickles:
-those are read by an unpickler that makes nothing but lists, dictionaries, tuples and numbers. No torch is needed here
-to read.
+Ranks write JSON when a collective fails. NCCL's watchdog may end a process before that and writes pickles; those are
+read by an unpickler that refuses everything but plain values. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -16,45 +15,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from tercet.durable import write_text
+from tercet.atomic_io import write_text
 from tercet.errors import TercetError, UsageError
 
 FOLDER = "flight_recorder"
 EARLIER = "earlier-"
-# Collectives that are kept. At a few hundred a step this covers the last steps; a record takes about a kilobyte.
-KEPT = 2000
+# Collectives kept per rank. At a few hundred per step this covers the last steps, at about a kilobyte each.
+BUFFER_SIZE = 2000
+_READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 def settings(run: Path, rank: int) -> dict[str, str]:
-    """What PyTorch asks the environment for before process groups are made. Records of earlier processes go aside:
-    ranks of then and now must not be told as one."""
-    path = run / FOLDER
-    path.mkdir(parents=True, exist_ok=True)
-    # Nobody is past a first collective without rank 0: only old ones are there.
-    if rank == 0 and (old := _records(path)):
+    """Environment variables that PyTorch reads when process groups are created.
+
+    Moves the records of earlier processes aside, so that they are not mixed with new ones.
+    """
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    # No rank gets past its first collective without rank 0, so all records found here are old.
+    if rank == 0 and (old := _find_records(folder)):
         newest = max(record.stat().st_mtime for record in old)
-        aside = path / (EARLIER + time.strftime("%Y%m%d-%H%M%S", time.gmtime(newest)))
+        aside = folder / (EARLIER + time.strftime("%Y%m%d-%H%M%S", time.gmtime(newest)))
         aside.mkdir(exist_ok=True)
         for record in old:
             record.replace(aside / record.name)
     return {
-        "TORCH_FR_BUFFER_SIZE": str(KEPT),
+        "TORCH_FR_BUFFER_SIZE": str(BUFFER_SIZE),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(path / "rank_"),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path / "rank_"),
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "rank_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "rank_"),
     }
 
 
 def write(run: Path, rank: int, world_size: int) -> Path | None:
-    """This rank's record, as JSON; None where this PyTorch keeps none. NCCL's collectives are kept apart from those of
-    other transports, and a run on GPUs has both."""
+    """Write this rank's record as JSON. Returns None if this PyTorch keeps none.
+
+    PyTorch records NCCL's collectives separately from those of other backends; a run on GPUs uses both.
+    """
     import torch._C._distributed_c10d as c10d
 
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     records = [json.loads(dump(True, False)) for dump in dumps if dump is not None]
     if not records:
         return None
-    # without any collective there is no "entries"
+    # "entries" is missing if there was no collective
     entries = [entry for record in records for entry in record.get("entries", [])]
     path = run / FOLDER / f"rank_{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,122 +67,116 @@ def write(run: Path, rank: int, world_size: int) -> Path | None:
 
 
 def flight(run: str) -> int:
-    """Read the flight recorder of a run that failed: which rank was in which collective.
+    """Show which rank was in which collective when a run failed.
 
     Args:
         run: Run folder.
     """
     if not Path(run).is_dir():
-        raise UsageError(f"{run} does not exist: name the folder of a run")
+        raise UsageError(f"{run} does not exist: expected a run folder")
     folder = Path(run) / FOLDER
     earlier = sorted(folder.glob(f"{EARLIER}*"))
-    if earlier and not _records(folder):
-        print(f"nothing has failed since the run was last started; before that ({earlier[-1].name}):")
+    if earlier and not _find_records(folder):
+        print(f"no failure since the run was last started; the one before that ({earlier[-1].name}):")
         folder = earlier[-1]
-    print("\n".join(tell(*read(folder))))
+    print("\n".join(summarize(*read(folder))))
     return 0
 
 
 def read(folder: Path) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """Every rank's newest record that can be read, and a sentence for each that cannot."""
-    found: dict[int, dict[str, Any]] = {}
+    """Every rank's newest readable record, and an error message for each rank without one."""
+    records: dict[int, dict[str, Any]] = {}
     damaged: dict[int, str] = {}
-    paths = _records(folder)
-    # A rank may leave NCCL's own and ours, of two moments.
+    paths = _find_records(folder)
+    # A rank may leave two records: NCCL's and ours.
     for path in sorted(paths, key=lambda p: (-p.stat().st_mtime_ns, p.name)):
         rank = paths[path]
-        if rank in found:
+        if rank in records:
             continue
         try:
-            found[rank] = _load(path)
-        except _DAMAGE as error:
-            damaged[rank] = f"{path} is no record of collectives: {error}"
-    if not found:
-        none = f"{folder} has no records: they are written when a collective fails or times out"
-        raise TercetError("; ".join(damaged.values()) or none)
-    return found, damaged
+            records[rank] = _load(path)
+        except _READ_ERRORS as error:
+            damaged[rank] = f"{path} is not a flight record: {error}"
+    if not records:
+        empty = f"{folder} has no records: they are written when a collective fails or times out"
+        raise TercetError("; ".join(damaged.values()) or empty)
+    return records, damaged
 
 
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.UnpicklingError)
-
-
-def _records(folder: Path) -> dict[Path, int]:
-    """Files that hold one, and whose."""
-    named = {path: re.fullmatch(r"rank_(\d+)(\.json)?", path.name) for path in sorted(folder.glob("rank_*"))}
-    return {path: int(name[1]) for path, name in named.items() if name is not None}
+def _find_records(folder: Path) -> dict[Path, int]:
+    """Record files and their ranks."""
+    names = {path: re.fullmatch(r"rank_(\d+)(\.json)?", path.name) for path in sorted(folder.glob("rank_*"))}
+    return {path: int(name[1]) for path, name in names.items() if name is not None}
 
 
 def _load(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
         record: dict[str, Any] = json.load(stream) if path.suffix else PlainUnpickler(stream).load()
     if not isinstance(record["entries"], list):
-        raise TypeError("its entries are no list")
+        raise TypeError("its entries are not a list")
     for entry in record["entries"]:
-        _number(entry), _what(entry), [*entry["process_group"]]  # what is told of each
+        _number(entry), _operation(entry), [*entry["process_group"]]  # raises if a field is missing
     return record
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Lists, dictionaries, tuples, texts and numbers, which need no class to be made; anything else is refused."""
+    """Reads lists, dictionaries, tuples, strings and numbers; refuses anything that needs a class."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a record has no use for")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no record needs")
 
 
-def tell(found: Mapping[int, Mapping[str, Any]], damaged: Mapping[int, str] = {}) -> list[str]:
-    """Group by group: where each rank is, and who has not come."""
-    lines = [*damaged.values(), f"records of rank {', '.join(map(str, sorted(found)))}"]
-    ranks = max(int(record.get("world_size", 0)) for record in found.values())
-    absent = [str(rank) for rank in range(ranks) if rank not in found and rank not in damaged]
-    if absent:
-        lines.append(f"no record of rank {', '.join(absent)}: gone before it could write one")
+def summarize(records: Mapping[int, Mapping[str, Any]], damaged: Mapping[int, str] = {}) -> list[str]:
+    """For each process group: where each rank is, and which ranks the others wait for."""
+    lines = [*damaged.values(), f"records of rank {', '.join(map(str, sorted(records)))}"]
+    ranks = max(int(record.get("world_size", 0)) for record in records.values())
+    missing = [str(rank) for rank in range(ranks) if rank not in records and rank not in damaged]
+    if missing:
+        lines.append(f"no record of rank {', '.join(missing)}: it died before it could write one")
     groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
-    for rank, record in found.items():
+    for rank, record in records.items():
         for entry in record["entries"]:
-            name, about = (*entry["process_group"], "")[:2]
-            # each transport of a group counts for itself
-            key = f"group {name} ({about})", str(entry["profiling_name"]).rpartition(":")[0]
+            name, description = (*entry["process_group"], "")[:2]
+            # each backend of a group numbers its own collectives
+            key = f"group {name} ({description})", str(entry["profiling_name"]).rpartition(":")[0]
             groups.setdefault(key, {}).setdefault(rank, []).append(entry)
-    waiting = False
-    for (group, transport), by_rank in sorted(groups.items()):
+    findings = []
+    for (group, backend), by_rank in sorted(groups.items()):
         if len([name for name, _ in groups if name == group]) > 1:
-            group += f" on {transport}"
-        told = _group(by_rank, bool(absent or damaged))
-        waiting = waiting or bool(told)
-        lines += [f"{group}: {sentence}" for sentence in told]
-    if not waiting:
-        lines.append("no rank waits in a collective")
-    return lines
+            group += f" on {backend}"
+        findings += [f"{group}: {line}" for line in _summarize_group(by_rank, bool(missing or damaged))]
+    return lines + (findings or ["no rank is waiting in a collective"])
 
 
-def _group(by_rank: Mapping[int, list[dict[str, Any]]], lost: bool) -> list[str]:
-    lines = []
+def _summarize_group(by_rank: Mapping[int, list[dict[str, Any]]], incomplete: bool) -> list[str]:
+    """`incomplete`: the records of some ranks are missing."""
     last = {rank: max(entries, key=_number) for rank, entries in by_rank.items()}
-    at = {rank: {_number(e): e for e in entries} for rank, entries in by_rank.items()}
-    shared = sorted(set.intersection(*(set(entries) for entries in at.values())))
+    by_number = {rank: {_number(e): e for e in entries} for rank, entries in by_rank.items()}
+    shared = sorted(set.intersection(*(set(entries) for entries in by_number.values())))
     for number in shared:
-        kinds = {rank: _what(entries[number]) for rank, entries in at.items()}
-        # sizes may differ by rank in other collectives; in these they may not
-        if len({k if k.startswith("all_reduce") else k.split(" of ")[0] for k in kinds.values()}) > 1:
-            differ = ", ".join(f"rank {rank} {kind}" for rank, kind in sorted(kinds.items()))
-            return [f"ranks parted ways at collective {number}: {differ}"]
+        operations = {rank: _operation(entries[number]) for rank, entries in by_number.items()}
+        # sizes must agree in an all_reduce; in other collectives they may differ by rank
+        if len({op if op.startswith("all_reduce") else op.split(" of ")[0] for op in operations.values()}) > 1:
+            differ = ", ".join(f"rank {rank} {op}" for rank, op in sorted(operations.items()))
+            return [f"ranks diverged at collective {number}: {differ}"]
     furthest = max(_number(entry) for entry in last.values())
     behind = [rank for rank, entry in last.items() if _number(entry) < furthest]
+    lines = []
     for rank, entry in sorted(last.items()):
-        what = _what(entry) + _where(entry)
+        operation = _operation(entry) + _location(entry)
         if rank in behind:
-            state = "done" if _done(entry) else "not done"
-            lines.append(f"rank {rank} came no further than collective {_number(entry)} ({what}), which is {state}")
+            state = "completed" if _done(entry) else "not completed"
+            lines.append(f"rank {rank} got no further than collective {_number(entry)} ({operation}), {state}")
         elif behind:
-            missing = ", ".join(f"rank {r}" for r in sorted(behind))
-            lines.append(f"rank {rank} waits in collective {furthest} ({what}) for {missing}")
+            waited_for = ", ".join(f"rank {r}" for r in sorted(behind))
+            lines.append(f"rank {rank} waits in collective {furthest} ({operation}) for {waited_for}")
         elif not _done(entry):
-            lines.append(f"rank {rank} is in collective {furthest} ({what})")
-        elif lost:  # one that failed counts as ended
-            lines.append(f"rank {rank} came as far as collective {furthest} ({what})")
+            lines.append(f"rank {rank} is in collective {furthest} ({operation})")
+        elif incomplete:  # a failed collective counts as completed
+            lines.append(f"rank {rank} got as far as collective {furthest} ({operation})")
     return lines
 
 
@@ -190,11 +188,11 @@ def _done(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
-def _what(entry: Mapping[str, Any]) -> str:
+def _operation(entry: Mapping[str, Any]) -> str:
     sizes = "+".join("×".join(map(str, size)) or "1" for size in entry.get("input_sizes", []))
     return f"{str(entry['profiling_name']).split(':')[-1]} of {sizes or 'nothing'}"
 
 
-def _where(entry: Mapping[str, Any]) -> str:
+def _location(entry: Mapping[str, Any]) -> str:
     ours = [f for f in entry.get("frames", []) if "tercet" in str(f.get("filename"))]
     return f" at {Path(ours[0]['filename']).name}:{ours[0]['line']}" if ours else ""

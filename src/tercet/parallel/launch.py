@@ -1,7 +1,7 @@
-"""From processes that torchrun started to ranks that know each other: who is here, and whether they may begin.
+"""Launch: from the processes that torchrun started to process groups of ranks that agree with each other.
 
-Everything is said through torchrun's key-value store before any collective is made, because a collective among ranks
-that disagree does not fail: it hangs.
+All checks go through torchrun's key-value store before the first collective, because a collective among ranks that
+disagree does not fail: it hangs.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import tercet
-from tercet.config.parallel import ParallelConfig
+from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
 from tercet.typed import typed
+from tercet.version import __version__
 
 _FOLDER_KEY = "tercet/run_folder"
 
 
 class LaunchError(TercetError):
-    """Ranks that may not begin. `told`: another rank prints it."""
+    """The ranks cannot start. `reported_elsewhere`: another rank prints the error."""
 
-    told = False
+    reported_elsewhere = False
 
 
 class WrongLaunch(LaunchError, UsageError):
-    """A launch that does not fit the configuration or the machine: it must be started in another way."""
+    """The launch does not fit the configuration or the machine, and the same command would fail again."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun says this process is; one process without it is a world of its own."""
+    """This process as torchrun describes it; without torchrun, a world of one rank."""
 
     rank: int = 0
     local_rank: int = 0
@@ -54,7 +54,7 @@ class Launch:
     by_torchrun: bool = False
 
     @classmethod
-    def here(cls) -> Launch:
+    def from_environment(cls) -> Launch:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         return cls(
@@ -68,49 +68,50 @@ class Launch:
 
 
 def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: int) -> list[str]:
-    """Refuse a launch that would leave GPUs idle or ranks without one. Returns warnings."""
+    """Refuse a launch that would leave GPUs idle or ranks without a GPU. Returns warnings."""
     if launch.world_size != parallel.world_size:
         local = min(parallel.world_size, gpus or parallel.world_size)
         raise WrongLaunch(
             f"parallel.world_size={parallel.world_size}, but {launch.world_size} rank"
             f"{'s were' if launch.world_size > 1 else ' was'} launched: start with\n"
-            f"  {torchrun_line(parallel.world_size, local, parallel.strategy)}"
+            f"  {torchrun_command(parallel.world_size, local, parallel.strategy)}"
         )
     if parallel.strategy != "single" and not launch.by_torchrun:
         ranks = gpus if gpus > 1 else 0
         raise WrongLaunch(
-            f"parallel.strategy={parallel.strategy} needs torchrun, which starts a process for each rank: start with\n"
-            f"  {torchrun_line(ranks, ranks, parallel.strategy)}"
+            f"parallel.strategy={parallel.strategy} needs torchrun, which starts one process per rank: start with\n"
+            f"  {torchrun_command(ranks, ranks, parallel.strategy)}"
         )
     if device != "cuda":
         return []
-    here = f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}"
+    counts = f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}"
     if launch.local_world_size > gpus and not parallel.share_gpus:
         raise WrongLaunch(
-            f"{here}: each needs its own; start {gpus}, or share GPUs (slowly, through gloo) with --parallel.share_gpus"
+            f"{counts}: each rank needs its own GPU; start {gpus}, or share GPUs (slow, through gloo) with "
+            "--parallel.share_gpus"
         )
     if parallel.share_gpus and launch.local_world_size <= gpus:
-        raise WrongLaunch(f"parallel.share_gpus=true, but there are {here}: nothing is to be shared, drop it")
+        raise WrongLaunch(f"parallel.share_gpus=true with {counts}: every rank has its own GPU, drop the flag")
     if parallel.share_gpus:
-        return [f"{here} share it (parallel.share_gpus): what they exchange goes through the host, slowly"]
+        return [f"{counts} share GPUs (parallel.share_gpus): all communication goes through the host and is slow"]
     if launch.world_size > 1 or gpus < 2 or parallel.allow_single_rank:
         return []
-    sentence = f"this machine has {gpus} GPUs and one process was started: {gpus - 1} would stand idle"
+    problem = f"this machine has {gpus} GPUs but one process was started: {gpus - 1} would be idle"
     if os.environ.get("CI"):
-        return [f"{sentence} (a warning only, since CI is set)"]
+        return [f"{problem} (only a warning because CI is set)"]
     raise WrongLaunch(
-        f"{sentence}; start with\n  {torchrun_line(gpus, gpus, parallel.strategy)}\n"
-        "or pass --allow-single-rank to use one on purpose"
+        f"{problem}; start with\n  {torchrun_command(gpus, gpus, parallel.strategy)}\n"
+        "or pass --allow-single-rank to use one GPU on purpose"
     )
 
 
-def torchrun_line(ranks: int, local: int, strategy: str) -> str:
-    """The command that would have started this one on so many ranks; 0: on N, for a person to fill in."""
+def torchrun_command(ranks: int, local_ranks: int, strategy: str) -> str:
+    """The torchrun command that repeats this one on `ranks` ranks; with 0, it says N for the user to replace."""
     arguments = [a for a in sys.argv[1:] if a != "--allow-single-rank"]
-    said = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
-    added = [] if said else ["--parallel.strategy", "ddp"]
-    nodes = ["--standalone"] if ranks == local else [f"--nnodes={-(-ranks // local)}"]
-    words = [*nodes, f"--nproc-per-node={local or 'N'}", "-m", "tercet", *arguments, *added]
+    has_strategy = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
+    added = [] if has_strategy else ["--parallel.strategy", "ddp"]
+    nodes = ["--standalone"] if ranks == local_ranks else [f"--nnodes={-(-ranks // local_ranks)}"]
+    words = [*nodes, f"--nproc-per-node={local_ranks or 'N'}", "-m", "tercet", *arguments, *added]
     return f"{typed('torchrun')} {shlex.join(words)}"
 
 
@@ -122,18 +123,18 @@ def backend_of(parallel: ParallelConfig, device: str) -> str:
 
 @dataclass
 class World:
-    """The process groups of a run, and what its ranks know of each other."""
+    """The process groups of a run and what its ranks know about each other."""
 
     launch: Launch
     device: torch.device
-    call: str  # this meeting's name in the store, which may have seen others
-    control: dist.ProcessGroup  # flags and objects, on the host, never mixed with training's own collectives
-    checkpoint: dist.ProcessGroup  # for the saving thread alone
+    id: str  # unique per start: the store may still hold keys of an earlier one
+    control: dist.ProcessGroup  # flags and objects, on the host; separate from the collectives of training
+    checkpoint: dist.ProcessGroup  # for the saving thread only
     folder: str | None
-    members: list[dict[str, Any]]  # what every rank said of itself
+    members: list[dict[str, Any]]  # every rank's description of itself, by rank
 
-    def settle(self, seconds: float) -> None:
-        """After the first step: from now on a rank that is late is stuck."""
+    def set_timeout(self, seconds: float) -> None:
+        """Timeout of training and control collectives from now on."""
         for group in (dist.group.WORLD, self.control):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -148,34 +149,36 @@ def join(
     config: Mapping[str, Any],
     folder: Callable[[str | None], Path],
 ) -> World:
-    """Meet the other ranks, compare notes, and make the process groups. `folder` is asked on rank 0 for the run folder,
-    with that of an earlier attempt of the same torchrun."""
-    about = describe(launch, device, config)
+    """Wait for all ranks, compare versions and configuration, and create the process groups.
+
+    Rank 0 calls `folder` for the run folder, with the folder of an earlier attempt under the same torchrun, if any.
+    """
+    member = describe(launch, device, config)
     print(
-        f"rank {launch.rank} of {launch.world_size} (local rank {launch.local_rank}) on {about['host']}, "
-        f"pid {about['pid']}, {about['device']}" + (f", restart {launch.restarts}" if launch.restarts else ""),
+        f"rank {launch.rank} of {launch.world_size} (local rank {launch.local_rank}) on {member['host']}, "
+        f"pid {member['pid']}, {member['device']}" + (f", restart {launch.restarts}" if launch.restarts else ""),
         file=sys.stderr,
         flush=True,
     )
     limit = timedelta(seconds=parallel.arrival_seconds)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store = _store(launch, limit)
+        store = _connect(launch, limit)
     except (dist.DistError, OSError, ValueError, KeyError) as error:
-        raise LaunchError(f"rank {launch.rank} cannot reach the store of rank 0 at {address}: {error}") from None
+        raise LaunchError(f"rank {launch.rank} cannot reach rank 0's store at {address}: {error}") from None
     if launch.rank == 0:
-        verdict = _roll_call(store, launch, about, parallel.arrival_seconds, folder)
+        verdict = _admit_ranks(store, launch, member, parallel.arrival_seconds, folder)
     else:
         try:
-            verdict = _answer_call(store, about, limit + timedelta(seconds=30))
+            verdict = _register(store, member, limit + timedelta(seconds=30))
         except dist.DistStoreError:
             raise LaunchError(
-                f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its own output"
+                f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its output"
             ) from None
     if verdict["error"]:
         problem = (WrongLaunch if verdict.get("wrong") else LaunchError)(verdict["error"])
-        problem.told = launch.rank != 0
-        time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all have read the verdict
+        problem.reported_elsewhere = launch.rank != 0
+        time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all ranks have read the verdict
         raise problem
     os.environ.update(flight_recorder.settings(Path(verdict["folder"]), launch.rank))
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
@@ -187,15 +190,15 @@ def join(
         timeout=timedelta(seconds=parallel.first_step_seconds),
         device_id=device if nccl else None,
     )
-    long = timedelta(seconds=max(parallel.first_step_seconds, 1800))
-    control, checkpoint = (dist.new_group(backend="gloo", timeout=long) for _ in range(2))
+    timeout = timedelta(seconds=max(parallel.first_step_seconds, 1800))
+    control, checkpoint = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     assert control is not None
     assert checkpoint is not None
     return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])
 
 
-def _store(launch: Launch, limit: timedelta) -> dist.Store:
-    """Torchrun's own store; without torchrun, rank 0 keeps one. Nobody is waited for here: the roll call does that."""
+def _connect(launch: Launch, limit: timedelta) -> dist.Store:
+    """Torchrun's store, or rank 0's own without torchrun. Does not wait for the other ranks."""
     from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
     return dist.TCPStore(
@@ -210,7 +213,7 @@ def _store(launch: Launch, limit: timedelta) -> dist.Store:
 
 
 def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank says of itself."""
+    """What a rank publishes about itself."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         **asdict(launch),
@@ -218,15 +221,15 @@ def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) ->
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": f"{device} ({name})" if device.type == "cuda" else name,
-        "versions": {"tercet": tercet.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"tercet": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "config": dict(config),
     }
 
 
-def _answer_call(store: dist.Store, about: dict[str, Any], limit: timedelta) -> dict[str, Any]:
-    """On the other ranks: say who one is, that one is alive, and read the verdict."""
-    name = about["name"]
-    store.set(f"tercet/here/{about['rank']}", json.dumps(about))
+def _register(store: dist.Store, member: dict[str, Any], limit: timedelta) -> dict[str, Any]:
+    """On every other rank: publish the description, answer rank 0's liveness check, read the verdict."""
+    name = member["name"]
+    store.set(f"tercet/here/{member['rank']}", json.dumps(member))
     store.wait([f"tercet/ask/{name}"], limit)
     call = store.get(f"tercet/ask/{name}").decode()
     store.set(f"tercet/alive/{call}/{name}", "")
@@ -235,20 +238,17 @@ def _answer_call(store: dist.Store, about: dict[str, Any], limit: timedelta) -> 
     return verdict
 
 
-def _roll_call(
+def _admit_ranks(
     store: dist.Store,
     launch: Launch,
-    about: dict[str, Any],
+    member: dict[str, Any],
     seconds: float,
     folder: Callable[[str | None], Path],
 ) -> dict[str, Any]:
-    """On rank 0: wait for all, compare, decide; every rank reads the verdict.
-
-    The store may hold what ranks of an earlier attempt wrote, now dead: only one that answers has arrived.
-    """
-    members = {0: about}
-    path, wrong = None, False  # wrong: the same command would be refused again
-    error = _missing(store, launch.world_size, seconds, members)
+    """On rank 0: wait for all ranks, compare them, and publish the verdict that every rank reads."""
+    members = {0: member}
+    path, wrong = None, False  # wrong: the same command would fail again
+    error = _wait_for_ranks(store, launch.world_size, seconds, members)
     if error is None:
         error = disagreement(members)
         wrong = error is not None
@@ -259,15 +259,19 @@ def _roll_call(
             store.set(_FOLDER_KEY, path)
         except TercetError as problem:
             error, wrong = str(problem), isinstance(problem, UsageError)
-    people = [{k: v for k, v in members[r].items() if k not in ("config", "versions")} for r in sorted(members)]
-    verdict = {"error": error, "wrong": wrong, "folder": path, "members": people, "call": about["name"]}
-    for member in members.values():
-        store.set(f"tercet/verdict/{member['name']}", json.dumps(verdict))
+    public = [{k: v for k, v in members[r].items() if k not in ("config", "versions")} for r in sorted(members)]
+    verdict = {"error": error, "wrong": wrong, "folder": path, "members": public, "call": member["name"]}
+    for other in members.values():
+        store.set(f"tercet/verdict/{other['name']}", json.dumps(verdict))
     return verdict
 
 
-def _missing(store: dist.Store, ranks: int, seconds: float, members: dict[int, Any]) -> str | None:
-    begun = spoken = time.monotonic()
+def _wait_for_ranks(store: dist.Store, ranks: int, seconds: float, members: dict[int, Any]) -> str | None:
+    """Fill `members`; returns an error if some rank does not arrive in time.
+
+    The store may hold descriptions that ranks of an earlier attempt left, so a rank counts only once it answers.
+    """
+    started = last_report = time.monotonic()
     call = members[0]["name"]
     while len(members) < ranks:
         for rank in range(1, ranks):
@@ -277,38 +281,41 @@ def _missing(store: dist.Store, ranks: int, seconds: float, members: dict[int, A
             store.set(f"tercet/ask/{member['name']}", call)
             if store.check([f"tercet/alive/{call}/{member['name']}"]):
                 members[rank] = member
-        absent = [str(r) for r in range(ranks) if r not in members]
+        missing = [str(r) for r in range(ranks) if r not in members]
         now = time.monotonic()
-        if absent and now - begun > seconds:
-            present = ", ".join(sorted({m["host"] for m in members.values()}))
-            some = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        if missing and now - started > seconds:
+            hosts = ", ".join(sorted({m["host"] for m in members.values()}))
+            some = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             return (
-                f"rank {some} did not arrive within {seconds:g} s ({len(members)} of {ranks} are here, on {present}): "
+                f"rank {some} did not arrive within {seconds:g} s ({len(members)} of {ranks} are here, on {hosts}): "
                 "see the output of the machine that should have started it"
             )
-        if absent and now - spoken > 10:
-            spoken = now
-            print(f"waiting for rank {', '.join(absent[:8])}: {now - begun:.0f} s", file=sys.stderr, flush=True)
+        if missing and now - last_report > 10:
+            last_report = now
+            print(f"waiting for rank {', '.join(missing[:8])}: {now - started:.0f} s", file=sys.stderr, flush=True)
         time.sleep(0.02)
     return None
 
 
 def disagreement(members: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The first thing in which a rank differs from rank 0, with both values."""
+    """The first difference between a rank and rank 0, with both values."""
     first = members[0]
     for rank in sorted(members):
         other = members[rank]
         if other["world_size"] != first["world_size"]:
-            return f"rank {rank} was told of {other['world_size']} ranks and rank 0 of {first['world_size']}"
+            return f"rank {rank} was started with {other['world_size']} ranks and rank 0 with {first['world_size']}"
         for name, version in first["versions"].items():
             if other["versions"].get(name) != version:
                 return (
                     f"rank {rank} on {other['host']} has {name} {other['versions'].get(name)} and rank 0 on "
-                    f"{first['host']} {version}: install the same everywhere"
+                    f"{first['host']} {version}: install the same version everywhere"
                 )
         mine, theirs = first["config"], other["config"]
         keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
         if keys:
-            told = "; ".join(f"{k} is {theirs.get(k)!r} there, {mine.get(k)!r} on rank 0" for k in keys)
-            return f"rank {rank} on {other['host']} has another configuration: {told}: start all with the same command"
+            differences = "; ".join(f"{k} is {theirs.get(k)!r} there, {mine.get(k)!r} on rank 0" for k in keys)
+            return (
+                f"rank {rank} on {other['host']} has a different configuration: {differences}: "
+                "start all ranks with the same command"
+            )
     return None

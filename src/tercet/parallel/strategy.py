@@ -1,4 +1,8 @@
-"""How one step is spread over ranks. The trainer knows only this face; which one stands behind it is config."""
+"""The interface between the trainer and a parallelism strategy, and the strategy for one process.
+
+The trainer only calls `Strategy`; `parallel.strategy` in the configuration picks the implementation
+(see distributed.py for DDP, FSDP2, HSDP and context parallelism).
+"""
 
 from __future__ import annotations
 
@@ -13,62 +17,62 @@ T = TypeVar("T")
 
 
 class Strategy(Protocol):
-    """What the trainer asks of a strategy."""
+    """How one training step is distributed over ranks."""
 
     name: str
     rank: int
     world_size: int
-    data_rank: int  # which share of the data this rank reads: ranks that share a sequence read the same
+    data_rank: int  # which shard of the data this rank reads; ranks that share a sequence read the same one
     data_ranks: int
-    checkpoint_group: Any  # a process group for the saving thread alone; None without other ranks
-    traffic: Mapping[str, int] | None  # bytes that came from ranks that share a sequence; None where none does
+    checkpoint_group: Any  # process group of the saving thread; None in a single process
+    traffic: Mapping[str, int] | None  # bytes received from ranks that share a sequence; None without any
 
-    def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-        """The model, on its device; or a shell without weights, where `prepare` will make them."""
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        """Build the model on its device, or on the meta device if `prepare` initialises the weights."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Wrap or shard the model in place of the one given."""
+        """Wrap or shard the model. Use the returned one."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model itself, behind what `prepare` put around it."""
+        """The original model inside what `prepare` returned."""
 
-    def share(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-        """This rank's part of a batch that is still on the host, and what its layers need to know of the rest."""
+    def shard_batch(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+        """This rank's part of a batch that is still on the host, and what the layers take as `cu_seqlens`."""
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a micro-batch; gradients must be complete only after the last one."""
+        """Wraps forward and backward of a micro-batch. Gradients only need to be reduced after the last one."""
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Sum over all ranks, on the device."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank; every rank must ask at the same step."""
+        """Whether the flag is set on any rank. Collective: every rank must call it at the same step."""
 
-    def first(self, act: Callable[[], T]) -> T:
-        """Do it on rank 0 alone, and give its result to all. Its error is every rank's error."""
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 only and broadcast its result, or its error, to all ranks."""
 
-    def settle(self) -> None:
-        """The first step is made: from now on, waiting long for others means that they are stuck."""
+    def shorten_timeouts(self) -> None:
+        """Call after the first step: nothing compiles any more, so a rank that is late is stuck."""
 
-    def watch(self, where: Callable[[], tuple[int, str]]) -> None:
-        """Tell the other ranks, from time to time, at which step this one is and what it does."""
+    def publish_status(self, status: Callable[[], tuple[int, str]]) -> None:
+        """Publish this rank's (step, activity) to the other ranks periodically."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to leave with: who failed, where a collective only says that somebody did."""
+        """The error to exit with: if a collective failed because of another rank, one that names that rank."""
 
     def close(self) -> None:
-        """Part from the other ranks."""
+        """Leave the process groups."""
 
 
 def flatten(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Packed documents as one long row."""
+    """Packed documents as one row [1, b*T]; batches without document bounds stay [b, T]."""
     if cu_seqlens is None:
         return tokens, targets, None
     return tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens
 
 
 class Single:
-    """One device, one process."""
+    """One process on one device."""
 
     name = "single"
     rank = data_rank = 0
@@ -76,7 +80,7 @@ class Single:
     checkpoint_group = None
     traffic: Mapping[str, int] | None = None
 
-    def make(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         return build().to(device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -85,7 +89,7 @@ class Single:
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 
-    def share(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    def shard_batch(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
         return flatten(tokens, targets, cu_seqlens)
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
@@ -97,13 +101,13 @@ class Single:
     def any_rank(self, flag: bool) -> bool:
         return flag
 
-    def first(self, act: Callable[[], T]) -> T:
-        return act()
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        return action()
 
-    def settle(self) -> None:
+    def shorten_timeouts(self) -> None:
         pass
 
-    def watch(self, where: Callable[[], tuple[int, str]]) -> None:
+    def publish_status(self, status: Callable[[], tuple[int, str]]) -> None:
         pass
 
     def explain(self, error: BaseException) -> BaseException:

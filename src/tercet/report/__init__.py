@@ -1,1 +1,1 @@
-"""What a run folder says: verdict, pages, plots. Reads files only: no torch, no trainer, no process group."""
+"""Reports on run folders: verdict, HTML pages, plots, live view. Only reads files; needs neither torch nor a GPU."""

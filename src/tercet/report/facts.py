@@ -1,4 +1,4 @@
-"""What a page tells beside its verdict: figures, routes, layers, events of note, configuration, environment."""
+"""Everything on a report page besides verdict and plots: key figures, routes, layers, events, config, environment."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from tercet.config.keys import flatten_table
-from tercet.report.gates import speed
+from tercet.report.dense_baseline import baseline_mismatch, loss_mismatch
+from tercet.report.gates import plural
 from tercet.report.read import Run
-from tercet.report.routes import route_counts
-from tercet.report.twin import learnt_otherwise, not_a_twin
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.units import duration, quantity
 
-# Of a long run only so many events are shown; the log has them all.
-MOST_NOTES = 200
+# The page of a long run shows at most this many events.
+MAX_NOTABLE_EVENTS = 200
+# Doctor verdict -> CSS class
 _SIGNS = {"ok": "go", "warning": "nt", "failed": "no", "not tested": "nt"}
+# Run state without an end event -> text
+_STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": "died"}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number at the top of the page."""
+    """A key figure at the top of the page."""
 
     name: str
     value: str
@@ -36,17 +38,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it, ready to be printed; every text is plain and still has to be escaped."""
+    """Content of a page, formatted but not yet escaped."""
 
     subtitle: str
-    when: str
-    made: str
+    period: str
+    created: str
     figures: list[Figure]
     routes: list[dict[str, Any]]
     layer_columns: list[str]
     layers: list[list[str]]
     layers_step: int
-    notes: list[dict[str, Any]]
+    notable_events: list[dict[str, Any]]
     event_count: int
     samples: list[events.Sampled]
     config: list[dict[str, str]]
@@ -56,101 +58,90 @@ class Facts:
     dtypes: list[tuple[str, str]]
 
 
-def gather(run: Run, findings: Iterable[HealthFired], twin: Run | None = None) -> Facts:
-    """Everything about a run that is not a verdict or a plot."""
+def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | None = None) -> Facts:
     last = run.layers[-1] if run.layers else None
     return Facts(
         subtitle=_subtitle(run),
-        when=_when(run),
-        made=_clock(run.read_at),
-        figures=figures(run) + _against(run, twin),
+        period=_period(run),
+        created=_clock(run.read_at),
+        figures=key_figures(run) + _baseline_figures(run, baseline),
         routes=_routes(run),
         layer_columns=[name for name, _ in _LAYER_COLUMNS],
         layers=_layer_rows(last) if last else [],
         layers_step=last.step if last else 0,
-        notes=_notes(run, findings),
+        notable_events=_notable_events(run, findings),
         event_count=sum(len(s) for s in run.events.values()),
         samples=run.of(events.Sampled),
-        config=[{"key": k, "value": _value(v), "origin": run.origins.get(k, "unknown")} for k, v in run.config.items()],
-        environment=[(k, _value(v)) for k, v in flatten_table(run.environment).items()],
+        config=[
+            {"key": k, "value": _format_value(v), "origin": run.origins.get(k, "unknown")}
+            for k, v in run.config.items()
+        ],
+        environment=[(k, _format_value(v)) for k, v in flatten_table(run.environment).items()],
         doctor=_doctor(run),
         memory=_memory(run),
         dtypes=list(run.dtypes.items()),
     )
 
 
-def figures(run: Run) -> list[Figure]:
+def key_figures(run: Run) -> list[Figure]:
     """The run in a few numbers."""
     planned = run.started[-1].steps if run.started else 0
-    outcome = (
-        run.ended.outcome
-        if run.ended
-        else {"gone": "gone without a word", "silent": "silent"}.get(run.state, run.state)
-    )
-    last = run.steps[-1] if run.steps else None
-    made = [Figure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
-    if last is None:
-        return made
-    told = [x for e in run.steps for x in e.losses]
-    losses = [x for x in told if math.isfinite(x)]
-    made.append(Figure("tokens", quantity(last.tokens), f"{run.started[-1].tokens_per_step:,} a step", last.tokens))
-    if losses:
-        made.append(Figure("training loss", f"{losses[-1]:.4f}", _of_steps(told[-1], losses[0]), losses[-1]))
+    outcome = run.ended.outcome if run.ended else _STATES.get(run.state, run.state)
+    figures = [Figure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
+    if not run.steps:
+        return figures
+    last = run.steps[-1]
+    tokens_per_step = run.started[-1].tokens_per_step
+    figures.append(Figure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
+    losses = [x for e in run.steps for x in e.losses]
+    finite = [x for x in losses if math.isfinite(x)]
+    if finite:
+        # The stability gate shows means; say that this is the loss of one step.
+        which = "last step" if math.isfinite(losses[-1]) else "last finite step"
+        figures.append(Figure("training loss", f"{finite[-1]:.4f}", f"{which}; {finite[0]:.4f} at first", finite[-1]))
     if run.validations:
         best = min(run.validations, key=lambda e: e.loss)
-        made.append(
-            Figure(
-                "validation loss",
-                f"{run.validations[-1].loss:.4f}",
-                f"best {best.loss:.4f} at step {best.step:,}",
-                run.validations[-1].loss,
-            )
-        )
+        loss = run.validations[-1].loss
+        figures.append(Figure("validation loss", f"{loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}", loss))
     else:
-        made.append(Figure("validation loss", "–", "never measured"))
-    own = speed(run)
-    if own is not None:
-        made.append(Figure("tokens/s", quantity(own), "median, all ranks", own))
-    known = [e.mfu for e in run.steps if e.mfu is not None]
-    if known:
-        made.append(Figure("MFU", f"{100 * statistics.median(known):.1f}%", "median", statistics.median(known)))
+        figures.append(Figure("validation loss", "–", "not measured"))
+    if (speed := run.tokens_per_s) is not None:
+        figures.append(Figure("tokens/s", quantity(speed), "median, all ranks", speed))
+    mfus = [e.mfu for e in run.steps if e.mfu is not None]
+    if mfus:
+        mfu = statistics.median(mfus)
+        figures.append(Figure("MFU", f"{100 * mfu:.1f}%", "median", mfu))
     else:
-        made.append(Figure("MFU", "–", "the device's peak is not known"))
+        figures.append(Figure("MFU", "–", "peak FLOP/s of the device unknown"))
     peak = max(e.memory_gib for e in run.steps)
-    made.append(Figure("peak memory", f"{peak:.2f} GiB", "device" if run.on_gpu else "of the process", peak))
-    seconds = _seconds(run)
-    made.append(
-        Figure("time", duration(seconds), f"in {len(run.started)} process{'es' * (len(run.started) > 1)}", seconds)
-    )
-    return made
+    figures.append(Figure("peak memory", f"{peak:.2f} GiB", "device" if run.on_gpu else "process", peak))
+    seconds = _active_seconds(run)
+    processes = f"in {len(run.started)} process{'es' * (len(run.started) > 1)}"
+    return [*figures, Figure("time", duration(seconds), processes, seconds)]
 
 
-def _of_steps(newest: float, first: float) -> str:
-    """Of which step it is: the gate of stability tells means."""
-    return f"of the last {'' if math.isfinite(newest) else 'finite '}step; {first:.4f} at first"
-
-
-def _against(run: Run, twin: Run | None) -> list[Figure]:
-    """The dense twin, where one was given: its speed and its held-out loss after the same step."""
-    if twin is None or not_a_twin(run, twin):
+def _baseline_figures(run: Run, baseline: Run | None) -> list[Figure]:
+    """Speed and validation loss compared with the dense baseline, if there is one."""
+    if baseline is None or baseline_mismatch(run, baseline):
         return []
-    made = []
-    own, other = speed(run), speed(twin)
-    if own is not None and other is not None:
-        made.append(Figure("speed, dense twin = 1", f"{own / other:.2f}×", f"dense: {quantity(other)} tokens/s"))
-    if why := learnt_otherwise(run, twin):
-        return [*made, Figure("loss against dense", "–", f"not comparable: {why}")]
-    dense = {e.step: e.loss for e in twin.validations}
-    both = [(e, dense[e.step]) for e in run.validations if e.step in dense]
-    if both:
-        last, held_out = both[-1]
-        change = f"{100 * (last.loss / held_out - 1):+.2f}%"
-        made.append(Figure("loss against dense", change, f"held out, step {last.step:,}; dense: {held_out:.4f}"))
-    return made
+    figures = []
+    if run.tokens_per_s is not None and baseline.tokens_per_s is not None:
+        ratio, note = run.tokens_per_s / baseline.tokens_per_s, f"dense: {quantity(baseline.tokens_per_s)} tokens/s"
+        figures.append(Figure("speed vs dense", f"{ratio:.2f}×", note))
+    if mismatch := loss_mismatch(run, baseline):
+        return [*figures, Figure("loss vs dense", "–", f"not comparable: {mismatch}")]
+    dense = {e.step: e.loss for e in baseline.validations}
+    common = [(e, dense[e.step]) for e in run.validations if e.step in dense]
+    if common:
+        last, dense_loss = common[-1]
+        change = f"{100 * (last.loss / dense_loss - 1):+.2f}%"
+        note = f"validation at step {last.step:,}; dense: {dense_loss:.4f}"
+        figures.append(Figure("loss vs dense", change, note))
+    return figures
 
 
-def _seconds(run: Run) -> float:
-    """Time that processes of the run were at work."""
+def _active_seconds(run: Run) -> float:
+    """Total time from each process's start to its last event."""
     total, begun, last = 0.0, None, 0.0
     for event in run.events.get(0, []):
         if isinstance(event, events.RunStarted):
@@ -168,13 +159,11 @@ def _subtitle(run: Run) -> str:
     return f"{quantity(s.parameters)} parameters on {s.device}{ranks}"
 
 
-def _when(run: Run) -> str:
+def _period(run: Run) -> str:
     stream = run.events.get(0, [])
     if not stream:
         return ""
-    state = {"running": "still running", "silent": "alive but silent", "gone": "gone without a word"}.get(run.state, "")
-    until = state or _clock(stream[-1].time)
-    return f"{_clock(stream[0].time)} – {until}"
+    return f"{_clock(stream[0].time)} – {_STATES.get(run.state) or _clock(stream[-1].time)}"
 
 
 def _clock(seconds: float) -> str:
@@ -183,16 +172,23 @@ def _clock(seconds: float) -> str:
 
 def _routes(run: Run) -> list[dict[str, Any]]:
     grouped: dict[tuple[str, str, str, bool], tuple[set[int], int]] = defaultdict(lambda: (set(), 0))
-    for (layer, branch, route, reason, fallback), calls in route_counts(run).items():
+    for (layer, branch, route, reason, fallback), calls in run.route_counts.items():
         layers, total = grouped[branch, route, reason, fallback]
         grouped[branch, route, reason, fallback] = (layers | {layer}, total + calls)
     return [
-        {"branch": b, "route": r, "reason": why, "fallback": f, "layers": ranges(layers), "calls": f"{calls:,}"}
-        for (b, r, why, f), (layers, calls) in sorted(grouped.items())
+        {
+            "branch": branch,
+            "route": route,
+            "reason": reason,
+            "fallback": fallback,
+            "layers": format_ranges(layers),
+            "calls": f"{calls:,}",
+        }
+        for (branch, route, reason, fallback), (layers, calls) in sorted(grouped.items())
     ]
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """0, 1, 2, 5 -> 0–2, 5."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
@@ -203,6 +199,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
+# (column on the page, field of LayersObserved)
 _LAYER_COLUMNS = (
     ("compressed", "gate_share_compressed"),
     ("selected", "gate_share_selected"),
@@ -221,61 +218,58 @@ def _layer_rows(event: events.LayersObserved) -> list[list[str]]:
     return [["–" if c[i] is None else f"{c[i]:.3f}" for c in columns] for i in range(len(event.attention))]
 
 
-def _notes(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, Any]]:
-    told: list[tuple[Event, str, str, str]] = []
+def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, Any]]:
+    rows: list[tuple[Event, str, str, str]] = []
     fired = set()
     for rank in sorted(run.events):
         for event in run.events[rank]:
-            said = _note(event, rank)
-            if said is not None:
-                told.append((event, *said))
+            described = _describe(event, rank)
+            if described is not None:
+                rows.append((event, *described))
             if isinstance(event, HealthFired):
                 fired.add((event.rule, event.step, event.rank))
-    # Found by the default thresholds although the run itself said nothing: its own may have been wider.
-    told += [
-        (f, "no", f.rule, f"{f.sentence} (by the default thresholds; the run itself said nothing)")
+    # The run's own thresholds may have been wider than the defaults that the report applies.
+    rows += [
+        (f, "no", f.rule, f"{f.sentence} (default thresholds; the run did not report it)")
         for f in findings
         if (f.rule, f.step, f.rank) not in fired
     ]
-    told.sort(key=lambda item: item[0].time)
-    if len(told) > MOST_NOTES:
-        told = [t for t in told if t[1] in ("no", "nt")][-MOST_NOTES:] or told[-MOST_NOTES:]
+    rows.sort(key=lambda row: row[0].time)
+    if len(rows) > MAX_NOTABLE_EVENTS:
+        problems = [row for row in rows if row[1] in ("no", "nt")]
+        rows = problems[-MAX_NOTABLE_EVENTS:] or rows[-MAX_NOTABLE_EVENTS:]
     return [
         {"when": _clock(e.time), "step": e.step, "rank": e.rank, "sign": sign, "kind": kind, "text": text}
-        for e, sign, kind, text in told
+        for e, sign, kind, text in rows
     ]
 
 
-def _note(event: Event, rank: int) -> tuple[str, str, str] | None:
-    """(sign, kind, text) of an event worth a line."""
+def _describe(event: Event, rank: int) -> tuple[str, str, str] | None:
+    """(CSS class, kind, text) of a notable event; None for all others."""
     if isinstance(event, HealthFired):
         return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
     if isinstance(event, events.Stalled):
-        what = f"moving again after {event.for_seconds:.0f} s" if event.over else (
-            f"no progress for {event.for_seconds:.0f} s while {event.doing}; see {event.dump}"
-        )  # fmt: skip
-        return ("" if event.over else "no"), "stall", what
+        if event.over:
+            return "", "stall", f"progressing again after {event.for_seconds:.0f} s"
+        return "no", "stall", f"no progress for {event.for_seconds:.0f} s while {event.doing}; see {event.dump}"
     if isinstance(event, events.StepsSkipped):
-        return "no", "non-finite", f"steps {ranges(event.steps)} were skipped, {event.total} so far"
+        return "no", "non-finite", f"skipped steps {format_ranges(event.steps)}, {event.total} in total"
     if isinstance(event, events.CheckpointFailed):
         return "no", "save failed", event.reason
     if isinstance(event, events.RunEnded):
-        sign = {"completed": "go", "interrupted": ""}.get(event.outcome, "no")
-        return sign, event.outcome, event.reason
+        return {"completed": "go", "interrupted": ""}.get(event.outcome, "no"), event.outcome, event.reason
     if isinstance(event, events.RunStarted):
-        came = (
-            f"resumed from {event.resumed_from}" if event.resumed_from else f"{event.steps:,} steps on {event.device}"
-        )
-        aside = f"; {event.superseded} later measurements moved aside" if event.superseded else ""
-        return "", "started", came + aside
+        text = f"{event.steps:,} steps on {event.device}"
+        if event.resumed_from:
+            text = f"resumed from {event.resumed_from}"
+        if event.superseded:
+            text += f"; {plural(event.superseded, 'later measurement')} set aside"
+        return "", "started", text
     if rank:
-        return None
+        return None  # the same on every rank
     if isinstance(event, events.CheckpointSaved):
-        return (
-            "",
-            "saved",
-            f"{event.path}, {event.bytes / 2**20:.1f} MiB, stood still for {event.blocked_seconds:.2f} s",
-        )
+        size = f"{event.bytes / 2**20:.1f} MiB"
+        return "", "saved", f"{event.path}, {size}, training blocked for {event.blocked_seconds:.2f} s"
     if isinstance(event, events.Validated):
         return "", "validation", f"loss {event.loss:.4f} over {event.tokens:,} tokens"
     if isinstance(event, events.Noted):
@@ -284,12 +278,12 @@ def _note(event: Event, rank: int) -> tuple[str, str, str] | None:
 
 
 def _doctor(run: Run) -> list[dict[str, str]]:
-    told = run.of(events.DoctorReported)
-    if not told:
+    reports = run.of(events.DoctorReported)
+    if not reports:
         return []
-    e = told[-1]
+    e = reports[-1]
     rows = zip(e.check, e.verdict, e.finding, e.mend, strict=True)
-    return [{"check": c, "verdict": v, "sign": _SIGNS.get(v, "nt"), "finding": f, "mend": m} for c, v, f, m in rows]
+    return [{"check": c, "verdict": v, "sign": _SIGNS.get(v, "nt"), "finding": f, "fix": fix} for c, v, f, fix in rows]
 
 
 def _memory(run: Run) -> list[tuple[str, str]]:
@@ -299,7 +293,7 @@ def _memory(run: Run) -> list[tuple[str, str]]:
     return [(k.removesuffix("_mib"), f"{record[k]:.1f} MiB") for k in keys if isinstance(record.get(k), (int, float))]
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

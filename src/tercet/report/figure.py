@@ -1,18 +1,20 @@
-"""One drawing as inline SVG that takes its colours from the page, so that it is right in the dark and in the light."""
+"""Draw matplotlib figures as inline SVG. Colours are CSS variables of the page, so dark and light mode both work."""
 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tercet.errors import TercetError
+from tercet.telemetry.units import quantity
 
-# Colours that no drawing uses otherwise stand for variables of the style sheet.
+# Placeholder colours, replaced by variables of style.css after drawing.
 INK, MUTED, LINE = "#010102", "#010103", "#010104"
-SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
+BLUE, ORANGE, GREEN, RED, VIOLET, GREY = SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
 _VARIABLES = {
     INK: "var(--ink)",
     MUTED: "var(--muted)",
@@ -20,9 +22,9 @@ _VARIABLES = {
     **{colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, 1)},
 }
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: searchable, and in the page's own font
-    "svg.hashsalt": "tercet",  # the same run gives the same page
-    "text.parse_math": False,  # a run's name may hold dollars
+    "svg.fonttype": "none",  # keep text as text: searchable and in the page's font
+    "svg.hashsalt": "tercet",  # reproducible output
+    "text.parse_math": False,  # run names may contain dollar signs
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.edgecolor": LINE,
@@ -48,7 +50,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with its place on the page and what to read from it."""
+    """A plot on the page."""
 
     anchor: str
     title: str
@@ -58,13 +60,13 @@ class Plot:
 
 
 def draw(paint: Callable[[Any], None], *, width: float = 5.6, height: float = 2.7) -> str:
-    """`paint` gets an empty matplotlib figure; the answer is an <svg> element."""
+    """Call `paint` with an empty matplotlib figure and return the result as an <svg> element."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TercetError(f"the report's plots need matplotlib ({error}): pip install 'tercet[report]'") from None
+        raise TercetError(f"plots need matplotlib ({error}): pip install 'tercet[report]'") from None
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         FigureCanvasSVG(figure)
@@ -74,13 +76,13 @@ def draw(paint: Callable[[Any], None], *, width: float = 5.6, height: float = 2.
             axes.patch.set_alpha(0)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    return _themed(buffer.getvalue())
+    return _use_page_style(buffer.getvalue())
 
 
-def _themed(svg: str) -> str:
+def _use_page_style(svg: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    # The page says how wide it is; the view box keeps its shape.
+    # The page sets the width; the view box keeps the aspect ratio.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
@@ -90,12 +92,48 @@ def _themed(svg: str) -> str:
     return svg.replace("<svg ", '<svg role="img" ', 1)
 
 
-def thinned(values: Sequence[float], most: int = 500) -> list[tuple[int, float, float, float]]:
-    """(index of the middle, mean, least, greatest) of at most `most` stretches: long runs stay small pages."""
-    size = max(1, -(-len(values) // most))
+def downsample(values: Sequence[float], limit: int = 500) -> list[tuple[int, float, float, float]]:
+    """(middle index, mean, min, max) of at most `limit` bins, so that pages of long runs stay small.
+
+    Non-finite values are left out.
+    """
+    size = max(1, -(-len(values) // limit))
     rows = []
     for begin in range(0, len(values), size):
-        part = [v for v in values[begin : begin + size] if v == v and abs(v) != float("inf")]
+        part = [v for v in values[begin : begin + size] if math.isfinite(v)]
         if part:
             rows.append((begin + min(size, len(values) - begin) // 2, sum(part) / len(part), min(part), max(part)))
     return rows
+
+
+def label_step_axis(axes: Any, ylabel: str) -> None:
+    """Steps on the x axis, with integer ticks."""
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.margins(x=0.01)
+    integer_ticks(axes.xaxis)
+
+
+def integer_ticks(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+
+
+def abbreviate_y_ticks(axes: Any) -> None:
+    """12.3k instead of 12300."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: quantity(v)))
+
+
+def plain_log_ticks(axes: Any) -> None:
+    """0.1, 0.2, 0.5, 1 instead of powers of ten; only the decades if the range is wide."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    low, high = axes.get_ylim()
+    if high / low < 120:
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else ""))
+    else:
+        axes.yaxis.set_minor_formatter(NullFormatter())

@@ -1,4 +1,7 @@
-"""A run folder, read as it is: whole, cut short, still growing or tampered with. Nothing here raises for a bad line."""
+"""Read a run folder, whether the run finished, crashed or is still going.
+
+Bad lines and missing files never raise: they are collected in `Run.problems`. Only a folder without events is an error.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import dataclasses
 import fcntl
 import json
 import re
+import statistics
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,37 +34,41 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
-from tercet.telemetry.tables import last_counts
+from tercet.telemetry.sinks import last_route_counts
 
 E = TypeVar("E", bound=Event)
 
-# Events whose lists are the columns of a table.
+# Events whose lists are the columns of one table and must have equal lengths.
 TABLES = (LayersObserved, RoutesCounted, DoctorReported)
 
-# A heartbeat older than this, or than six times its own rhythm, is an old one.
+# A heartbeat is stale after this long, or after six of its own intervals if that is longer.
 FRESH_SECONDS = 60.0
+
+
+# (layer, branch, route, reason, is a fallback)
+RouteKey = tuple[int, str, str, str, bool]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run. `problems` are ways in which its record is not whole, found while reading."""
+    """The contents of a run folder."""
 
     folder: Path
     events: Mapping[int, list[Event]]  # by rank
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # what could not be read
     config: Mapping[str, Any]  # dotted key -> value
     origins: Mapping[str, str]
     environment: Mapping[str, Any]
     memory: Mapping[str, Mapping[str, Any]]  # boot, step1, … -> mem_*.json
-    heartbeats: Mapping[int, Mapping[str, Any]]  # the last of each rank
+    heartbeats: Mapping[int, Mapping[str, Any]]  # the last one of each rank
     dtypes: Mapping[str, str]
     metrics: Mapping[str, Any]
     files: tuple[str, ...]
-    state: str  # ended, running, silent (alive, but it does not speak) or gone
+    state: str  # ended, running, silent (alive, but its heartbeat is stale) or gone
     read_at: float = field(default_factory=time.time)
 
     def of(self, kind: type[E], rank: int = 0) -> list[E]:
-        """Events of one kind, in order."""
+        """One rank's events of one kind, in order."""
         return [e for e in self.events.get(rank, []) if isinstance(e, kind)]
 
     @cached_property
@@ -84,8 +93,8 @@ class Run:
 
     @cached_property
     def routes(self) -> list[RoutesCounted]:
-        """The last count of each process."""
-        return last_counts(self.events.get(0, []))
+        """The last route count of each process."""
+        return last_route_counts(self.events.get(0, []))
 
     @property
     def name(self) -> str:
@@ -93,19 +102,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return self.steps[-1].step if self.steps else 0
 
     @property
     def ended(self) -> RunEnded | None:
-        """How the newest process left, if it said so."""
+        """The end event of the newest process; None if it is running or died without writing one."""
         return next((e for e in reversed(self._last_process) if isinstance(e, RunEnded)), None)
 
     @property
     def _last_process(self) -> list[Event]:
         stream = self.events.get(0, [])
-        begin = max((i for i, e in enumerate(stream) if isinstance(e, RunStarted)), default=0)
-        return stream[begin:]
+        start = max((i for i, e in enumerate(stream) if isinstance(e, RunStarted)), default=0)
+        return stream[start:]
 
     @property
     def on_gpu(self) -> bool:
@@ -115,20 +124,53 @@ class Run:
     def world_size(self) -> int:
         return self.started[-1].world_size if self.started else 1
 
+    @property
+    def attention(self) -> list[str]:
+        """The configured attention of each layer: nsa or dense. Empty if config.toml could not be read."""
+        attention, layers = self.config.get("model.attention", "nsa"), self.config.get("model.layers")
+        if isinstance(attention, list):
+            return [str(kind) for kind in attention]
+        return [str(attention)] * layers if isinstance(layers, int) else []
+
+    @cached_property
+    def tokens_per_s(self) -> float | None:
+        """Median over log intervals. Each process's first interval is warm-up and does not count."""
+        starts = {e.step for e in self.started}
+        speeds = []
+        warm = False
+        for event in self.events.get(0, []):
+            if isinstance(event, RunStarted):
+                warm = False
+            elif isinstance(event, StepLogged):
+                if warm and event.step not in starts:
+                    speeds.append(event.tokens_per_s)
+                warm = True
+        return statistics.median(speeds) if speeds else None
+
+    @cached_property
+    def route_counts(self) -> Counter[RouteKey]:
+        """Forward passes by route, summed over all processes of rank 0."""
+        counts: Counter[RouteKey] = Counter()
+        for event in self.routes:
+            rows = zip(event.layer, event.branch, event.route, event.reason, event.fallback, event.calls, strict=True)
+            for layer, branch, route, reason, fallback, calls in rows:
+                counts[layer, branch, route, reason, fallback] += calls
+        return counts
+
 
 def read_run(folder: Path | str) -> Run:
-    """Everything a folder holds. A folder without a single event is an error."""
+    """Read everything a run folder holds. Raises UsageError if there is not a single event."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder: give the run folder, such as runs/NAME-DATE-TIME")
+        raise UsageError(f"{folder} is not a folder: pass a run folder, such as runs/NAME-DATE-TIME")
     problems: list[str] = []
     streams = {}
     for path in sorted(folder.glob("events_rank*.jsonl")):
         if found := re.fullmatch(r"events_rank(\d+)\.jsonl", path.name):
-            streams[int(found[1])] = _stream(path, problems)
+            streams[int(found[1])] = _read_events(path, problems)
     if not any(streams.values()):
-        hint = "its first event is written when training starts" if streams else "it holds no events_rank0.jsonl"
-        raise UsageError(f"{folder} has no events, so there is nothing to report: {hint}; is it a run folder?")
+        hint = "the first event is written when training starts" if streams else "events_rank0.jsonl is missing"
+        raise UsageError(f"{folder} has no events to report ({hint}): is it a run folder?")
     config, origins = _config(folder, problems)
     heartbeats = _heartbeats(folder)
     run = Run(
@@ -149,7 +191,7 @@ def read_run(folder: Path | str) -> Run:
 
 
 def tail(path: Path, size: int = 65536) -> list[str]:
-    """The last lines of a file that may be long."""
+    """The lines in the last `size` bytes of a file."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, path.stat().st_size - size))
@@ -158,14 +200,14 @@ def tail(path: Path, size: int = 65536) -> list[str]:
         return []
 
 
-def _stream(path: Path, problems: list[str]) -> list[Event]:
+def _read_events(path: Path, problems: list[str]) -> list[Event]:
     events: list[Event] = []
     bad: list[int] = []
     unknown = 0
-    # Only \n ends a line: a text sample may hold any of the other characters that Python calls line ends.
+    # Split at \n only: str.splitlines would also split inside text samples.
     *lines, rest = path.read_bytes().split(b"\n")
     if rest:
-        problems.append(f"{path.name}: its last line is cut off")
+        problems.append(f"{path.name}: the last line is cut off")
     for number, line in enumerate(lines, 1):
         try:
             event = decode(line.decode("utf-8"))
@@ -182,27 +224,25 @@ def _stream(path: Path, problems: list[str]) -> list[Event]:
         where = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
         problems.append(f"{path.name}: {len(bad)} unreadable line{'s' * (len(bad) > 1)} (line {where})")
     if unknown:
-        problems.append(f"{path.name}: {unknown} events of kinds that this version does not know")
+        problems.append(f"{path.name}: {unknown} events of a kind unknown to this version")
     return events
 
 
 def _well_typed(event: Event) -> bool:
-    """Whether plain fields hold what they are declared to hold; a log that says otherwise was not written by us."""
+    """Whether every field has its declared type, and tables have columns of equal length."""
     for f in dataclasses.fields(event):
         value, declared = getattr(event, f.name), str(f.type)
         if declared.startswith("list"):
-            good = isinstance(value, list) and all(
-                _fits(v, declared.removeprefix("list[").removesuffix("]")) for v in value
-            )
-        else:
-            good = _fits(value, declared)
-        if not good:
+            item = declared.removeprefix("list[").removesuffix("]")
+            if not isinstance(value, list) or not all(_has_type(v, item) for v in value):
+                return False
+        elif not _has_type(value, declared):
             return False
     columns = {len(getattr(event, f.name)) for f in dataclasses.fields(event) if str(f.type).startswith("list")}
     return not isinstance(event, TABLES) or len(columns) == 1
 
 
-def _fits(value: Any, declared: str) -> bool:
+def _has_type(value: Any, declared: str) -> bool:
     if value is None:
         return "None" in declared
     if declared.startswith("list"):
@@ -243,29 +283,34 @@ def _dtypes(path: Path) -> dict[str, str]:
 def _heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
     beats = {}
     for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
-        if found := re.fullmatch(r"heartbeat_rank(\d+)\.jsonl", path.name):
-            for line in reversed(tail(path)):
-                with contextlib.suppress(ValueError):
-                    beat = json.loads(line)
-                    if isinstance(beat, dict) and isinstance(beat.get("time"), (int, float)):
-                        beats[int(found[1])] = beat
-                        break
+        if (found := re.fullmatch(r"heartbeat_rank(\d+)\.jsonl", path.name)) and (beat := last_heartbeat(path)):
+            beats[int(found[1])] = beat
     return beats
+
+
+def last_heartbeat(path: Path) -> dict[str, Any]:
+    """The last readable heartbeat of a rank; empty if there is none."""
+    for line in reversed(tail(path)):
+        with contextlib.suppress(ValueError):
+            beat = json.loads(line)
+            if isinstance(beat, dict) and isinstance(beat.get("time"), (int, float)):
+                return beat
+    return {}
 
 
 def _state(run: Run) -> str:
     if run.ended is not None:
         return "ended"
-    rhythm = run.config.get("log.heartbeat_seconds", 10.0)
-    limit = max(FRESH_SECONDS, 6 * rhythm if isinstance(rhythm, (int, float)) else 0)
-    beat = run.heartbeats.get(0, {}).get("time", 0.0)
-    if run.read_at - beat < limit and _locked(run.folder):
-        return "running"
-    return "silent" if _locked(run.folder) else "gone"
+    if not _locked(run.folder):
+        return "gone"
+    interval = run.config.get("log.heartbeat_seconds", 10.0)
+    limit = max(FRESH_SECONDS, 6 * interval if isinstance(interval, (int, float)) else 0)
+    last = run.heartbeats.get(0, {}).get("time", 0.0)
+    return "running" if run.read_at - last < limit else "silent"
 
 
 def _locked(folder: Path) -> bool:
-    """Whether a process holds the run folder; the kernel lets go of the lock when it dies, however it dies."""
+    """Whether a process holds the run folder's lock. The kernel releases it however the process dies."""
     try:
         with (folder / "lock").open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -274,3 +319,42 @@ def _locked(folder: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+# The routes that nothing faster replaces: by branch, otherwise the kernels.
+_FASTEST = {"dense": ("cudnn", "sdpa", "varlen")}
+_KERNELS = ("triton",)
+
+
+def is_fastest(branch: str, route: str) -> bool:
+    """Whether no faster route exists for this branch."""
+    return route in _FASTEST.get(branch, _KERNELS)
+
+
+def unlogged_passes(run: Run) -> str:
+    """Describes how many forward passes have no logged route; empty if all have one.
+
+    Logs of early versions miss the passes between a process's last log line and the checkpoint the next one resumed
+    from.
+    """
+    logged, expected = sum(run.route_counts.values()), expected_passes(run)
+    if logged >= expected:
+        return ""
+    return f"{logged:,} of {expected:,} passes logged, the routes of the other {expected - logged:,} are unknown"
+
+
+def expected_passes(run: Run) -> int:
+    """Forward passes the run's steps take, over all layers and branches in the log. Redone steps count once."""
+    last = 0  # the newest process's last known step
+    processes: list[RunStarted] = []
+    for event in run.events.get(0, []):
+        if isinstance(event, RunStarted):
+            processes.append(event)
+            last = event.step
+        elif isinstance(event, (StepLogged, RoutesCounted, RunEnded)):
+            last = max(last, event.step)
+    passes, end = 0, last
+    for process in reversed(processes):  # skip steps that a later process redid
+        passes += max(0, end - process.step) * process.accumulation
+        end = min(end, process.step)
+    return passes * len({(layer, branch) for layer, branch, *_ in run.route_counts})

@@ -1,4 +1,4 @@
-"""One run as one HTML file that needs nothing else, as Markdown, and as verdict.json."""
+"""Write the report of one run: a self-contained HTML page, Markdown, and verdict.json."""
 
 from __future__ import annotations
 
@@ -7,42 +7,51 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import tercet
 from tercet.errors import TercetError
-from tercet.report.facts import gather
+from tercet.report.facts import collect_facts
 from tercet.report.gates import GO, NO_GO, NOT_TESTED
 from tercet.report.plots import all_plots
 from tercet.report.read import Run
 from tercet.report.verdict import Verdict
+from tercet.version import __version__
 
+# Verdict -> CSS class
 SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt"}
+# Evidence keys are part of verdict.json and stay as they are; the page shows clearer labels for these.
+EVIDENCE_LABELS = {
+    "dense twin": "dense baseline",
+    "not counted": "not logged",
+    "readings": "samples",
+    "recordings that failed": "failed CUDA graph captures",
+    "standing still": "blocked on saves",
+}
 
 
 def environment() -> Any:
-    """Templates with every text escaped; only drawings and the style sheet, which are ours, are not."""
+    """The Jinja environment. Everything is escaped except our own SVG and style sheet."""
     try:
         from jinja2 import DictLoader, Environment, StrictUndefined
         from markupsafe import Markup
     except ImportError:
-        raise TercetError("the report's page needs jinja2: pip install 'tercet[report]'") from None
+        raise TercetError("the report page needs jinja2: pip install 'tercet[report]'") from None
     folder = resources.files("tercet.report") / "page"
     pages = {f.name: f.read_text(encoding="utf-8") for f in folder.iterdir() if f.name.endswith(".html")}
-    made = Environment(
+    env = Environment(
         loader=DictLoader(pages), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters["sign"] = SIGNS.__getitem__
-    made.filters["drawing"] = Markup
-    made.filters["sentence"] = _sentence
-    made.globals["style"] = Markup((folder / "style.css").read_text(encoding="utf-8"))
-    made.globals["version"] = tercet.__version__
-    return made
+    env.filters["sign"] = SIGNS.__getitem__
+    env.filters["svg"] = Markup
+    env.filters["sentence"] = _capitalize
+    env.filters["label"] = lambda name: EVIDENCE_LABELS.get(name, name)
+    env.globals["style"] = Markup((folder / "style.css").read_text(encoding="utf-8"))
+    env.globals["version"] = __version__
+    return env
 
 
-def page(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
-    """The HTML of one run."""
-    drawn = all_plots(run, verdict.findings, twin)
-    facts = gather(run, verdict.findings, twin)
-    anchors = {p.anchor: "plot" for p in drawn} | ({"routes": "table"} if facts.routes else {})
+def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
+    plots = all_plots(run, verdict.findings, baseline)
+    facts = collect_facts(run, verdict.findings, baseline)
+    anchors = {p.anchor: "plot" for p in plots} | ({"routes": "table"} if facts.routes else {})
     html: str = (
         environment()
         .get_template("run.html")
@@ -50,67 +59,66 @@ def page(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
             run=run,
             verdict=verdict,
             facts=facts,
-            plots=drawn,
+            plots=plots,
             anchors=anchors,
-            objections=verdict.objections(),
-            gaps=verdict.gaps(),
+            failures=verdict.failures(),
+            untested=verdict.untested(),
         )
     )
     return html.lstrip()
 
 
-def markdown(run: Run, verdict: Verdict, twin: Run | None = None) -> str:
-    """The same in a few lines, for a pull request or a mail."""
-    facts = gather(run, verdict.findings, twin)
+def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
+    """A short version for pull requests and mail."""
+    facts = collect_facts(run, verdict.findings, baseline)
     lines = [
-        f"# {verdict.verdict}: {_plain(run.name)}",
+        f"# {verdict.verdict}: {_escape(run.name)}",
         "",
-        _plain(verdict.sentence),
+        _escape(verdict.sentence),
         "",
-        f"{_plain(facts.subtitle)}. {_plain(facts.when)}. Folder `{_plain(str(run.folder))}`.",
+        f"{_escape(facts.subtitle)}. {_escape(facts.period)}. Folder `{_escape(str(run.folder))}`.",
         "",
-        "| " + " | ".join(_plain(f.name) for f in facts.figures) + " |",
+        "| " + " | ".join(_escape(f.name) for f in facts.figures) + " |",
         "|" + "---|" * len(facts.figures),
-        "| " + " | ".join(_plain(f"{f.value} ({f.note})" if f.note else f.value) for f in facts.figures) + " |",
+        "| " + " | ".join(_escape(f"{f.value} ({f.note})" if f.note else f.value) for f in facts.figures) + " |",
         "",
         "| gate | verdict | why | needs |",
         "|---|---|---|---|",
-        *(f"| {g.name} | **{g.verdict}** | {_plain(g.sentence)} | {_plain(g.threshold)} |" for g in verdict.gates),
+        *(f"| {g.name} | **{g.verdict}** | {_escape(g.sentence)} | {_escape(g.threshold)} |" for g in verdict.gates),
     ]
-    lists = (("What speaks against it", verdict.objections()), ("Not tested, and how to test it", verdict.gaps()))
-    for title, reasons in lists:
+    for title, reasons in (("Failed", verdict.failures()), ("Not tested", verdict.untested())):
         lines += ["", f"## {title}", ""] if reasons else []
-        for sentence, mend, names in reasons:
-            how = f" → {_plain(mend)}" if mend else ""
-            lines.append(f"- **{', '.join(names)}**: {_plain(sentence)}{how}")
-    trouble = [n for n in facts.notes if n["sign"] in ("no", "nt")]
-    if trouble:
-        lines += ["", "## Events of note", ""]
-        lines += [f"- step {n['step']}, rank {n['rank']}: {n['kind']}: {_plain(n['text'])}" for n in trouble[:40]]
+        for sentence, fix, names in reasons:
+            arrow = f" → {_escape(fix)}" if fix else ""
+            lines.append(f"- **{', '.join(names)}**: {_escape(sentence)}{arrow}")
+    problems = [e for e in facts.notable_events if e["sign"] in ("no", "nt")]
+    if problems:
+        lines += ["", "## Notable events", ""]
+        lines += [f"- step {e['step']}, rank {e['rank']}: {e['kind']}: {_escape(e['text'])}" for e in problems[:40]]
     return "\n".join(lines) + "\n"
 
 
-def write(run: Run, verdict: Verdict, out: Path, twin: Run | None = None) -> Path:
-    """report.html, report.md and verdict.json in `out`; returns the page."""
+def write_report(run: Run, verdict: Verdict, out: Path, baseline: Run | None = None) -> Path:
+    """Write report.html, report.md and verdict.json to `out`; returns the path of the page."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         target = out / "report.html"
-        target.write_text(page(run, verdict, twin), encoding="utf-8")
-        (out / "report.md").write_text(markdown(run, verdict, twin), encoding="utf-8")
+        target.write_text(html_page(run, verdict, baseline), encoding="utf-8")
+        (out / "report.md").write_text(markdown(run, verdict, baseline), encoding="utf-8")
         text = json.dumps(verdict.as_dict(run), indent=1, ensure_ascii=False)
         (out / "verdict.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise TercetError(f"{out}: the report cannot be written ({error.strerror}): pick another --out") from None
+        raise TercetError(f"cannot write the report to {out} ({error.strerror}): pick another --out") from None
     return target
 
 
-def _sentence(text: str) -> str:
-    """With a capital letter, unless it begins with the name of a file or a key."""
+def _capitalize(text: str) -> str:
+    """Capitalize the first letter, unless the first word is a file name or a configuration key."""
     first = text.split(" ", 1)[0]
     return text if any(c in first for c in "._=/") else text[:1].upper() + text[1:]
 
 
-def _plain(text: str) -> str:
-    """Text of a run in Markdown: no markup, no table cells, no line ends of its own."""
+def _escape(text: str) -> str:
+    """Escape text for Markdown: no markup, no table separators, no line breaks."""
     escaped = "".join("\\" + c if c in "\\`*_|[]#" else c for c in " ".join(text.split()))
     return escaped.replace("<", "&lt;").replace(">", "&gt;")

@@ -1,4 +1,4 @@
-"""Two or more runs on one page: verdicts, figures, gates, plots over each other, and what differs."""
+"""Compare several runs on one page: verdicts, key figures, gates, overlaid plots, and their differences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tercet.config.keys import flatten_table
-from tercet.report.facts import Facts, figures, gather
-from tercet.report.figure import SERIES, Plot, draw, thinned
-from tercet.report.plots import below_the_descent, label_steps, series, short_numbers, validated
+from tercet.report.facts import Facts, collect_facts, key_figures
+from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, downsample, draw, label_step_axis
+from tercet.report.plots import loss_axis_limits, step_series, validation_points
 from tercet.report.read import Run
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
@@ -29,38 +29,39 @@ class Column:
 
 
 def columns(runs: Sequence[Run], verdicts: Sequence[Verdict], pages: Sequence[Path], out: Path) -> list[Column]:
-    """Runs with labels that tell them apart and links relative to the page."""
+    """One column per run, with a unique label and a link relative to the page."""
     names = [r.name for r in runs]
     labels = [r.name if names.count(r.name) == 1 else f"{r.name} ({r.folder.name})" for r in runs]
     return [
-        Column(label, run, verdict, gather(run, verdict.findings), os.path.relpath(path, out).replace(os.sep, "/"))
+        Column(
+            label, run, verdict, collect_facts(run, verdict.findings), os.path.relpath(path, out).replace(os.sep, "/")
+        )
         for label, run, verdict, path in zip(labels, runs, verdicts, pages, strict=True)
     ]
 
 
-def page(runs: list[Column], made: str) -> str:
-    """The HTML of the comparison."""
+def comparison_page(runs: list[Column], created: str) -> str:
     html: str = (
         environment()
         .get_template("compare.html")
         .render(
             title=" · ".join(c.label for c in runs),
             runs=runs,
-            figures=_figures(runs),
-            gates=_gates(runs),
+            figures=_figure_rows(runs),
+            gates=_gate_rows(runs),
             plots=_plots(runs),
             differences=differences([c.run.config for c in runs]),
             environments=[
                 row for row in differences([flatten_table(c.run.environment) for c in runs]) if row["key"] != "started"
             ],
-            made=made,
+            created=created,
         )
     )
     return html.lstrip()
 
 
 def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
-    """Keys whose values are not the same everywhere."""
+    """Rows for the keys whose values differ between the tables."""
     keys = dict.fromkeys(k for table in tables for k in table)
     rows = []
     for key in keys:
@@ -70,8 +71,8 @@ def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _figures(runs: list[Column]) -> list[dict[str, Any]]:
-    tables = [{f.name: f for f in figures(c.run)} for c in runs]
+def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
+    tables = [{f.name: f for f in key_figures(c.run)} for c in runs]
     rows = []
     for name in dict.fromkeys(n for t in tables for n in t):
         found = [t.get(name) for t in tables]
@@ -83,7 +84,7 @@ def _figures(runs: list[Column]) -> list[dict[str, Any]]:
     return rows
 
 
-def _gates(runs: list[Column]) -> list[dict[str, Any]]:
+def _gate_rows(runs: list[Column]) -> list[dict[str, Any]]:
     return [
         {"name": gates[0].name, "cells": list(gates)}
         for gates in zip(*(c.verdict.gates for c in runs), strict=True)
@@ -91,50 +92,53 @@ def _gates(runs: list[Column]) -> list[dict[str, Any]]:
 
 
 def _plots(runs: list[Column]) -> list[Plot]:
-    def over(anchor: str, title: str, what: str, paint_run: Any, caption: str = "", frame: Any = None) -> Plot:
+    def overlay(
+        anchor: str, title: str, ylabel: str, paint_run: Any, caption: str = "", set_limits: Any = None
+    ) -> Plot:
         def paint(figure: Any) -> None:
             axes = figure.subplots()
             for column, colour in zip(runs, SERIES * len(runs), strict=False):
                 paint_run(axes, column, colour)
-            if frame is not None:  # only now: a limit set earlier would cut off the runs that follow
-                frame(axes)
-            label_steps(axes, what)
+            if set_limits is not None:  # only after all runs are drawn, or it would cut off the later ones
+                set_limits(axes)
+            label_step_axis(axes, ylabel)
             axes.legend(loc="best")
 
         return Plot(anchor, title, caption, draw(paint))
 
-    def losses(axes: Any, column: Column, colour: str) -> None:
-        rows = series(column.run, "losses")
+    def paint_losses(axes: Any, column: Column, colour: str) -> None:
+        rows = step_series(column.run, "losses")
         axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
-        held_out = validated(column.run)
-        if held_out:
-            axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
+        points = validation_points(column.run)
+        if points:
+            axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
 
-    def norms(axes: Any, column: Column, colour: str) -> None:
-        rows = series(column.run, "grad_norms")
+    def paint_grad_norms(axes: Any, column: Column, colour: str) -> None:
+        rows = step_series(column.run, "grad_norms")
         axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
 
-    def of_steps(name: str) -> Any:
+    def paint_logged(name: str) -> Any:
         def paint_run(axes: Any, column: Column, colour: str) -> None:
             steps = column.run.steps
-            rows = thinned([getattr(e, name) for e in steps])
+            rows = downsample([getattr(e, name) for e in steps])
             axes.plot([steps[i].step for i, *_ in rows], [m for _, m, *_ in rows], color=colour, label=column.label)
 
         return paint_run
 
     def from_zero(axes: Any) -> None:
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-        short_numbers(axes)
+        abbreviate_y_ticks(axes)
 
-    def cut(axes: Any) -> None:
-        rows = [r for c in runs if (r := series(c.run, "losses"))]
-        frame = below_the_descent(rows, [validated(c.run) for c in runs])
-        if frame is not None:
-            axes.set_ylim(*frame)
+    def cut_initial_descent(axes: Any) -> None:
+        rows = [r for c in runs if (r := step_series(c.run, "losses"))]
+        limits = loss_axis_limits(rows, [validation_points(c.run) for c in runs])
+        if limits is not None:
+            axes.set_ylim(*limits)
 
+    caption = "Lines: training. Points: validation."
     return [
-        over("loss", "Loss", "nats per token", losses, "Training as lines, validation as points.", cut),
-        over("throughput", "Throughput", "tokens per second", of_steps("tokens_per_s"), frame=from_zero),
-        over("grad_norm", "Gradient norm", "global 2-norm", norms),
-        over("memory", "Peak memory", "GiB", of_steps("memory_gib"), frame=from_zero),
+        overlay("loss", "Loss", "nats per token", paint_losses, caption, cut_initial_descent),
+        overlay("throughput", "Throughput", "tokens per second", paint_logged("tokens_per_s"), set_limits=from_zero),
+        overlay("grad_norm", "Gradient norm", "global 2-norm", paint_grad_norms),
+        overlay("memory", "Peak memory", "GiB", paint_logged("memory_gib"), set_limits=from_zero),
     ]

@@ -1,6 +1,7 @@
-"""GO, NO-GO or NOT TESTED, for each gate and for the run. Computed from the run's own events, and from nothing else.
+"""GO, NO-GO or NOT TESTED, for each gate and for the whole run, computed from the run's events alone.
 
-A run is GO only when every gate is: what was not tested is not a pass. Thresholds of the run's own config play no part.
+A run is GO only if every gate is: what was not tested did not pass. Health thresholds in the run's own configuration
+are ignored.
 """
 
 from __future__ import annotations
@@ -10,42 +11,47 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-from tercet.report import attention_gates, gates
-from tercet.report.gates import GO, NO_GO, NOT_TESTED, Case, Gate, Thresholds
+from tercet.report import attention_gates, training_gates
+from tercet.report.gates import GO, INCOMPLETE_RECORD_FIX, NO_GO, NOT_TESTED, Gate, GateBuilder, Thresholds, plural
 from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
-from tercet.telemetry.health import examine
+from tercet.telemetry.health import health_findings
 from tercet.typed import typed
 
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
+# Losses, gradients and speed are the same on every rank: count their findings once, from rank 0.
+_SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
+
+# (reason, fix, names of the gates it concerns)
+Reason = tuple[str, str, list[str]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gates of one run, in the order in which they are read."""
+    """The gates of one run and the overall verdict."""
 
     verdict: str
     sentence: str
     gates: tuple[Gate, ...]
     thresholds: Thresholds
     findings: tuple[HealthFired, ...]
-    beyond: tuple[Gate, ...] = ()  # what such a run cannot test; said, but no part of its verdict
+    informational: tuple[Gate, ...] = ()  # shown, but not part of the verdict
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
 
-    def gaps(self) -> list[tuple[str, str, list[str]]]:
-        """(reason, how to test it, the gates that it leaves open), a reason that many gates share only once."""
-        return _reasons((*self.gates, *self.beyond), NOT_TESTED)
-
-    def objections(self) -> list[tuple[str, str, list[str]]]:
-        """(what speaks against it, how to mend it, the gates that say so)."""
+    def failures(self) -> list[Reason]:
+        """What failed and how to fix it."""
         return _reasons(self.gates, NO_GO)
 
+    def untested(self) -> list[Reason]:
+        """What was not tested and how to test it. A reason that several gates share appears once."""
+        return _reasons((*self.gates, *self.informational), NOT_TESTED)
+
     def as_dict(self, run: Run) -> dict[str, Any]:
-        """verdict.json."""
+        """The contents of verdict.json."""
         return {
             "verdict": self.verdict,
             "exit_code": self.exit_code,
@@ -60,68 +66,80 @@ class Verdict:
                 "world_size": run.world_size,
                 "device": run.started[-1].device if run.started else None,
             },
-            "gates": [{**dataclasses.asdict(g), "evidence": dict(g.evidence)} for g in self.gates],
-            "beyond": [{**dataclasses.asdict(g), "evidence": dict(g.evidence)} for g in self.beyond],
+            "gates": [gate.as_dict() for gate in self.gates],
+            "beyond": [gate.as_dict() for gate in self.informational],
             "thresholds": dataclasses.asdict(self.thresholds),
         }
 
 
-def judge(run: Run, twin: Run | None = None, limits: Thresholds | None = None) -> Verdict:
-    """Every gate, and what follows from them together."""
+def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = None) -> Verdict:
+    """Evaluate all gates of a run."""
     limits = limits or Thresholds()
-    findings = examine(run.events.get(0, []))
+    findings = health_findings(run.events.get(0, []))
     for rank in sorted(set(run.events) - {0}):
-        # Losses and gradients are the same on every rank; data, layers and routes are each rank's own.
-        own = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
-        findings += [f for f in examine(run.events[rank]) if f.rule not in own]
-    record = _record(run)
-    judged = [
-        gates.stability(run, findings, limits),
-        gates.memory(run, limits),
-        gates.throughput(run, twin, findings, limits),
-        attention_gates.routing(run, limits),
-        attention_gates.selection(run, findings, limits),
-        attention_gates.fallbacks(run, limits),
-        gates.checkpoints(run, findings, limits),
-        gates.data(run, findings, limits),
-        attention_gates.numerics(run, findings, limits),
+        findings += [f for f in health_findings(run.events[rank]) if f.rule not in _SHARED_RULES]
+    gates = [
+        training_gates.stability_gate(run, findings, limits),
+        training_gates.memory_gate(run, limits),
+        training_gates.throughput_gate(run, baseline, findings, limits),
+        attention_gates.routing_gate(run, limits),
+        attention_gates.selection_gate(run, findings, limits),
+        attention_gates.fallback_gate(run, limits),
+        training_gates.checkpoint_gate(run, findings, limits),
+        training_gates.data_gate(run, findings, limits),
+        training_gates.numerics_gate(run, findings, limits),
     ]
+    record = _record_gate(run)
     if record.verdict != GO:
-        judged = [_capped(gate) for gate in judged]
-    everything = (record, *judged)
-    beyond = _beyond(run)
-    return Verdict(_overall(everything), _sentence(everything, beyond), everything, limits, tuple(findings), beyond)
+        gates = [gate.without_complete_record() for gate in gates]
+    all_gates = (record, *gates)
+    informational = _multi_device_gate(run)
+    return Verdict(
+        _overall(all_gates), _sentence(all_gates, informational), all_gates, limits, tuple(findings), informational
+    )
 
 
-def _reasons(judged: tuple[Gate, ...], verdict: str) -> list[tuple[str, str, list[str]]]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for gate in judged:
-        if gate.verdict == verdict:
-            for reason in gate.reasons:
-                found.setdefault(reason, []).append(gate.name)
-    return [(sentence, mend, names) for (sentence, mend), names in found.items()]
+def _record_gate(run: Run) -> Gate:
+    """Whether the record is good enough to judge the run by."""
+    gate = GateBuilder("record", "a complete, gapless and consistent record of every rank")
+    events = sum(len(stream) for stream in run.events.values())
+    gate.add_evidence("events", f"{events:,} from {len(run.events)} of {run.world_size} ranks")
+    gate.add_evidence("state", run.state)
+    found = contradictions(run)
+    for sentence in found[:4]:
+        gate.fail(sentence, INCOMPLETE_RECORD_FIX)
+    if len(found) > 4:
+        gate.fail(f"and {len(found) - 4} more", "")
+    return gate.build(f"steps 1 to {run.step:,} without gaps, on {plural(run.world_size, 'rank')}")
 
 
-def _beyond(run: Run) -> tuple[Gate, ...]:
-    """A run on one device may well be GO; nobody shall read from it that eight will do."""
+def _multi_device_gate(run: Run) -> tuple[Gate, ...]:
+    """A single-device run can be GO, but says nothing about training on several devices."""
     if run.world_size > 1:
         return ()
-    case = Case("several devices", "two ranks or more; no part of the verdict over a run on one device")
-    case.lacks(
-        "it ran on one device: sums over ranks, sharded saves and a rank that fails had no part in it",
+    gate = GateBuilder("several devices", "at least two ranks; not part of the verdict of a single-device run")
+    gate.not_tested(
+        "ran on one device: collectives, sharded checkpoints and rank failures were not exercised",
+        two_rank_command(run),
+    )
+    return (gate.build(),)
+
+
+def two_rank_command(run: Run) -> str:
+    """How to train the same configuration on two ranks."""
+    return (
         f"{typed('torchrun')} --standalone --nproc-per-node=2 -m tercet train "
         f"--config {quote(f'{run.folder}/config.toml')} "
-        f"--run.dir {quote(f'{run.folder}-2')} --parallel.strategy fsdp{_dealt_to_two(run)}",
+        f"--run.dir {quote(f'{run.folder}-2')} --parallel.strategy fsdp{_two_rank_batch_flags(run)}"
     )
-    return (case.close(""),)
 
 
-def _dealt_to_two(run: Run) -> str:
-    """The flags by which a step's tokens can be dealt to two ranks, where they cannot be as they are."""
+def _two_rank_batch_flags(run: Run) -> str:
+    """The batch size flags that make a step divisible by two ranks, if it is not already."""
     keys = ("train.tokens_per_step", "train.micro_batch", "data.seq_len")
     tokens, micro_batch, seq_len = (run.config.get(key) for key in keys)
     if not (isinstance(tokens, int) and isinstance(micro_batch, int) and isinstance(seq_len, int)):
-        return ""  # its config cannot be read, which the record tells
+        return ""  # config.toml is unreadable, which the record gate reports
     if tokens % (2 * micro_batch * seq_len) == 0:
         return ""
     if micro_batch % 2 == 0:
@@ -129,43 +147,28 @@ def _dealt_to_two(run: Run) -> str:
     return f" --train.tokens_per_step {2 * tokens}"
 
 
-def _record(run: Run) -> Gate:
-    """Whether there is anything to judge by."""
-    case = Case("record", "complete, contiguous and in agreement with itself, on every rank")
-    case.show(
-        "events", f"{sum(len(s) for s in run.events.values()):,} from {len(run.events)} of {run.world_size} ranks"
-    )
-    case.show("state", run.state)
-    found = contradictions(run)
-    for sentence in found[:4]:
-        case.against(sentence, "judge a run whose folder is whole")
-    if len(found) > 4:
-        case.against(f"and {len(found) - 4} more", "")
-    return case.close(f"steps 1 to {run.step:,} without a gap, on {run.world_size} rank{'s' * (run.world_size > 1)}")
+def _reasons(gates: tuple[Gate, ...], verdict: str) -> list[Reason]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for gate in gates:
+        if gate.verdict == verdict:
+            for reason in gate.reasons:
+                found.setdefault(reason, []).append(gate.name)
+    return [(sentence, fix, names) for (sentence, fix), names in found.items()]
 
 
-def _capped(gate: Gate) -> Gate:
-    """No GO can come out of a record that is not whole; a NO-GO can."""
-    if gate.verdict != GO:
-        return gate
-    reason, mend = "the record is not whole, so this shows nothing", "judge a run whose folder is whole"
-    sentence = f"{reason}: {gate.sentence}"
-    return dataclasses.replace(gate, verdict=NOT_TESTED, sentence=sentence, mend=mend, reasons=((reason, mend),))
-
-
-def _overall(judged: tuple[Gate, ...]) -> str:
-    verdicts = {g.verdict for g in judged}
+def _overall(gates: tuple[Gate, ...]) -> str:
+    verdicts = {gate.verdict for gate in gates}
     if NO_GO in verdicts:
         return NO_GO
     return NOT_TESTED if NOT_TESTED in verdicts else GO
 
 
-def _sentence(judged: tuple[Gate, ...], beyond: tuple[Gate, ...]) -> str:
-    by = {v: [g.name for g in judged if g.verdict == v] for v in (GO, NO_GO, NOT_TESTED)}
-    if by[NO_GO]:
-        tail = f" Not tested: {', '.join(by[NOT_TESTED])}." if by[NOT_TESTED] else ""
-        return f"Do not go on: {', '.join(by[NO_GO])}.{tail}"
-    if by[NOT_TESTED]:
-        return f"Nothing speaks against it, but not everything was tested: {', '.join(by[NOT_TESTED])}."
-    tail = f" Not tested, and no part of this: {', '.join(g.name for g in beyond)}." if beyond else ""
-    return f"All {len(judged)} gates passed.{tail}"
+def _sentence(gates: tuple[Gate, ...], informational: tuple[Gate, ...]) -> str:
+    failed = ", ".join(g.name for g in gates if g.verdict == NO_GO)
+    untested = ", ".join(g.name for g in gates if g.verdict == NOT_TESTED)
+    if failed:
+        return f"Failed: {failed}." + (f" Not tested: {untested}." if untested else "")
+    if untested:
+        return f"Nothing failed, but some gates were not tested: {untested}."
+    more = f" Not tested, and not part of the verdict: {', '.join(g.name for g in informational)}."
+    return f"All {len(gates)} gates passed.{more if informational else ''}"

@@ -1,9 +1,8 @@
-"""`tercet watch`: the run on a terminal while it runs, all ranks, from its events and heartbeats alone."""
+"""`tercet watch`: a live terminal view of all ranks, read from events and heartbeats."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import time
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tercet.errors import UsageError
-from tercet.report.read import read_run, tail
+from tercet.report.read import last_heartbeat, read_run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
 from tercet.telemetry.progress import printable
@@ -31,7 +30,7 @@ PHASES = (
     ("data", "yellow"),
     ("forward", "blue"),
     ("backward", "magenta"),
-    ("passes", "blue"),  # forward and backward in one, from a CUDA graph
+    ("passes", "blue"),  # forward and backward together, in a CUDA graph
     ("optimizer", "green"),
     ("communication", "red"),
     ("other", "white"),
@@ -40,25 +39,26 @@ STALE_SECONDS = 60
 
 
 class Follower:
-    """The newest events of one rank. Reads only what was added since the last look."""
+    """Follows the event file of one rank, reading only what is new."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._offset = 0
         self.last: dict[type[Event], Event] = {}
         self.losses: deque[float] = deque(maxlen=2000)
         self.speeds: deque[float] = deque(maxlen=400)
-        self.trouble: deque[Event] = deque(maxlen=6)
+        self.problems: deque[Event] = deque(maxlen=6)
         self.ended = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
+        """Read new events."""
         with contextlib.suppress(OSError):
             size = self.path.stat().st_size
             if size < self._offset:
-                self.forget()  # the run went back to an earlier step
+                self.reset()  # the file was rewritten: the run resumed from an earlier step
             with self.path.open("rb") as stream:
                 stream.seek(self._offset)
                 *lines, rest = stream.read().split(b"\n")
@@ -66,9 +66,9 @@ class Follower:
             for line in lines:
                 with contextlib.suppress(ValueError, KeyError, TypeError, UnicodeDecodeError):
                     if (event := decode(line.decode())) is not None:
-                        self._take(event)
+                        self._handle(event)
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         self.last[type(event)] = event
         if isinstance(event, events.RunStarted):
             self.ended = False
@@ -78,40 +78,40 @@ class Follower:
             self.losses.extend(v for v in event.losses if math.isfinite(v))
             self.speeds.append(event.tokens_per_s)
         elif isinstance(event, (events.HealthFired, events.Stalled, events.StepsSkipped, events.CheckpointFailed)):
-            self.trouble.append(event)
+            self.problems.append(event)
 
 
 class View:
-    """All ranks of a run folder as something that rich can draw."""
+    """All ranks of a run, rendered with rich."""
 
     def __init__(self, folder: Path) -> None:
-        read_run(folder)  # refuses what is no run folder
+        read_run(folder)  # raises if this is not a run folder
         self.folder = folder
         self.ranks: dict[int, Follower] = {}
 
-    def look(self) -> None:
-        """Read what is new."""
+    def poll(self) -> None:
+        """Read new events of all ranks, including ranks that just appeared."""
         for path in self.folder.glob("events_rank*.jsonl"):
             if found := re.fullmatch(r"events_rank(\d+)\.jsonl", path.name):
                 self.ranks.setdefault(int(found[1]), Follower(path, int(found[1])))
         for follower in self.ranks.values():
-            follower.look()
+            follower.poll()
 
     @property
     def ended(self) -> bool:
         return bool(self.ranks) and all(f.ended for f in self.ranks.values())
 
     def draw(self) -> RenderableType:
-        """One frame."""
+        """Render one frame."""
         first = self.ranks[min(self.ranks)]
         parts: list[RenderableType] = [self._title(first), self._figures(first)]
         if layers := first.last.get(events.LayersObserved):
             parts.append(_gates(layers))
         parts.append(self._ranks())
-        trouble = sorted((e for f in self.ranks.values() for e in f.trouble), key=lambda e: e.time)[-6:]
-        if trouble:
-            lines = Text("\n".join(_trouble(e) for e in trouble), style="yellow")
-            parts.append(Panel(lines, title="trouble", title_align="left", border_style="yellow"))
+        problems = sorted((e for f in self.ranks.values() for e in f.problems), key=lambda e: e.time)[-6:]
+        if problems:
+            lines = Text("\n".join(_problem(e) for e in problems), style="yellow")
+            parts.append(Panel(lines, title="problems", title_align="left", border_style="yellow"))
         return Group(*parts)
 
     def _title(self, first: Follower) -> RenderableType:
@@ -134,24 +134,25 @@ class View:
     def _figures(self, first: Follower) -> RenderableType:
         step: Any = first.last.get(events.StepLogged)
         if step is None:
-            return Text("no log line yet: the first step may hold compilation", style="dim")
-        used: Any = first.last.get(events.ResourcesObserved)
-        held_out: Any = first.last.get(events.Validated)
+            return Text("no step logged yet: the first one may be compiling", style="dim")
+        resources: Any = first.last.get(events.ResourcesObserved)
+        validation: Any = first.last.get(events.Validated)
         saved: Any = first.last.get(events.CheckpointSaved)
         grid = Table.grid(padding=(0, 2))
         grid.add_row("loss", f"{step.loss:.4f}", sparkline(list(first.losses), 48))
         grid.add_row("tokens/s", quantity(step.tokens_per_s), sparkline(list(first.speeds), 48))
-        if used:
-            grid.add_row("step", f"{1e3 * step.step_seconds:.1f} ms", _phases(used))
+        if resources:
+            grid.add_row("step", f"{1e3 * step.step_seconds:.1f} ms", _phases(resources))
             memory = (
-                f"allocated {used.allocated_gib:.2f}, reserved {used.reserved_gib:.2f}, host {used.host_gib:.2f} GiB"
+                f"allocated {resources.allocated_gib:.2f}, reserved {resources.reserved_gib:.2f}, "
+                f"host {resources.host_gib:.2f} GiB"
             )
             grid.add_row("memory", f"{step.memory_gib:.2f} GiB", Text(memory, style="dim"))
         mfu = "" if step.mfu is None else f"  mfu {100 * step.mfu:.1f}%"
         rest = f"lr {step.lr:.2e}{mfu}  tokens {quantity(step.tokens)}  skipped {step.skipped}"
         grid.add_row("gradient", f"{step.grad_norm:.3f}", Text(rest, style="dim"))
-        if held_out:
-            grid.add_row("validation", f"{held_out.loss:.4f}", Text(f"after step {held_out.step}", style="dim"))
+        if validation:
+            grid.add_row("validation", f"{validation.loss:.4f}", Text(f"after step {validation.step}", style="dim"))
         if saved:
             grid.add_row("saved", f"step {saved.step}", Text(f"{saved.bytes / 2**20:.1f} MiB", style="dim"))
         return Panel(grid, border_style="dim")
@@ -161,7 +162,7 @@ class View:
         for name in ("rank", "step", "doing", "for", "heartbeat", "logged"):
             table.add_column(name)
         for rank, follower in sorted(self.ranks.items()):
-            beat = _beat(self.folder / f"heartbeat_rank{rank}.jsonl")
+            beat = last_heartbeat(self.folder / f"heartbeat_rank{rank}.jsonl")
             step: Any = follower.last.get(events.StepLogged)
             if not beat:
                 table.add_row(str(rank), "?", "no heartbeat", "", "", str(step.step if step else 0))
@@ -174,7 +175,7 @@ class View:
                 Text(printable(str(beat.get("doing")))),
                 duration(float(beat.get("for_seconds", 0)) + (0 if follower.ended else age)),
                 Text(
-                    f"{duration(age)} ago" + (" (frozen or gone)" if stale else ""), style="bold red" if stale else ""
+                    f"{duration(age)} ago" + (" (frozen or dead)" if stale else ""), style="bold red" if stale else ""
                 ),
                 str(step.step if step else 0),
             )
@@ -182,7 +183,7 @@ class View:
 
 
 def sparkline(values: list[float], width: int) -> Text:
-    """The course of a value in one line of characters."""
+    """A line chart of block characters."""
     if not values:
         return Text("")
     size = max(1, -(-len(values) // width))
@@ -192,8 +193,8 @@ def sparkline(values: list[float], width: int) -> Text:
     return Text("".join(BLOCKS[round((v - low) * scale)] for v in means), style="cyan")
 
 
-def _phases(used: Any) -> Text:
-    seconds = {name: getattr(used, f"{name}_seconds") or 0.0 for name, _ in PHASES}
+def _phases(resources: Any) -> Text:
+    seconds = {name: getattr(resources, f"{name}_seconds") or 0.0 for name, _ in PHASES}
     total = sum(seconds.values()) or 1.0
     shown = [(name, seconds[name] / total, colour) for name, colour in PHASES if seconds[name] / total >= 0.005]
     text = Text()
@@ -211,43 +212,34 @@ def _gates(layers: Any) -> RenderableType:
         if not shares:
             return Text("")
         bars = "".join(BLOCKS[min(len(BLOCKS) - 1, int(v * len(BLOCKS)))] if v == v else "?" for v in shares)
-        told = f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
-        grid.add_row(branch, Text(bars, style=colour), Text(told, style="dim"))
+        text = f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
+        grid.add_row(branch, Text(bars, style=colour), Text(text, style="dim"))
     return Panel(grid, title=f"gate shares by layer, step {layers.step}", title_align="left", border_style="dim")
 
 
-def _trouble(event: Event) -> str:
+def _problem(event: Event) -> str:
     where = f"step {event.step}, rank {event.rank}: "
     if isinstance(event, events.HealthFired):
         return f"{where}{event.rule}: {event.sentence}"
     if isinstance(event, events.Stalled):
-        return where + ("moving again" if event.over else f"stalled while {event.doing}: see {event.dump}")
+        return where + ("progressing again" if event.over else f"stalled while {event.doing}: see {event.dump}")
     if isinstance(event, events.StepsSkipped):
-        return f"{where}{len(event.steps)} steps were not finite"
+        return f"{where}{len(event.steps)} non-finite steps"
     return where + str(getattr(event, "reason", ""))
 
 
-def _beat(path: Path) -> dict[str, Any]:
-    for line in reversed(tail(path, 4096)):
-        with contextlib.suppress(ValueError):
-            beat = json.loads(line)
-            if isinstance(beat, dict) and isinstance(beat.get("time"), (int, float)):
-                return beat
-    return {}
-
-
 def watch(folder: Path, *, every: float = 1.0, once: bool = False) -> int:
-    """Show a run until it ends or Ctrl-C; `once` (or no terminal) shows one frame."""
+    """Show a run until it ends or Ctrl-C. Prints one frame with `once` or without a terminal."""
     if every <= 0:
-        raise UsageError(f"every={every:g} is not a number of seconds: take 1 or more")
+        raise UsageError(f"every={every:g} must be a positive number of seconds")
     view, console = View(folder), Console()
-    view.look()
+    view.poll()
     if once or not console.is_terminal:
         console.print(view.draw())
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(view.draw(), console=console, refresh_per_second=4) as live:
         while not view.ended:
             time.sleep(every)
-            view.look()
+            view.poll()
             live.update(view.draw())
     return 0

@@ -1,8 +1,8 @@
-"""The one record of a run: typed events, one JSON line each, one file per rank. Everything else is read from it.
+"""Events: the record of a run, as typed JSON lines in events_rank{r}.jsonl. Logs, CSV files and reports read them.
 
-A line is written by a single `write` to a file opened for appending, so a killed process loses at most the line it
-was writing. When a run resumes from step k, measurements of later steps move to `superseded_rank{r}.jsonl`: the
-stream never tells two stories of one step, and nothing is thrown away. No torch here: reports read this module.
+Each line is a single `write` to a file opened for appending, so a killed process loses at most the line it was writing.
+When a run resumes from step k, measurements of later steps move to `superseded_rank{r}.jsonl`: each step appears once
+in the stream, and nothing is deleted. No torch at import: reports read this module.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tercet.errors import TercetError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have. `step` is the last optimizer update that had been made."""
+    """Fields of all events. `step` is the last completed optimizer update."""
 
     kind: ClassVar[str] = ""
-    # Measurements are made again when a run goes back to an earlier step; what happened to the process is not.
+    # Measurements are superseded when a run resumes from an earlier step; what happened to the process is not.
     measured: ClassVar[bool] = False
 
     step: int
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A process took up the run, at step 0 or after a resume."""
+    """A process started the run or resumed it."""
 
     kind: ClassVar[str] = "run_started"
     name: str
@@ -47,27 +47,27 @@ class RunStarted(Event):
     tokens_per_step: int
     accumulation: int
     resumed_from: str | None = None
-    superseded: int = 0  # measurements of steps after the resumed one, moved aside
+    superseded: int = 0  # measurements of later steps, moved aside
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLogged(Event):
-    """A log interval: this step's values, and those of every step since the last one."""
+    """A log interval: the values of its last step, and the losses and gradient norms of all its steps."""
 
     kind: ClassVar[str] = "step"
     measured: ClassVar[bool] = True
-    loss: float  # of this very step; mean over its target tokens
+    loss: float  # of this step; mean over its target tokens
     lr: float
     grad_norm: float  # global, before clipping
-    tokens: int  # seen since the start of the run
-    tokens_per_s: float  # over the interval, all ranks, saves and validations left out
+    tokens: int  # since the start of the run
+    tokens_per_s: float  # over the interval, all ranks, without saves and validations
     step_seconds: float  # mean over the interval
-    data_seconds: float  # of it, waiting for data
-    mfu: float | None  # share of the device's peak; None where the peak is not known
-    memory_gib: float  # allocated at most so far, on this rank's device (resident memory on a CPU)
+    data_seconds: float  # of which waiting for data
+    mfu: float | None  # fraction of the device's peak; None if the peak is unknown
+    memory_gib: float  # peak so far on this rank's device (resident memory on a CPU)
     skipped: int  # non-finite steps since the start of the run
     epoch: int
-    bad_records: int = 0  # left out since the start of the run, where data.bad_records allows it
+    bad_records: int = 0  # skipped since the start of the run
     first_step: int  # of the interval
     losses: list[float]
     grad_norms: list[float]
@@ -78,7 +78,7 @@ class Validated(Event):
     kind: ClassVar[str] = "validation"
     measured: ClassVar[bool] = True
     loss: float
-    tokens: int  # target tokens it is a mean over
+    tokens: int  # target tokens in the mean
     seconds: float
 
 
@@ -92,7 +92,7 @@ class Sampled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepsSkipped(Event):
-    """Updates left out because loss or gradients were not finite."""
+    """Updates skipped because loss or gradients were not finite."""
 
     kind: ClassVar[str] = "skipped"
     measured: ClassVar[bool] = True
@@ -102,7 +102,7 @@ class StepsSkipped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """`step` is the step that was saved."""
+    """A checkpoint of `step` was written."""
 
     kind: ClassVar[str] = "checkpoint"
     measured: ClassVar[bool] = True
@@ -120,16 +120,15 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Noted(Event):
-    """A sentence for the person who reads the log."""
+    """A line of text for the log."""
 
     kind: ClassVar[str] = "note"
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordingFailed(Event):
-    """Steps could not be recorded as a CUDA graph, where that was allowed to fail: this process launches them kernel by
-    kernel from this step on."""
+class GraphCaptureFailed(Event):
+    """With train.cuda_graph=auto, capture failed: this process continues with eager execution."""
 
     kind: ClassVar[str] = "recording_failed"
     reason: str
@@ -137,7 +136,7 @@ class RecordingFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """How the process left: completed, interrupted, halted (non-finite steps) or failed."""
+    """How the process ended: completed, interrupted, halted (by a rule) or failed."""
 
     kind: ClassVar[str] = "run_ended"
     outcome: str
@@ -147,7 +146,7 @@ class RunEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersObserved(Event):
-    """Gates and selection of every attention layer, over one step. Lists run over layers; None: not of this layer."""
+    """Gates and selection of every attention layer in one step. Lists are over layers; None: not applicable."""
 
     kind: ClassVar[str] = "layers"
     measured: ClassVar[bool] = True
@@ -162,12 +161,12 @@ class LayersObserved(Event):
     selected_distance: list[float | None]
     selected_forced: list[float | None]
     selected_overlap: list[float | None]
-    distances: list[list[int]]  # selected blocks that lay 0, 1, 2-3, 4-7, … blocks back
+    distances: list[list[int]]  # histogram of selected blocks 0, 1, 2-3, 4-7, … blocks back
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutesCounted(Event):
-    """Forward passes by layer, branch and the backend that ran them, since this process began. Lists are columns."""
+    """Forward passes by layer, branch and backend since this process started. Lists are columns."""
 
     kind: ClassVar[str] = "routes"
     measured: ClassVar[bool] = True
@@ -175,27 +174,27 @@ class RoutesCounted(Event):
     branch: list[str]
     route: list[str]
     reason: list[str]
-    fallback: list[bool]  # a slower backend than this device has, and nobody asked for it
+    fallback: list[bool]  # slower than this device allows, and not requested
     calls: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourcesObserved(Event):
-    """Where time and memory of the interval went, on this rank."""
+    """Time and memory of the interval on this rank."""
 
     kind: ClassVar[str] = "resources"
     measured: ClassVar[bool] = True
-    # Seconds per step, timed on the device where there is one.
+    # Seconds per step, in device time on a GPU.
     data_seconds: float
-    forward_seconds: float | None  # None where a recording makes both: passes_seconds
+    forward_seconds: float | None  # None with CUDA graphs: see passes_seconds
     backward_seconds: float | None
     optimizer_seconds: float
-    communication_seconds: float  # collectives that nothing else hides
+    communication_seconds: float  # collectives not overlapped with compute
     other_seconds: float
-    # Seconds in all since the last interval.
+    # Total seconds in the interval.
     checkpoint_seconds: float
     validation_seconds: float
-    allocated_gib: float  # the device's; on a CPU the process's resident memory
+    allocated_gib: float  # on the device; on a CPU, resident memory of the process
     reserved_gib: float
     peak_gib: float
     host_gib: float
@@ -205,13 +204,13 @@ class ResourcesObserved(Event):
     padding: int
     bad_records: int
     left_out: int
-    # Seconds per step of forward and backward in one, from a CUDA graph; None where they are told apart.
+    # Seconds per step of forward and backward together, with CUDA graphs; None otherwise.
     passes_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFired(Event):
-    """A health rule found something."""
+    """A health rule fired."""
 
     kind: ClassVar[str] = "health"
     rule: str
@@ -219,30 +218,30 @@ class HealthFired(Event):
     sentence: str
     value: float
     threshold: float
-    layer: int | None = None  # of which it speaks
+    layer: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stalled(Event):
-    """No progress for longer than this run's steps explain."""
+    """No progress for much longer than this run's steps take."""
 
     kind: ClassVar[str] = "stall"
     doing: str
     for_seconds: float
     limit_seconds: float
     dump: str
-    over: bool = False  # it moves again
+    over: bool = False  # progress resumed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorReported(Event):
-    """What was examined before training. Lists are columns; verdicts are ok, warning, failed, not tested."""
+    """Findings of `tercet doctor` before training. Lists are columns; verdicts: ok, warning, failed, not tested."""
 
     kind: ClassVar[str] = "doctor"
     check: list[str]
     verdict: list[str]
     finding: list[str]
-    mend: list[str]
+    mend: list[str]  # the fix; the name is part of the file format
 
 
 KINDS: dict[str, type[Event]] = {
@@ -256,7 +255,7 @@ KINDS: dict[str, type[Event]] = {
         CheckpointSaved,
         CheckpointFailed,
         Noted,
-        RecordingFailed,
+        GraphCaptureFailed,
         RunEnded,
         LayersObserved,
         RoutesCounted,
@@ -273,7 +272,7 @@ def events_file(folder: Path, rank: int = 0) -> Path:
 
 
 class EventLog:
-    """Appends events to this rank's file, and hands each to the readers that follow along."""
+    """Appends events to this rank's file and passes each to its readers."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.path, self.rank = events_file(folder, rank), rank
@@ -281,22 +280,22 @@ class EventLog:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UsageError(f"{self.path}: cannot be written ({error.strerror}): pick another --run.dir") from None
+            raise UsageError(f"{self.path} cannot be written ({error.strerror}): pick another --run.dir") from None
 
     def emit(self, event: Event) -> None:
-        """Write one line, then tell the readers."""
+        """Write one line, then call the readers."""
         event = dataclasses.replace(event, rank=self.rank)
         line = encode(event).encode()
         size = os.fstat(self._file).st_size
         written = os.write(self._file, line)
         if written != len(line):
-            os.ftruncate(self._file, size)  # a torn line would swallow the next one
+            os.ftruncate(self._file, size)  # a partial line would corrupt the next one
             raise OSError(28, f"only {written} of {len(line)} bytes could be written", str(self.path))
         for reader in self.readers:
             reader(event)
 
     def sync(self) -> None:
-        """Wait until everything so far is on the disk."""
+        """fsync everything written so far."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -304,17 +303,17 @@ class EventLog:
 
 
 def encode(event: Event) -> str:
-    """One line of JSON. Numbers that JSON does not have are written as strings: "nan", "inf", "-inf"."""
+    """One line of JSON. Non-finite numbers are written as strings: "nan", "inf", "-inf"."""
     record = {"kind": event.kind, **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)}}
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:  # looking at every number beforehand would cost more than all the rest
+    except ValueError:  # checking every number first would cost more than the rest
         plain = {k: _plain(v) for k, v in record.items()}
         return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def decode(line: str) -> Event | None:
-    """The event of a line; None for a kind that this version does not know. A broken line is a ValueError."""
+    """Parse a line; None for a kind that this version does not know. Raises ValueError on a broken line."""
     record: dict[str, Any] = json.loads(line)
     cls = KINDS.get(record.pop("kind"))
     if cls is None:
@@ -329,7 +328,7 @@ def decode(line: str) -> Event | None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Events of a file in order. A last line without an end was cut by a crash and is left out."""
+    """Events of a file in order. An incomplete last line (from a crash) is ignored."""
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, 1):
             if not line.endswith("\n"):
@@ -343,23 +342,23 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def rewind(folder: Path, rank: int, step: int) -> int:
-    """Move measurements of steps after `step` aside; returns how many. Done before the log is opened."""
+    """Move measurements after `step` to superseded_rank{r}.jsonl; returns how many. Call before opening the log."""
     path = events_file(folder, rank)
     if not path.exists():
         return 0
     kept: list[str] = []
     moved: list[str] = []
-    # Not splitlines: a sample's text may hold other characters that it takes for line ends.
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what follows the last end was cut by a crash
+    # Not splitlines: it also splits at other characters, which a sample's text may contain.
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # drop an incomplete last line
         record = json.loads(line)
         cls = KINDS.get(record["kind"])
-        # Kinds from a newer version go by their step alone.
+        # Unknown kinds, from a newer version, count as measurements.
         stale = record["step"] > step and (cls is None or cls.measured)
         (moved if stale else kept).append(line + "\n")
     if moved:
         with (folder / f"superseded_rank{rank}.jsonl").open("a", encoding="utf-8") as stream:
             stream.writelines(moved)
-    # In one rename: a crash here leaves the old stream or the new one.
+    # Replaced by one rename: a crash leaves the old stream or the new one.
     fresh = path.with_suffix(".tmp")
     with fresh.open("w", encoding="utf-8") as stream:
         stream.writelines(kept)

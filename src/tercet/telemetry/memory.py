@@ -1,4 +1,4 @@
-"""Memory as people ask for it: mem_boot.json, mem_step{N}.json, opt_state_mb.txt and dtypes_report.txt."""
+"""Memory reports: mem_boot.json, mem_step{N}.json, opt_state_mb.txt and dtypes_report.txt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.telemetry.host import GIB, host_total_gib
+from tercet.telemetry.hardware import GIB, host_total_gib
 
 
 def resident_gib() -> float:
-    """Memory of this process that is in RAM now."""
+    """Resident memory of this process."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):  # not Linux
@@ -25,12 +25,14 @@ def resident_gib() -> float:
 
 
 def device_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:
-    """GiB allocated, reserved and at peak; no synchronisation. On a CPU the process's resident memory. held_bytes: what
-    a recorded step uses, and the allocator calls free: reserved, and part of the peak."""
+    """GiB allocated, reserved and at peak, without synchronisation; on a CPU, resident memory.
+
+    held_bytes: memory that CUDA graph replay uses and the allocator reports as free; added to the peak.
+    """
     if device.type == "cuda":
-        # as nested: memory_allocated() and its like each make a sorted table of 150 numbers for the one they return
+        # nested: memory_allocated() and similar each build a sorted table of 150 numbers to return one
         stats = torch.cuda.memory_stats_as_nested_dict(device)
-        if not stats:  # CUDA has not begun
+        if not stats:  # CUDA is not initialised
             return {"allocated_gib": 0.0, "reserved_gib": 0.0, "peak_gib": 0.0}
         allocated = stats["allocated_bytes"]["all"]
         return {
@@ -43,7 +45,7 @@ def device_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes that live on this rank: the local shard of a sharded tensor, a shared storage once."""
+    """Bytes on this rank: the local shard of a sharded tensor; shared storage counts once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -53,9 +55,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
-    """Bytes and types of the gradients, while there are any: between the backward pass and the update."""
+    """Size and types of the gradients; call between backward and the update."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
-    return {"mib": bytes_of(found) / 2**20, "dtypes": _counted(found)}
+    return {"mib": bytes_of(found) / 2**20, "dtypes": _dtype_sizes(found)}
 
 
 def snapshot(
@@ -66,7 +68,7 @@ def snapshot(
     grads: dict[str, Any],
     held_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Everything that mem_*.json holds; `grads` as `gradients` gave them."""
+    """Content of mem_*.json; `grads` is the result of `gradients`."""
     record: dict[str, Any] = {
         "step": step,
         **device_memory(device, held_bytes),
@@ -86,7 +88,7 @@ def snapshot(
 
 
 def write_snapshot(folder: Path, rank: int, name: str, record: dict[str, Any]) -> None:
-    """mem_{name}.json of rank 0, mem_{name}_rank{r}.json of the others."""
+    """Write mem_{name}.json on rank 0, mem_{name}_rank{r}.json on the others."""
     suffix = f"_rank{rank}" if rank else ""
     text = json.dumps({"rank": rank, **record}, indent=1) + "\n"
     (folder / f"mem_{name}{suffix}.json").write_text(text, encoding="utf-8")
@@ -102,26 +104,26 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, compute: str, grads: dict[str, Any]) -> list[str]:
-    """Lines of dtypes_report.txt: what is kept, and computed, in which type."""
-    # The step counter of AdamW is one number per tensor, in fp32 always: not what anybody asks about.
+    """Lines of dtypes_report.txt: types of weights, gradients, optimizer state, buffers and compute."""
+    # Without AdamW's step counters: one fp32 number per tensor.
     moments = [t for t in optimizer_tensors(optimizer) if t.numel() > 1]
     return [
         "kind: dtype elements",
-        f"parameters: {_counted(model.parameters())}",
+        f"parameters: {_dtype_sizes(model.parameters())}",
         f"gradients: {grads.get('dtypes', 'none')}",
-        f"optimizer: {_counted(moments)}",
-        f"buffers: {_counted(model.buffers())}",
+        f"optimizer: {_dtype_sizes(moments)}",
+        f"buffers: {_dtype_sizes(model.buffers())}",
         f"compute: {compute}",
     ]
 
 
 def write_after_first_step(folder: Path, optimizer: torch.optim.Optimizer, lines: list[str]) -> None:
-    """opt_state_mb.txt and dtypes_report.txt: the optimizer has its state only after the first update."""
+    """Write opt_state_mb.txt and dtypes_report.txt; the optimizer has no state before the first update."""
     (folder / "opt_state_mb.txt").write_text(f"{optimizer_bytes(optimizer) / 2**20:.3f}\n", encoding="utf-8")
     (folder / "dtypes_report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _counted(tensors: Iterable[Tensor]) -> str:
+def _dtype_sizes(tensors: Iterable[Tensor]) -> str:
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()

@@ -1,29 +1,39 @@
-"""Everything that watches a training step from inside: clocks, layers, routes, memory, profile and health.
+"""Observer: measures training steps from inside. Phase times, layer statistics, routes, memory, profile and health.
 
-The trainer calls it at fixed points and otherwise knows nothing of it. Between log lines it never waits for the device.
+The trainer calls it at fixed points. Between log lines it never waits for the device.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
+from tercet.model.attention import DenseAttention, NativeSparseAttention
 from tercet.telemetry import memory
-from tercet.telemetry.events import EventLog, HealthFired, Noted, ResourcesObserved, StepLogged
+from tercet.telemetry.events import (
+    EventLog,
+    HealthFired,
+    LayersObserved,
+    Noted,
+    ResourcesObserved,
+    RoutesCounted,
+    StepLogged,
+)
 from tercet.telemetry.health import HealthMonitor
-from tercet.telemetry.layers import LayerProbe
-from tercet.telemetry.profile import Profiler
-from tercet.telemetry.timing import PhaseClock
+from tercet.telemetry.profile import PhaseClock, Profiler
+from tercet.telemetry.sinks import STATISTICS
 
 
 class Counts(Protocol):
-    """What the loader has counted since the start of the run, over all ranks."""
+    """Loader totals since the start of the run, over all ranks."""
 
     @property
     def documents(self) -> int: ...
@@ -38,7 +48,7 @@ class Counts(Protocol):
 
 
 class Observer:
-    """One rank's. `phase` around the parts of a step; the rest between steps."""
+    """One per rank. Put `phase` around the parts of a step; call the rest between steps."""
 
     def __init__(
         self,
@@ -54,8 +64,8 @@ class Observer:
         excluded: Callable[[], AbstractContextManager[None]] = nullcontext,
         held_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`excluded` is put around what takes long and is no training: writing a profile. So many `held_bytes`
-        of the device are used by steps though the allocator does not count them."""
+        """all_sum: sums a tensor over ranks. excluded: context for time that is not training, e.g. writing a profile.
+        held_bytes: device memory used by CUDA graphs that the allocator does not count."""
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._model, self._optimizer, self._log, self._compute = model, optimizer, log, compute
         self._all_sum, self._excluded, self._held_bytes = all_sum, excluded, held_bytes
@@ -65,23 +75,21 @@ class Observer:
         self._health = HealthMonitor(config.health)
         self._seen_first_step = False
         self._steps = 0  # since the last log line
-        self._uncounted = 0  # steps whose passes are in no event yet
+        self._unreported = 0  # steps whose routes are in no event yet
         self._gradients: dict[str, Any] = {}
-        self._outside = {"checkpoint": 0.0, "validation": 0.0}
+        self._excluded_seconds = {"checkpoint": 0.0, "validation": 0.0}
         self._snapshot("boot", 0)
 
-    # ------------------------------------------------------------ around a step
-
     def before_step(self, step: int) -> None:
-        """Layers are looked at in the steps that will be logged, and in no others."""
-        self._probe.sample(step % self._config.log.every == 0 or step == self._config.train.steps)
+        """Layer statistics are collected only in steps that will be logged."""
+        self._probe.set_sampling(step % self._config.log.every == 0 or step == self._config.train.steps)
         self._profiler.before_step(step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step: forward, backward (passes, where a recording makes both), optimizer or communication."""
+        """A part of the step: forward, backward (passes: both, with CUDA graphs), optimizer or communication."""
         if name == "optimizer" and not self._seen_first_step:
-            # Gradients exist now, and are gone when the step returns.
+            # Gradients exist only now; they are freed before the step returns.
             self._gradients = memory.gradients(self._model)
         with self._clock.phase(name), self._profiler.range(name):
             yield
@@ -90,11 +98,11 @@ class Observer:
 
     def after_step(self, step: int) -> None:
         self._steps += 1
-        self._uncounted += 1
-        self._probe.step_made()
+        self._unreported += 1
+        self._probe.commit_step()
         if self._profiler.ends_with(step):
             with self._excluded():
-                self._told_profile(step)
+                self._write_profile(step)
         if not self._seen_first_step:
             self._seen_first_step = True
             self._after_first_step(step)
@@ -102,14 +110,12 @@ class Observer:
         if every and step % every == 0:
             self._snapshot(f"step{step}", step)
 
-    def outside(self, what: str, seconds: float) -> None:
-        """Time of the interval that was no training: checkpoint or validation."""
-        self._outside[what] += seconds
-
-    # ------------------------------------------------------------ at a log line
+    def add_excluded(self, what: str, seconds: float) -> None:
+        """Record time of the interval that was not training: checkpoint or validation."""
+        self._excluded_seconds[what] += seconds
 
     def after_log(self, logged: StepLogged, counts: Counts | None = None) -> list[HealthFired]:
-        """Emit what the interval showed, and each finding of the health rules; returns those that ask to halt."""
+        """Emit the interval's measurements and health findings; returns the findings that ask to halt."""
         found = self._health.observe(logged)
         self._log.emit(self._resources(logged, counts))
         if layers := self._probe.read(logged.step, self._all_sum):
@@ -117,50 +123,48 @@ class Observer:
             found += self._health.observe(layers)
         routes = self._probe.routes(logged.step)
         self._log.emit(routes)
-        self._uncounted = 0
+        self._unreported = 0
         found += self._health.observe(routes)
         for finding in found:
             self._log.emit(finding)
-        self._probe.sample(False)  # a validation that follows is not training
+        self._probe.set_sampling(False)  # a validation may follow
         self._steps = 0
         return [f for f in found if f.action == "halt"]
 
-    def tell_passes(self, step: int) -> None:
-        """Passes since the last log line, for the record, wherever this process may be the last to know of them: at a
-        save, from which another may go on, and at the end. Health rules speak of them at the next log line."""
-        if self._uncounted:
-            self._uncounted = 0
+    def flush_routes(self, step: int) -> None:
+        """Emit the route counts since the last log line: at a save, from which another process may resume, and at the
+        end. Health rules see them at the next log line."""
+        if self._unreported:
+            self._unreported = 0
             self._log.emit(self._probe.routes(step))
 
     def observe(self, event: Any) -> list[HealthFired]:
-        """Any other event that a rule may speak of; emits the findings, returns those that ask to halt."""
+        """Apply the health rules to another event; emits the findings and returns those that ask to halt."""
         found = self._health.observe(event)
         for finding in found:
             self._log.emit(finding)
         return [f for f in found if f.action == "halt"]
 
     def close(self) -> None:
-        """Write a profile that the run's end has cut short."""
+        """Write a profile that the end of the run cut short."""
         if self._profiler.active:
-            self._told_profile(self._profiler.last)
-
-    # ------------------------------------------------------------ parts
+            self._write_profile(self._profiler.last)
 
     def _resources(self, logged: StepLogged, counts: Counts | None) -> ResourcesObserved:
         steps = max(1, self._steps)
         phases: dict[str, Any] = {f"{name}_seconds": t / steps for name, t in self._clock.read().items()}
         known = logged.data_seconds + sum(phases.values())
-        if "passes_seconds" in phases:  # a recording is not told apart: no time is not the same as not known
+        if "passes_seconds" in phases:  # CUDA graphs: unknown, which is not the same as zero
             phases |= {"forward_seconds": None, "backward_seconds": None}
         used: dict[str, Any] = memory.device_memory(self._device, self._held_bytes())
-        outside, self._outside = self._outside, dict.fromkeys(self._outside, 0.0)
+        excluded, self._excluded_seconds = self._excluded_seconds, dict.fromkeys(self._excluded_seconds, 0.0)
         return ResourcesObserved(
             step=logged.step,
             data_seconds=logged.data_seconds,
             **phases,
             other_seconds=max(0.0, logged.step_seconds - known),
-            checkpoint_seconds=outside["checkpoint"],
-            validation_seconds=outside["validation"],
+            checkpoint_seconds=excluded["checkpoint"],
+            validation_seconds=excluded["validation"],
             **used,
             host_gib=memory.resident_gib(),
             documents=counts.documents if counts else 0,
@@ -170,7 +174,7 @@ class Observer:
             left_out=counts.left_out if counts else 0,
         )
 
-    def _told_profile(self, step: int) -> None:
+    def _write_profile(self, step: int) -> None:
         self._log.emit(Noted(step=step, text=f"profile: {', '.join(self._profiler.close())}"))
 
     def _after_first_step(self, step: int) -> None:
@@ -183,3 +187,67 @@ class Observer:
         held = self._held_bytes()
         record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients, held)
         memory.write_snapshot(self._folder, self._rank, name, record)
+
+
+class LayerProbe:
+    """Gates, selection and routes of the attention layers, found by class under any wrapper."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
+        self._sparse = [m for m in self.layers if isinstance(m, NativeSparseAttention)]
+        self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()  # of completed steps
+        self._current: Counter[tuple[int, str, str, str, bool]] = Counter()  # of the current step
+        self._sampled = False
+
+    def set_sampling(self, on: bool) -> None:
+        """Whether the next passes collect statistics. One step per log interval is enough, and cheap."""
+        self._sampled = self._sampled or on
+        for layer in self._sparse:
+            layer.stats.enabled = on
+
+    def count_routes(self) -> None:
+        """Call after each forward pass; `commit_step` after the last one of a step. Reads host data only."""
+        for i, layer in enumerate(self.layers):
+            on_gpu = self.on_gpu(layer)
+            for branch, route in layer.routes.items():
+                reason = getattr(route, "reason", None) or ""
+                fallback = on_gpu and route == "reference" and reason != REQUESTED
+                self._current[i, branch, str(route), reason, fallback] += 1
+
+    def commit_step(self) -> None:
+        """Count the passes of the completed step. A failed step never counts: a resumed run repeats it."""
+        self._calls.update(self._current)
+        self._current.clear()
+
+    @staticmethod
+    def on_gpu(layer: NativeSparseAttention | DenseAttention) -> bool:
+        """Whether kernels could run; on a CPU the reference is not a fallback."""
+        return layer.q_proj.weight.is_cuda
+
+    def routes(self, step: int) -> RoutesCounted:
+        """Passes of all completed steps."""
+        rows = sorted(self._calls.items())
+        columns: list[list[Any]] = [list(c) for c in zip(*((*key, n) for key, n in rows), strict=True)] or [[]] * 6
+        layer, branch, route, reason, fallback, calls = columns
+        return RoutesCounted(
+            step=step, layer=layer, branch=branch, route=route, reason=reason, fallback=fallback, calls=calls
+        )
+
+    def read(self, step: int, all_sum: Callable[[Tensor], Tensor]) -> LayersObserved | None:
+        """Statistics of all ranks since the last read, or None. One all-reduce, one synchronisation."""
+        if not self._sampled or not self._sparse:
+            return None
+        self._sampled = False
+        device = self._sparse[0].q_proj.weight.device
+        rows = all_sum(torch.stack([layer.stats.sums(device) for layer in self._sparse])).tolist()
+        means = {id(m): m.stats.means(row) for m, row in zip(self._sparse, rows, strict=True)}
+        distances = {id(m): m.stats.distances(row) for m, row in zip(self._sparse, rows, strict=True)}
+        for layer in self._sparse:
+            layer.stats.reset()
+        columns: dict[str, Any] = {n: [means.get(id(m), {}).get(n) for m in self.layers] for n in STATISTICS}
+        return LayersObserved(
+            step=step,
+            attention=["nsa" if isinstance(m, NativeSparseAttention) else "dense" for m in self.layers],
+            distances=[distances.get(id(m), []) for m in self.layers],
+            **columns,
+        )

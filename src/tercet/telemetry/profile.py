@@ -1,11 +1,13 @@
-"""A close look at a few steps: a trace for Perfetto, a table of kernels, NVTX ranges and a memory snapshot.
+"""Where step time goes: a clock for the phases of every step, and a profiler for a few steps.
 
-It begins and ends by the number of the step, writes its files itself, and closes whatever happens: a range is left on
-every way out, since unbalanced ones are what makes profilers hang.
+The profiler writes a trace for Perfetto, a kernel table and a memory snapshot, with NVTX ranges for Nsight. It starts
+and stops by step number. Ranges are closed on every exit path: unbalanced ones make profilers hang.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +15,11 @@ from typing import Any
 
 import torch
 
-from tercet.config.profile import ProfileConfig
+from tercet.config.sections import ProfileConfig
 
 
 class Profiler:
-    """`before_step`; `range` around the parts of a step; `close` when `ends_with` says so, and at the end."""
+    """Call `before_step`, `range` around the parts of a step, and `close` when `ends_with` is true or the run ends."""
 
     def __init__(self, folder: Path, rank: int, config: ProfileConfig, device: torch.device) -> None:
         self._folder, self._rank, self._config, self._device = folder / "profile", rank, config, device
@@ -27,7 +29,7 @@ class Profiler:
 
     @property
     def active(self) -> bool:
-        """Whether steps are being traced now."""
+        """Whether steps are being traced."""
         return self._profile is not None
 
     def before_step(self, step: int) -> None:
@@ -36,7 +38,7 @@ class Profiler:
         cuda = self._device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if cuda:
-            torch.cuda.synchronize(self._device)  # earlier steps would end up in the trace
+            torch.cuda.synchronize(self._device)  # keep earlier steps out of the trace
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             if self._config.memory:
                 torch.cuda.memory._record_memory_history(max_entries=200_000)
@@ -47,13 +49,13 @@ class Profiler:
         self._profile.start()
 
     def ends_with(self, step: int) -> bool:
-        """Whether this was the last step to trace: then `close`."""
+        """Whether this was the last step to trace; then call `close`."""
         self.last = max(self.last, step) if self.active else self.last
         return self.active and self._range is not None and step >= self._range[1]
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """A named part of a step, in the trace and for Nsight; nothing at all while no step is traced."""
+        """Mark a part of a step in the trace and for Nsight; does nothing while no step is traced."""
         if not self.active:
             yield
             return
@@ -68,7 +70,7 @@ class Profiler:
                     torch.cuda.nvtx.range_pop()
 
     def close(self) -> list[str]:
-        """Stop tracing and write; a run that ends early still gets what there is."""
+        """Stop tracing and write the files, also if the run ends early; returns their paths."""
         if not self.active:
             return []
         profile, self._profile, self._range = self._profile, None, None
@@ -88,3 +90,55 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(written[-1]))
             torch.cuda.memory._record_memory_history(enabled=None)
         return [str(path) for path in written]
+
+
+PHASES = ("forward", "backward", "optimizer", "communication")
+
+
+class PhaseClock:
+    """Times `with clock.phase("forward"):` blocks in device time; `clock.read()` at log lines.
+
+    On a GPU each phase is a pair of CUDA events, read after they have passed, so the host never waits. GPU idle time
+    within a phase, because the host is late, counts towards that phase.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host: dict[str, float] = defaultdict(float)
+        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block."""
+        if not self._cuda:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._host[name] += time.perf_counter() - start
+            return
+        begin, end = self._event(), self._event()
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._pending.append((name, begin, end))
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase since the last read. Waits for the last phase, which a log line has already done."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        if self._pending:
+            self._pending[-1][2].synchronize()
+        for name, begin, end in self._pending:
+            seconds[name] = seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+            self._free += [begin, end]
+        for name, value in self._host.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+        self._pending.clear()
+        self._host.clear()
+        return seconds
+
+    def _event(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

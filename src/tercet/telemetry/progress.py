@@ -1,4 +1,4 @@
-"""What a person sees: a header, a live line on a terminal or plain lines elsewhere, and a summary. Reads events."""
+"""Terminal output of a run: header, live progress line or plain lines, and events as text."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from tercet.telemetry.units import duration, quantity
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Whoever read the output is gone. rich would leave with SystemExit(1); a run goes on, and its folder has all
-        that would have been said."""
+        """The reader of the output is gone. rich would raise SystemExit(1); the run continues without output."""
         self.quiet = True
-        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, or stderr gone as well
+        with contextlib.suppress(OSError, ValueError):  # stream without a descriptor, or stderr is gone too
             if self.file is sys.stdout:
-                # what is still buffered would fail again when the process ends
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, sys.stdout.fileno())
-                os.close(nowhere)
-            os.write(sys.stderr.fileno(), b"nobody reads the output any more: the run goes on without it\n")
+                # buffered text would fail again at exit
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, sys.stdout.fileno())
+                os.close(null)
+            os.write(sys.stderr.fileno(), b"output is closed: the run continues without it\n")
 
 
 class Screen:
-    """Follows the events of rank 0. Other ranks have a quiet one."""
+    """Prints the events of rank 0. Other ranks have a quiet one."""
 
     def __init__(self, mode: str = "auto", *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self._console = _Console(file=stream or sys.stdout, quiet=quiet, soft_wrap=True, highlight=False)
@@ -52,18 +51,18 @@ class Screen:
         self._estimated = False
 
     def say(self, text: str, style: str = "") -> None:
-        """A sentence; above the live line where there is one. Markup in it is shown, not obeyed."""
+        """Print a line, above the live line if there is one. Markup is printed literally."""
         console = self._bar.console if self._bar else self._console
         console.print(Text(text, style=style))
 
     def header(self, lines: list[tuple[str, str]]) -> None:
-        """What is about to run, one fact a line."""
+        """Print the facts about a run, one per line."""
         width = max(len(name) for name, _ in lines)
         for name, value in lines:
             self.say(f"{name:<{width}}  {value}")
 
     def begin(self, step: int, steps: int) -> None:
-        """Training is about to start or go on."""
+        """Training starts or resumes."""
         self._steps = steps
         if self._live:
             self._bar = Progress(
@@ -80,12 +79,12 @@ class Screen:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """A step was ordered; only moves the bar."""
+        """Move the bar."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 
     def end(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._bar:
             self._bar.stop()
             self._bar = None
@@ -106,39 +105,37 @@ class Screen:
         elif isinstance(event, CheckpointSaved):
             self.say(
                 f"checkpoint of step {event.step}: {event.path} "
-                f"({event.bytes / 2**20:.1f} MiB, training stood still for {event.blocked_seconds:.2f} s)",
+                f"({event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s)",
             )
         elif isinstance(event, CheckpointFailed):
             self.say(f"warning: {event.reason}", "bold red")
         elif isinstance(event, StepsSkipped):
             self.say(
                 f"warning: loss or gradients were not finite in step {', '.join(map(str, event.steps))}: "
-                f"no update was made there ({event.total} so far)",
+                f"skipped the update ({event.total} so far)",
                 "bold yellow",
             )
         elif isinstance(event, HealthFired):
             word = "halting" if event.action == "halt" else "warning"
             self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
         elif isinstance(event, DoctorReported):
-            for check, verdict, finding, mend in zip(
-                event.check, event.verdict, event.finding, event.mend, strict=True
-            ):
+            for check, verdict, finding, fix in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
                 if verdict == "warning":
-                    self.say(f"warning: doctor: {check}: {finding}: {mend}", "bold yellow")
+                    self.say(f"warning: doctor: {check}: {finding}: {fix}", "bold yellow")
         elif isinstance(event, Noted):
             self.say(event.text)
 
     def _estimate(self, event: StepLogged, left: float) -> None:
-        # The very first step of a process also pays for warming up; an estimate needs others beside it.
+        # The first step of a process includes warmup: wait for an interval with more steps.
         if self._estimated or len(event.losses) < 2 or left < 30:
             return
         self._estimated = True
         until = time.strftime("%H:%M" if left < 43200 else "%a %d %b %H:%M", time.localtime(time.time() + left))
-        self.say(f"about {duration(left)} to go, until {until}")
+        self.say(f"about {duration(left)} left, until {until}")
 
 
 def step_line(event: StepLogged, seconds_left: float) -> str:
-    """loss, learning rate, gradient norm, speed, utilisation, memory and time left, in one line."""
+    """Loss, learning rate, gradient norm, throughput, MFU, memory and time left."""
     mfu = "" if event.mfu is None else f"  mfu {100 * event.mfu:.1f}%"
     return (
         f"loss {event.loss:.4f}  lr {event.lr:.2e}  grad {event.grad_norm:.3f}  "
@@ -147,5 +144,5 @@ def step_line(event: StepLogged, seconds_left: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Model output may hold anything; a terminal must only see characters."""
+    """Replace control characters in model output."""
     return "".join(c if c in "\n\t" or c.isprintable() else "�" for c in text)

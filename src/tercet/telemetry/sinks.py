@@ -1,25 +1,47 @@
-"""Readers of the event stream that write what people's scripts and tools open: CSV files and TensorBoard."""
+"""Sinks: readers of the event stream that write what other tools open.
+
+    training.csv, val.csv     CsvSink           loss, learning rate, throughput, ...
+    k_stats.csv               LayerSink         gates and selection of every layer
+    fallback_counters.csv     RouteSink         forward passes by backend
+    exchange_rank{r}.csv      ExchangeSink      bytes received per step, with strategy=cp
+    tb/                       TensorBoardSink   the same numbers for TensorBoard
+    Weights & Biases          WandbSink         the same numbers
+    metrics.json              summarise         the run in a few figures
+
+A sink is called with each event. Files are rebuilt from the events so far when a process starts, so they are correct
+after a resume too.
+"""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import os
-from collections.abc import Iterable
+import queue
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tercet.atomic_io import write_text
 from tercet.errors import TercetError
 from tercet.telemetry.events import (
+    CheckpointSaved,
     Event,
     HealthFired,
     LayersObserved,
     ResourcesObserved,
+    RoutesCounted,
     RunEnded,
+    RunStarted,
     Sampled,
     StepLogged,
+    StepsSkipped,
     Validated,
 )
-from tercet.telemetry.tables import STATISTICS
 
 TRAINING_COLUMNS = (
     "step",
@@ -38,32 +60,157 @@ TRAINING_COLUMNS = (
     "time",
 )
 VALIDATION_COLUMNS = ("step", "loss", "tokens", "seconds", "time")
+# Per-layer statistics, as LayersObserved names them.
+STATISTICS = (
+    "gate_share_compressed",
+    "gate_share_selected",
+    "gate_share_window",
+    "gate_entropy",
+    "gate_max_share",
+    "gate_collapse",
+    "selected_blocks",
+    "selected_distance",
+    "selected_forced",
+    "selected_overlap",
+)
+LAYER_COLUMNS = ("step", "layer", "attention", *STATISTICS)
+ROUTE_COLUMNS = ("layer", "branch", "route", "reason", "fallback", "calls")
+EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "before")
+
+# More than any sink needs to finish; a hanging network must not keep a finished run alive.
+CLOSE_SECONDS = 30.0
+
+Row = tuple[Any, ...]
+
+
+def csv_line(values: Iterable[Any]) -> str:
+    """A CSV line: floats with all digits, None as empty, text quoted where necessary."""
+    return ",".join(_cell(value) for value in values) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return '"' + value.replace('"', '""') + '"' if any(c in value for c in ',"\n\r') else value
+    return repr(value)
+
+
+def _rewrite(path: Path, lines: Iterable[str]) -> None:
+    fresh = path.with_suffix(".csv.tmp")
+    with fresh.open("w", encoding="utf-8") as stream:
+        stream.writelines(lines)
+    fresh.replace(path)
 
 
 class CsvSink:
-    """One kind of event as rows of a CSV file; floats with all their digits, None as nothing."""
+    """Appends the rows of each event to a CSV file, after rewriting it from past events."""
 
-    def __init__(self, path: Path, kind: type[Event], columns: tuple[str, ...], past: Iterable[Event]) -> None:
-        """Writes the file anew from the events so far (header and all), then follows along."""
-        self._kind, self._columns = kind, columns
-        fresh = path.with_suffix(".csv.tmp")
-        with fresh.open("w", encoding="utf-8") as stream:
-            stream.write(",".join(columns) + "\n")
-            stream.writelines(self._row(e) for e in past if isinstance(e, kind))
-        fresh.replace(path)
+    def __init__(
+        self, path: Path, columns: tuple[str, ...], rows: Callable[[Event], Iterable[Row]], past: Iterable[Event]
+    ) -> None:
+        self._rows = rows
+        _rewrite(path, [csv_line(columns), *(csv_line(row) for event in past for row in rows(event))])
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, self._kind):
-            os.write(self._file, self._row(event).encode())
-
-    def _row(self, event: Event) -> str:
-        values = (getattr(event, column) for column in self._columns)
-        return ",".join("" if v is None else repr(v) for v in values) + "\n"
+        if text := "".join(csv_line(row) for row in self._rows(event)):
+            os.write(self._file, text.encode())
 
 
-def tensorboard() -> Any:
-    """torch.utils.tensorboard, or one sentence that says what it lacks."""
+class LayerSink(CsvSink):
+    """k_stats.csv: gates and selection, one row per step and layer."""
+
+    def __init__(self, path: Path, past: Iterable[Event]) -> None:
+        super().__init__(path, LAYER_COLUMNS, layer_rows, past)
+
+
+def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
+    """training.csv and val.csv of a run folder."""
+
+    def fields(kind: type[Event], columns: tuple[str, ...]) -> Callable[[Event], Iterable[Row]]:
+        return lambda event: [tuple(getattr(event, c) for c in columns)] if isinstance(event, kind) else []
+
+    return [
+        CsvSink(folder / "training.csv", TRAINING_COLUMNS, fields(StepLogged, TRAINING_COLUMNS), past),
+        CsvSink(folder / "val.csv", VALIDATION_COLUMNS, fields(Validated, VALIDATION_COLUMNS), past),
+    ]
+
+
+def layer_rows(event: Event) -> Iterator[Row]:
+    """One row per layer."""
+    if isinstance(event, LayersObserved):
+        columns = [getattr(event, name) for name in STATISTICS]
+        for i, kind in enumerate(event.attention):
+            yield (event.step, i, kind, *(column[i] for column in columns))
+
+
+class RouteSink:
+    """fallback_counters.csv: totals over all processes of the run, rewritten at each count."""
+
+    def __init__(self, path: Path, past: Iterable[Event] = ()) -> None:
+        self._path = path
+        self._before: Counter[Row] = Counter()  # of earlier processes
+        for event in last_route_counts(past):
+            self._before.update(_calls(event))
+        self._write(self._before)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RoutesCounted):
+            self._write(self._before + _calls(event))
+
+    def _write(self, calls: Counter[Row]) -> None:
+        _rewrite(self._path, [csv_line(ROUTE_COLUMNS), *(csv_line((*key, n)) for key, n in sorted(calls.items()))])
+
+
+def _calls(event: RoutesCounted) -> Counter[Row]:
+    rows = zip(*(getattr(event, name) for name in ROUTE_COLUMNS), strict=True)
+    return Counter({row[:-1]: row[-1] for row in rows})
+
+
+def last_route_counts(events: Iterable[Event]) -> list[RoutesCounted]:
+    """The last RoutesCounted of each process; counts start at zero in every process."""
+    last: list[RoutesCounted] = []
+    current: RoutesCounted | None = None
+    for event in events:
+        if isinstance(event, RunStarted) and current is not None:
+            last.append(current)
+            current = None
+        elif isinstance(event, RoutesCounted):
+            current = event
+    return [*last, current] if current is not None else last
+
+
+class ExchangeSink:
+    """exchange_rank{r}.csv: bytes per step that this rank received from others, by purpose.
+
+    Counted at the collectives, so recomputation and backward are included; validation counts towards the steps before
+    it. `traffic` is the strategy's running count; `step` is where this process started.
+    """
+
+    def __init__(self, path: Path, traffic: Mapping[str, int], step: int) -> None:
+        self._path, self._traffic, self._step = path, traffic, step
+        self._before = dict(traffic)
+        kept = []
+        if path.exists():  # rows of steps that will be repeated are dropped
+            with path.open(newline="") as stream:
+                kept = [row for row in csv.reader(stream) if row and row[0].isdigit() and int(row[0]) <= step]
+        fresh = io.StringIO()
+        csv.writer(fresh, lineterminator="\n").writerows([("step", *EXCHANGE_COLUMNS), *kept])
+        write_text(path, fresh.getvalue())  # atomic: a kill here leaves the old rows
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, StepLogged) or event.step <= self._step:
+            return
+        steps, now = event.step - self._step, dict(self._traffic)
+        row = [round((now.get(name, 0) - self._before.get(name, 0)) / steps) for name in EXCHANGE_COLUMNS]
+        with self._path.open("a", newline="") as stream:
+            csv.writer(stream, lineterminator="\n").writerow((event.step, *row))
+        self._step, self._before = event.step, now
+
+
+def import_tensorboard() -> Any:
+    """torch.utils.tensorboard, or an error that names the missing package."""
     try:
         import torch.utils.tensorboard as found
     except ImportError as error:
@@ -73,27 +220,28 @@ def tensorboard() -> Any:
     return found
 
 
-def wandb() -> Any:
-    """The same for wandb."""
+def import_wandb() -> Any:
+    """wandb, or an error that names the missing package."""
     try:
         import wandb as found
     except ImportError:
-        raise TercetError("log.wandb needs wandb: pip install 'tercet[wandb]', or leave it off") from None
+        raise TercetError("log.wandb needs wandb: pip install 'tercet[wandb]', or drop --log.wandb") from None
     return found
 
 
 class TensorBoardSink:
-    """Scalars and samples under tb/. After a resume, `purge_step` hides what was superseded."""
+    """Scalars and samples under tb/. After a resume, `purge_step` hides superseded values."""
 
     def __init__(self, folder: Path, from_step: int) -> None:
-        self._writer: Any = tensorboard().SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
+        tensorboard = import_tensorboard()
+        self._writer: Any = tensorboard.SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._record: Any = Summary
         self._closed = False
 
     def __call__(self, event: Event) -> None:
-        if self._closed:  # a thread's late word: the writer would open another file for it, or fail
+        if self._closed:  # a late event of another thread would open a new file, or fail
             return
         if isinstance(event, Sampled):
             self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, walltime=event.time)
@@ -101,16 +249,33 @@ class TensorBoardSink:
             self._writer.close()
             self._closed = True
         elif named := scalars(event):
-            # One record for all of an event's numbers: add_scalar makes one for each, and the 150 of a log line would
-            # hold the interpreter for tens of milliseconds, while training waits for it.
+            # One record per event: add_scalar writes one per value, and the 150 of a log line would hold the
+            # interpreter lock for tens of milliseconds.
             record = self._record()
             for name, value in named.items():
                 record.value.add(tag=name, simple_value=value)
             self._writer.file_writer.add_summary(record, event.step, walltime=event.time)
 
 
+class WandbSink:
+    """The same scalars for Weights & Biases."""
+
+    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
+        # The id is the run folder's name, so that a resumed run continues the same W&B run.
+        identity = folder.resolve().name
+        self._run: Any = import_wandb().init(
+            project="tercet", name=name, id=identity, resume="allow", dir=str(folder), config=config
+        )
+
+    def __call__(self, event: Event) -> None:
+        if named := scalars(event):
+            self._run.log(named, step=event.step)
+        elif isinstance(event, RunEnded):
+            self._run.finish(exit_code=0 if event.outcome == "completed" else 1)
+
+
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event by name, for tools that draw such."""
+    """The numbers of an event, by the name they have in TensorBoard and W&B."""
     if isinstance(event, StepLogged):
         names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds", "mfu")
         return {f"train/{n}": getattr(event, n) for n in names if getattr(event, n) is not None}
@@ -127,26 +292,70 @@ def scalars(event: Event) -> dict[str, float]:
     return {f"health/{event.rule}": event.value} if isinstance(event, HealthFired) else {}
 
 
-class WandbSink:
-    """The same for Weights & Biases, where somebody has installed it and asked for it."""
+class BackgroundSink:
+    """Runs a slow sink in its own thread. If it fails, it is dropped with one warning and the run continues."""
 
-    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
-        # One run folder is one run there too: a resumed one goes on.
-        identity = folder.resolve().name
-        self._run: Any = wandb().init(
-            project="tercet", name=name, id=identity, resume="allow", dir=str(folder), config=config
-        )
+    def __init__(self, name: str, sink: Callable[[Event], None], warn: Callable[[str], None]) -> None:
+        self._name, self._sink, self._warn = name, sink, warn
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        if named := scalars(event):
-            self._run.log(named, step=event.step)
-        elif isinstance(event, RunEnded):
-            self._run.finish(exit_code=0 if event.outcome == "completed" else 1)
+        self._queue.put(event)
+
+    def close(self) -> None:
+        """Wait until all events are written, but not forever."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"warning: {self._name} did not finish in {CLOSE_SECONDS:.0f} s; events_rank*.jsonl is complete")
+
+    def _run(self) -> None:
+        while (event := self._queue.get()) is not None:
+            try:
+                self._sink(event)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                self._warn(f"warning: {self._name} stopped ({reason}); events_rank*.jsonl is complete")
+                return
 
 
-def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
-    """training.csv and val.csv of a run folder."""
-    return [
-        CsvSink(folder / "training.csv", StepLogged, TRAINING_COLUMNS, past),
-        CsvSink(folder / "val.csv", Validated, VALIDATION_COLUMNS, past),
-    ]
+def summarise(events: Iterable[Event]) -> dict[str, Any]:
+    """metrics.json: figures of a whole run over all its processes. Works on a crashed or running run too."""
+    events = list(events)
+    steps = [e for e in events if isinstance(e, StepLogged)]
+    validations = [e for e in events if isinstance(e, Validated)]
+    started = [e for e in events if isinstance(e, RunStarted)]
+    ended = [e for e in events if isinstance(e, RunEnded)]
+    checkpoints = [e for e in events if isinstance(e, CheckpointSaved)]
+    last = steps[-1] if steps else None
+    best = min(validations, key=lambda e: e.loss, default=None)
+    return {
+        "outcome": ended[-1].outcome if ended and events[-1] is ended[-1] else "unknown",
+        "reason": ended[-1].reason if ended and events[-1] is ended[-1] else None,
+        "step": last.step if last else 0,
+        "steps": started[-1].steps if started else None,
+        "tokens": last.tokens if last else 0,
+        "loss": last.loss if last else None,
+        "first_loss": steps[0].losses[0] if steps else None,
+        "val_loss": validations[-1].loss if validations else None,
+        "best_val_loss": best.loss if best else None,
+        "best_val_step": best.step if best else None,
+        "tokens_per_s": statistics.median(e.tokens_per_s for e in steps) if steps else None,
+        "mfu": last.mfu if last else None,
+        "memory_gib": max(e.memory_gib for e in steps) if steps else None,
+        "data_wait_share": _data_wait_share(steps),
+        "skipped_steps": sum(len(e.steps) for e in events if isinstance(e, StepsSkipped)),
+        "processes": len(started),
+        "resumes": sum(e.resumed_from is not None for e in started),
+        "checkpoints": len(checkpoints),
+        "checkpoint_seconds": max((e.seconds for e in checkpoints), default=None),
+        "seconds": sum(e.seconds for e in ended),
+        "parameters": started[-1].parameters if started else None,
+    }
+
+
+def _data_wait_share(steps: list[StepLogged]) -> float | None:
+    total = sum(e.step_seconds * len(e.losses) for e in steps)
+    return sum(e.data_seconds * len(e.losses) for e in steps) / total if total else None

@@ -1,12 +1,12 @@
-"""Numbers as people read them."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """12345 -> 12.3k, or of a unit 12.3 kFLOP."""
+    """12345 -> 12.3k, or with a unit 12.3 kFLOP."""
     gap = " " if unit else ""
-    value = float(f"{value:.3g}") if abs(value) < 1e21 else value  # 999,700 is 1M, and not 1000k
+    value = float(f"{value:.3g}") if abs(value) < 1e21 else value  # 999,700 -> 1M, not 1000k
     for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             digits = f"{value / limit:.3g}" if abs(value) / limit < 1000 else f"{value / limit:.0f}"
@@ -27,5 +27,5 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Bytes as MiB or GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,8 +1,9 @@
-"""Tells slow from stuck: a thread that watches progress, and writes down everything when there is none.
+"""Watchdog and heartbeat: detect a stalled run and dump its state.
 
-Progress is the heartbeat's: each `beat.at` is some. A stall is called after the longest of a floor and a multiple of
-this run's own time between log lines, so that slow steps are never taken for stuck ones. The dump has this process's
-Python stacks, its CPU time (busy or waiting?), CUDA memory, and the last events and heartbeats of every rank.
+The heartbeat records progress (each `beat.at`) and writes it to heartbeat_rank{r}.jsonl every few seconds, whether or
+not the run moves. The watchdog reports a stall after a minimum time and a multiple of this run's own time between log
+lines, so that slow steps are not mistaken for stuck ones. Its dump has the Python stacks and CPU time of this process
+(busy or waiting?), CUDA memory, and the last events and heartbeats of every rank.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tercet.config.health import HealthConfig
+from tercet.config.sections import HealthConfig
 from tercet.telemetry.events import Event, EventLog, Stalled, StepLogged
-from tercet.telemetry.heartbeat import Heartbeat
 
-# Told apart from a failure by whoever restarts the run: sysexits.h calls it "try again".
+# EX_TEMPFAIL of sysexits.h ("try again"), so that restart scripts can distinguish it from a failure.
 STALLED_EXIT = 75
 LAST_EVENTS = 5
 
 
 class Watchdog:
-    """`with Watchdog(...) as dog:` around training; give `dog.observe` to the event log as a reader."""
+    """Use `with Watchdog(...) as dog:` around training, and add `dog.observe` to the event log's readers."""
 
     def __init__(self, folder: Path, rank: int, config: HealthConfig, beat: Heartbeat, log: EventLog) -> None:
         self._folder, self._rank, self._config = folder, rank, config
@@ -46,68 +46,66 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def observe(self, event: Event) -> None:
-        """Learns how long this run usually takes from one log line to the next."""
+        """Learn the usual time between log lines."""
         if isinstance(event, StepLogged):
             self._intervals.append(event.step_seconds * len(event.losses))
 
     def limit(self) -> float:
-        """Seconds without progress after which the run is called stuck."""
+        """Seconds without progress that count as a stall."""
         c = self._config
         if not self._intervals:
             return c.stall_start_seconds
         return max(c.stall_seconds, c.stall_factor * statistics.median(self._intervals))
 
-    # ------------------------------------------------------------ life
-
     def __enter__(self) -> Self:
-        # The signal's C handler writes to this socket at once, even while the main thread hangs in a C call and
-        # would not run a Python handler for hours.
-        self._ear, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        # The C signal handler writes to this socket at once, even while the main thread hangs in a C call and would
+        # not run a Python handler.
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
         self._in_main = threading.current_thread() is threading.main_thread()
         if self._in_main:
             self._before = signal.signal(signal.SIGUSR1, lambda *_: None)
-            self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        # For a thread that holds the interpreter lock and never lets go: faulthandler's own timer needs no lock.
-        self._last_words = (self._folder / f"stack_rank{self._rank}_locked.txt").open("w")
+            self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        # For a thread that never releases the interpreter lock: faulthandler's timer does not need it.
+        self._locked_dump = (self._folder / f"stack_rank{self._rank}_locked.txt").open("w")
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stop = True
         with contextlib.suppress(OSError):
-            self._mouth.send(b"\0")
+            self._sender.send(b"\0")
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self._in_main:
             signal.set_wakeup_fd(self._wakeup_before)
             signal.signal(signal.SIGUSR1, self._before)
-        self._last_words.close()
+        self._locked_dump.close()
         with contextlib.suppress(OSError):
-            path = Path(self._last_words.name)
+            path = Path(self._locked_dump.name)
             if path.stat().st_size == 0:
                 path.unlink()
-        self._ear.close()
-        self._mouth.close()
+        self._receiver.close()
+        self._sender.close()
 
     def _run(self) -> None:
         cpu = _cpu_seconds()
         while not self._stop:
             limit = self.limit()
-            # Well within the floor, so that a stall is found soon after its limit; never a busy loop.
+            # Poll well within the limit, to notice a stall soon, but never in a busy loop.
             wait = min(5.0, max(0.02, min(limit, self._config.stall_seconds) / 10))
-            self._ear.settimeout(wait)
+            self._receiver.settimeout(wait)
             try:
-                heard = self._ear.recv(64)
+                received = self._receiver.recv(64)
             except TimeoutError:
-                heard = b""
+                received = b""
             if self._stop:
                 return
-            faulthandler.dump_traceback_later(max(1.0, wait + limit), exit=False, file=self._last_words)
-            if bytes([signal.SIGUSR1]) in heard:
-                self._tell(f"SIGUSR1: stacks and memory are in {self.dump('SIGUSR1', cpu)}")
+            faulthandler.dump_traceback_later(max(1.0, wait + limit), exit=False, file=self._locked_dump)
+            if bytes([signal.SIGUSR1]) in received:
+                self._print(f"SIGUSR1: stacks and memory are in {self.dump('SIGUSR1', cpu)}")
             if self._beat.idle_seconds < limit:
-                self._moving()
+                self._end_stall()
                 cpu = _cpu_seconds() if self._beat.idle_seconds < wait else cpu
             elif self._stalled_since is None and self._config.stall != "off" and not self._beat.ended:
                 self._stall(limit, cpu)
@@ -121,12 +119,12 @@ class Watchdog:
                 Stalled(step=max(0, step - 1), doing=doing, for_seconds=idle, limit_seconds=limit, dump=str(path.name))
             )
             self._log.sync()
-        self._tell(f"stalled: no progress for {idle:.0f} s in step {step} while {doing}; see {path}")
+        self._print(f"stalled: no progress for {idle:.0f} s in step {step} while {doing}; see {path}")
         if self._config.stall == "end":
-            self._tell(f"health.stall=end: leaving with exit code {STALLED_EXIT}")
+            self._print(f"health.stall=end: exiting with code {STALLED_EXIT}")
             os._exit(STALLED_EXIT)
 
-    def _moving(self) -> None:
+    def _end_stall(self) -> None:
         if self._stalled_since is None:
             return
         seconds = self._beat.moved - self._stalled_since
@@ -142,12 +140,10 @@ class Watchdog:
                     over=True,
                 )
             )
-        self._tell(f"moving again after {seconds:.0f} s")
-
-    # ------------------------------------------------------------ dumps
+        self._print(f"progress again after {seconds:.0f} s")
 
     def dump(self, why: str, cpu_before: float = 0.0) -> Path:
-        """Write stacks, CPU time, CUDA memory and every rank's last events; returns the file."""
+        """Write stacks, CPU time, CUDA memory and the last events of every rank; returns the path."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path, extra = self._folder / f"stack_rank{self._rank}_{stamp}.txt", 1
         while path.exists():
@@ -155,31 +151,31 @@ class Watchdog:
             path = self._folder / f"stack_rank{self._rank}_{stamp}-{extra}.txt"
         parts = [
             f"{why}\nrank {self._rank}, pid {os.getpid()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
-            self._busy(cpu_before),
+            self._cpu_use(cpu_before),
             "== Python stacks\n" + stacks(),
             "== CUDA memory\n" + cuda_memory(),
-            "== every rank\n" + ranks(self._folder, 3 * self._beat.seconds + 1),
+            "== every rank\n" + rank_status(self._folder, 3 * self._beat.seconds + 1),
         ]
         with contextlib.suppress(OSError):
             path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         return path
 
-    def _busy(self, before: float) -> str:
+    def _cpu_use(self, before: float) -> str:
         idle = max(1e-9, self._beat.idle_seconds)
         share = (_cpu_seconds() - before) / idle
-        meaning = "it computes: slow, or in an endless loop" if share > 0.5 else "it waits for something"
+        meaning = "busy: slow, or in an endless loop" if share > 0.5 else "waiting"
         return f"CPU use since the last progress, {idle:.1f} s ago: {100 * share:.0f}% of one core: {meaning}"
 
-    def _tell(self, text: str) -> None:
-        # Not through the screen: its lock may be what the main thread hangs in. And only where there is room: a pipe
-        # that nobody reads any more, or a terminal after Ctrl-S, may be the very cause of the stall.
+    def _print(self, text: str) -> None:
+        # Not through the screen, whose lock the main thread may hold, and only if stderr can be written without
+        # blocking: an unread pipe, or a terminal after Ctrl-S, may be what the run is stuck on.
         with contextlib.suppress(OSError, ValueError):
             if select.select([], [sys.stderr.fileno()], [], 0)[1]:
                 os.write(sys.stderr.fileno(), f"rank {self._rank}: {text}\n".encode())
 
 
 def stacks() -> str:
-    """Every thread of this process, by name, innermost call last."""
+    """Stacks of all threads of this process, innermost call last."""
     names = {t.ident: t.name for t in threading.enumerate()}
     text = io.StringIO()
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0], "") != "MainThread"):
@@ -189,17 +185,17 @@ def stacks() -> str:
 
 
 def cuda_memory() -> str:
-    """The allocator's own table; asks the driver nothing, so a hung GPU cannot hang this."""
+    """The allocator's table; does not call the driver, so a hung GPU cannot block it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return "no CUDA device in use"
     return str(torch.cuda.memory_summary(abbreviated=True))
 
 
-def ranks(folder: Path, stale: float) -> str:
-    """The last heartbeat and the last events of each rank: the one that is behind is the one to look at.
+def rank_status(folder: Path, stale: float) -> str:
+    """The last heartbeat and events of each rank: the one behind the others is the likely cause.
 
-    A heartbeat older than `stale` seconds is of a process that does not run at all: its thread needs nobody.
+    A heartbeat older than `stale` seconds means that the process is frozen or gone: its thread waits for nothing.
     """
     now, lines = time.time(), []
     for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
@@ -219,7 +215,7 @@ def ranks(folder: Path, stale: float) -> str:
 
 
 def tail(path: Path, count: int, size: int = 65536) -> list[str]:
-    """The last whole lines of a file that may be long."""
+    """The last lines of a long file."""
     with contextlib.suppress(OSError), path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - size))
         return stream.read().decode("utf-8", "replace").splitlines()[-count:]
@@ -229,3 +225,78 @@ def tail(path: Path, count: int, size: int = 65536) -> list[str]:
 def _cpu_seconds() -> float:
     spent = os.times()
     return spent.user + spent.system
+
+
+class Heartbeat:
+    """`beat.at(step, doing)` costs an assignment; a thread writes it to heartbeat_rank{r}.jsonl."""
+
+    def __init__(self, folder: Path, rank: int, seconds: float) -> None:
+        self._path = folder / f"heartbeat_rank{rank}.jsonl"
+        self._rank, self._seconds = rank, seconds
+        self._step, self._doing, self._since = 0, "starting", time.time()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def at(self, step: int, doing: str) -> None:
+        """Record progress: the current step and activity."""
+        self._step, self._doing, self._since = step, doing, time.time()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between lines."""
+        return self._seconds
+
+    @property
+    def step(self) -> int:
+        """The current step."""
+        return self._step
+
+    @property
+    def doing(self) -> str:
+        """The current activity."""
+        return self._doing
+
+    @property
+    def moved(self) -> float:
+        """Time of the last progress."""
+        return self._since
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last progress."""
+        return time.time() - self._since
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended."""
+        return self._doing == "ended"
+
+    def close(self) -> None:
+        """Write a last line and stop the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(self._line())
+                stream.flush()
+                while not self._stop.wait(self._seconds):
+                    stream.write(self._line())
+                    stream.flush()
+                stream.write(self._line())
+        except OSError:
+            return  # a full disk ends the heartbeat; the event log reports the error
+
+    def _line(self) -> str:
+        now = time.time()
+        line = {
+            "time": now,
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "step": self._step,
+            "doing": self._doing,
+            "for_seconds": round(now - self._since, 3),
+        }
+        return json.dumps(line) + "\n"

@@ -1,18 +1,24 @@
-"""Saving: torch's distributed checkpoint, in safetensors, committed by one rename after all ranks have written.
+"""Write checkpoints in the background: torch's distributed checkpoint (DCP), in safetensors, committed by one rename.
 
-No pickle is written, and none is read. DCP's usual `.metadata` is a pickle, and its non-tensor entries are pickles too;
-so only tensors go through DCP, in its safetensors storage, whose index is the JSON header of each file, and the rest
-is JSON of our own. DCP's protocol (every rank writes, then the coordinator finishes) is also our commit protocol.
+No pickle is written or read. DCP's usual `.metadata` and its non-tensor entries are pickles, so only tensors go through
+DCP, in its safetensors storage, whose index is the JSON header of each file; everything else is our own JSON. DCP's
+protocol (every rank writes, then the coordinator finishes) is also the commit protocol. Files are hashed while they
+are written, so that the manifest does not have to read them again.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
+import os
+import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import (
@@ -31,45 +38,44 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-import tercet
-from tercet.config.train import CheckpointConfig
-from tercet.durable import sync, write_json
+from tercet.atomic_io import sync, write_json
+from tercet.config.sections import CheckpointConfig
 from tercet.train import manifest
-from tercet.train.hashed_file import HashedFileSystem
 from tercet.train.manifest import CheckpointError
+from tercet.version import __version__
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-# Optimizer state by parameter name, so that it reloads under any sharding and any grouping.
+# Optimizer state by parameter name, so that it loads under any sharding and grouping.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
-# One process without a process group is what most runs are, not a mistake to warn of. (The warning comes from
-# the saving thread, where catch_warnings cannot be used.)
+# Saving without a process group is normal here. The warning comes from the saving thread, where catch_warnings does
+# not work.
 warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process")
 
 
 def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Weights and optimizer moments by name; the tensors are the live ones. Collective under sharding."""
+    """Weights and optimizer moments by name; the live tensors, not copies. Collective under sharding."""
     named: dict[str, Any] = {MODEL + k: v for k, v in get_model_state_dict(model).items()}
     if optimizer is not None:
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))
-        # The rest are the groups' hyper-parameters: they follow from the config, which is saved as such.
+        # The other entries are hyper-parameters of the groups; they follow from the saved config.
         named |= {OPTIMIZER + k: v for k, v in state.items() if isinstance(v, Tensor) and k.startswith("state.")}
     return named
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete and on the disk."""
+    """A complete checkpoint on disk."""
 
     path: Path
     step: int
     bytes: int
-    seconds: float  # from the order to save until it was complete
-    blocked_seconds: float  # of these, how long training stood still
+    seconds: float  # from the start of the save until it was complete
+    blocked_seconds: float  # how long of that training waited
 
 
 class Checkpointer:
-    """Saves the run, in the background, one save at a time, and keeps the newest ones."""
+    """Saves in the background, one save at a time, and deletes old checkpoints."""
 
     def __init__(
         self,
@@ -82,11 +88,11 @@ class Checkpointer:
     ) -> None:
         self.checkpoints, self.config = checkpoints, config
         self.rank, self.world_size = rank, world_size
-        # Not the one that training uses: two threads in one group would take each other's messages.
+        # Not the group of training: two threads in one group would receive each other's messages.
         self.process_group = process_group
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
-        self._ordered = self._blocked = 0.0
+        self._started = self._blocked = 0.0
 
     def save(
         self,
@@ -96,46 +102,46 @@ class Checkpointer:
         run_state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
     ) -> None:
-        """Copy everything now, write it in the background. An earlier save must have been collected."""
+        """Copy the state now and write it in the background. The previous save must have been collected."""
         assert self._future is None
-        self._ordered = time.perf_counter()
+        self._started = time.perf_counter()
         tensors = tensors_to_save(model, optimizer)
         self._writer = _CommittingWriter(
             self.checkpoints, step, list(tensors), run_state, rank_state, self.config, self.rank, self.world_size
         )
-        saved = dcp.async_save(
+        future = dcp.async_save(
             dict(tensors),
             storage_writer=self._writer,
             process_group=self.process_group,
             no_dist=self.world_size == 1,
         )
-        assert isinstance(saved, Future)
-        self._future = saved
-        self._blocked = time.perf_counter() - self._ordered
+        assert isinstance(future, Future)
+        self._future = future
+        self._blocked = time.perf_counter() - self._started
 
     @property
     def saving(self) -> bool:
-        """Whether an earlier save has not been collected yet."""
+        """Whether a save has not been collected yet."""
         return self._future is not None
 
     def collect(self, *, wait: bool) -> Saved | None:
-        """The save under way, if it is complete (or after waiting for it). A failed one is an error here."""
+        """The save in progress if it is complete, or after waiting for it. Raises if it failed."""
         if self._future is None or not (wait or self._future.done()):
             return None
         assert self._writer is not None
         future, writer, self._future = self._future, self._writer, None
-        waited = time.perf_counter()
+        wait_started = time.perf_counter()
         try:
             future.result()
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             writer.discard()
-            raise CheckpointError(_explain(error, writer)) from error
+            raise CheckpointError(_describe_failure(error, writer)) from error
         now = time.perf_counter()
-        return Saved(writer.final, writer.step, writer.bytes, now - self._ordered, self._blocked + now - waited)
+        return Saved(writer.final, writer.step, writer.bytes, now - self._started, self._blocked + now - wait_started)
 
 
 class _CommittingWriter(HuggingFaceStorageWriter):
-    """DCP's safetensors writer, with checksums, a manifest, fsync and the rename that makes it a checkpoint."""
+    """DCP's safetensors writer with checksums, a manifest, fsync and the final rename."""
 
     def __init__(
         self,
@@ -153,22 +159,22 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         self.writing = checkpoints / (manifest.WRITING + manifest.folder_name(step))
         self._run_state, self._rank_state, self._config = run_state, rank_state, config
         self._rank, self._world_size = rank, world_size
-        kinds = sorted({_file_of(name) for name in names})
+        kinds = sorted({_file_kind(name) for name in names})
         super().__init__(
             path=str(self.writing),
-            fqn_to_index_mapping={name: 1 + kinds.index(_file_of(name)) for name in names},
+            fqn_to_index_mapping={name: 1 + kinds.index(_file_kind(name)) for name in names},
             save_distributed=True,
         )
-        self.fs = self._files = HashedFileSystem()
-        # What is written is on the host already: DCP's way of copying ahead would wait for the device's stream.
+        self.fs = self._files = HashingFileSystem()
+        # The tensors are already on the host: copying ahead would wait for the device's stream.
         self.per_thread_copy_ahead = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """This rank's tensors, then its own state with the checksums of its files.
+        """Write this rank's tensors, then its state with the checksums of its files.
 
-        Two files at a time: serialising, hashing and writing all let other threads run; but each file under way is
-        serialised in memory as a whole, and all at once would be a second copy of everything. DCP's own threads would
-        do the same, but an error in one of them (a full disk) is lost there.
+        Two files at a time: serialising, hashing and writing release the GIL, but a file in progress is serialised in
+        memory as a whole, so all at once would be a second copy of everything. DCP's own threads would lose an error
+        such as a full disk.
         """
         assert self.fqn_to_index_mapping is not None
         items: dict[int, list[WriteItem]] = defaultdict(list)
@@ -191,7 +197,7 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after every rank has written: complete the folder and give it its name."""
+        """On the coordinator, after every rank has written: write the manifest and rename the folder."""
         files: dict[str, Any] = {}
         for rank in range(self._world_size):
             path = self.writing / manifest.rank_file(rank)
@@ -205,42 +211,97 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             "step": self.step,
             "tokens": self._run_state.get("tokens"),
             "world_size": self._world_size,
-            "tercet": tercet.__version__,
+            "tercet": __version__,
             "torch": torch.__version__,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "files": files,
         }
         write_json(self.writing / manifest.MANIFEST, content)
         manifest.publish(self.writing, self.step)
-        manifest.retain(self.final.parent, self._config.keep, self._config.keep_every)
+        manifest.prune(self.final.parent, self._config.keep, self._config.keep_every)
 
     def discard(self) -> None:
-        """Free what a failed save took, so that a full disk is not kept full."""
-        manifest.sweep(self.writing.parent)
+        """Delete what a failed save wrote, so that a full disk does not stay full."""
+        manifest.remove_leftovers(self.writing.parent)
 
 
-def _file_of(name: str) -> str:
-    """Which of a checkpoint's files a tensor goes to: the weights', or that of its kind of moment. Weights have one of
-    their own, which sorts first: whoever wants only them reads only that. Files of equal size are written at once."""
+def _file_kind(name: str) -> str:
+    """Which file a tensor goes to: weights, or one file per kind of moment.
+
+    Weights sort first and have their own file, so that loading weights reads nothing else.
+    """
     return MODEL if name.startswith(MODEL) else OPTIMIZER + name.rsplit(".", 1)[-1]
 
 
-def _is_full_disk(error: BaseException | None) -> bool:
-    """Whether it is, or came of, a disk or a quota that is full."""
+class HashingFile(io.FileIO):
+    """A file that is written front to back, unbuffered, and hashed by a second thread during each write."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "w")
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        content = memoryview(data).cast("B")
+        hashing = threading.Thread(target=self._digest.update, args=(content,))
+        hashing.start()
+        try:
+            done = 0
+            while done < len(content):  # one call writes at most 2 GiB
+                done += self._write_part(content[done:])
+        finally:
+            hashing.join()
+        self.bytes += done
+        return done
+
+    def _write_part(self, part: memoryview) -> int:
+        return super().write(part)
+
+    def seek(self, *_: Any) -> int:
+        raise io.UnsupportedOperation("a file that is hashed while it is written cannot seek")
+
+    def record(self) -> dict[str, Any]:
+        """Size and SHA-256, as in the manifest."""
+        return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
+
+
+class HashingFileSystem(FileSystem):
+    """DCP's file system; hashes every file that is written."""
+
+    def __init__(self) -> None:
+        self._records: dict[Path, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with HashingFile(path) as stream:
+            yield stream
+        self._records[Path(path)] = stream.record()
+
+    def record(self, path: Path) -> dict[str, Any]:
+        """Size and SHA-256 of a file that was written and closed."""
+        return self._records[path]
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk or an exceeded quota caused the error."""
     while error is not None:
-        # safetensors' errors have the system's words, and no number.
+        # safetensors' errors contain the system's message but no errno
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             return True
         error = error.__cause__
     return False
 
 
-def _explain(error: BaseException, writer: _CommittingWriter) -> str:
-    """One sentence for a failed save: the root cause, what is still safe, and what to do."""
+def _describe_failure(error: BaseException, writer: _CommittingWriter) -> str:
+    """Error message of a failed save: the cause, what is still safe, and what to do."""
     cause: BaseException = error
     if isinstance(error, CheckpointException):
         cause = next((e for e, _ in error.failures.values()), error)
     kept = manifest.complete_checkpoints(writer.final.parent)
-    safe = f"the newest complete checkpoint is {kept[-1]}" if kept else "no complete checkpoint exists yet"
-    mend = "free space there" if _is_full_disk(cause) else "see that the folder can be written"
-    return f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {safe}: {mend}"
+    newest = f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no complete checkpoint yet"
+    fix = "free some space there" if _is_disk_full(cause) else "check that the folder is writable"
+    return f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {newest}: {fix}"

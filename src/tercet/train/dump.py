@@ -1,4 +1,4 @@
-"""A non-finite step, kept so that it can be run again with `python -m tercet.train.dump FOLDER`."""
+"""Save a non-finite step, and replay it with `python -m tercet.train.dump FOLDER`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tercet.train.step import IGNORED_TARGET, MicroBatch, autocast, loss_sum
 def write_dump(
     folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig, rank: int = 0
 ) -> Path:
-    """Weights as they are now and the batches of `step`, under nonfinite/step-N of the run folder. On every rank."""
+    """Write the current weights and the batches of `step` to nonfinite/step-N in the run folder. Call on every rank."""
     target = folder / "nonfinite" / f"step-{step:08d}"
     target.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Any] = get_model_state_dict(
@@ -31,7 +31,7 @@ def write_dump(
     if rank == 0:
         save_file({k: v.contiguous().clone() for k, v in weights.items()}, target / "weights.safetensors")
     if rank % config.parallel.context:
-        return target  # another rank of the same sequences writes them
+        return target  # the first rank that shares these sequences writes them
     tensors: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
         tensors |= {f"{i}.tokens": batch.tokens, f"{i}.targets": batch.targets}
@@ -45,7 +45,7 @@ def write_dump(
 
 
 def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
-    """Run the dumped step's forward and backward pass again; says what is not finite, down to the parameter."""
+    """Rerun forward and backward of a dumped step and list the weights and gradients that are not finite."""
     from tercet.model.transformer import Transformer
 
     about = json.loads((folder / "dump.json").read_text(encoding="utf-8"))
@@ -59,8 +59,8 @@ def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
         tensors = load_file(path, device=str(device))
         for i in range(about["micro_batches"]):
             documents = tensors.get(f"{i}.cu_seqlens")
-            longest = None if documents is None else config.data.seq_len
-            batches.append(MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], documents, longest))
+            max_seqlen = None if documents is None else config.data.seq_len
+            batches.append(MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], documents, max_seqlen))
     targets = sum(int((b.targets != IGNORED_TARGET).sum()) for b in batches)
     losses = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""What has been measured since the last log line. Losses stay on the device until then; clocks are the host's."""
+"""Measurements since the last log line. Losses stay on the device until they are read; times are the host's."""
 
 from __future__ import annotations
 
@@ -20,76 +20,72 @@ class Measured:
     step: int
     loss: float
     grad_norm: float
-    bad: bool
+    nonfinite: bool
 
 
 class Interval:
-    """Collects steps. `read` is the one place where the host waits for the device."""
+    """Collects step results. Only `read` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._read: list[Measured] = []  # read early, for a checkpoint between two log lines
+        self._read: list[Measured] = []  # already read, e.g. for a checkpoint between two log lines
         self._unread: list[tuple[int, StepResult]] = []
         self._steps_timed = 0
-        self._began = time.perf_counter()
+        self._started = time.perf_counter()
         self._excluded = 0.0
 
     def add(self, step: int, result: StepResult) -> None:
-        """A step was ordered; nothing waits for it."""
+        """Add a step without waiting for it."""
         self._unread.append((step, result))
         self._steps_timed += 1
 
     def read(self) -> list[Measured]:
-        """Everything since the last `clear`, in one copy from the device."""
+        """All steps since the last `clear`, in one copy from the device."""
         if self._unread:
             results = [r for _, r in self._unread]
             rows = torch.stack(
-                [torch.stack([r.loss.double(), r.grad_norm.double(), r.bad.double()]) for r in results]
+                [torch.stack([r.loss.double(), r.grad_norm.double(), r.nonfinite.double()]) for r in results]
             ).tolist()
-            for (step, _), (loss, norm, bad) in zip(self._unread, rows, strict=True):
-                self._read.append(Measured(step, loss, norm, bool(bad)))
+            for (step, _), (loss, norm, nonfinite) in zip(self._unread, rows, strict=True):
+                self._read.append(Measured(step, loss, norm, bool(nonfinite)))
             self._unread.clear()
         return list(self._read)
 
     @property
     def steps_timed(self) -> int:
-        """Steps of this process in the interval; a resumed interval may hold others, read from the checkpoint."""
+        """Steps that this process ran in the interval. A resumed interval also holds steps from the checkpoint."""
         return self._steps_timed
 
     def seconds_per_step(self) -> float:
-        """Mean over the interval, without what was excluded. Call after `read`, which waits for the device."""
-        return (time.perf_counter() - self._began - self._excluded) / max(1, self._steps_timed)
+        """Mean over the interval without excluded time. Call after `read`, which waits for the device."""
+        return (time.perf_counter() - self._started - self._excluded) / max(1, self._steps_timed)
 
     def clear(self) -> None:
-        """Begin the next interval."""
+        """Start the next interval."""
         self._read.clear()
         self._unread.clear()
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Time counts from here: after building, loading and resuming."""
+        """Start timing, after building, loading and resuming."""
         self._steps_timed, self._excluded = 0, 0.0
-        self._began = time.perf_counter()
+        self._started = time.perf_counter()
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time that is not training: validation, samples, saving."""
+        """Wraps work that does not count as training time: validation, samples, saving."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._excluded += time.perf_counter() - begun
+            self._excluded += time.perf_counter() - start
 
     def state_dict(self) -> list[list[Any]]:
         """Steps measured but not logged yet, so that a resumed run logs the same interval. Waits for the device."""
-        return [[m.step, _text(m.loss), _text(m.grad_norm), m.bad] for m in self.read()]
+        # JSON has no nan; repr keeps every float exactly.
+        return [[m.step, repr(m.loss), repr(m.grad_norm), m.nonfinite] for m in self.read()]
 
     def load_state_dict(self, state: list[list[Any]]) -> None:
         self._read = [Measured(step, float(loss), float(norm), bad) for step, loss, norm, bad in state]
-
-
-def _text(value: float) -> str:
-    # JSON has no nan; text keeps every float, to the last bit.
-    return repr(value)

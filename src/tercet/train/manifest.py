@@ -1,13 +1,13 @@
-"""What makes a folder a checkpoint: a name, a manifest, and files that match their checksums. No torch, no pickle.
+"""Checkpoint folders on disk: layout, manifest, verification and retention. No torch, no pickle.
 
 checkpoints/
-  step-00000500/      complete: the folder got this name by one rename, after everything in it was on the disk
+  step-00000500/      complete: renamed to this name after everything in it was synced to disk
     manifest.json       format version, step, tokens, and size and SHA-256 of every other file
     run.json            step, tokens, data cursor, config, counters
-    rank-00000.json     random generators of each rank
-    shard-*.safetensors weights (…-00001-of-00004) and the optimizer's moments (one file per kind), one shard per rank
-  .writing-…          a save under way, or one that a crash cut short; never loaded, swept away at the next start
-  latest -> step-…    the newest complete one, for people; resuming looks at the folders themselves
+    rank-00000.json     random generator states of each rank
+    shard-*.safetensors weights (…-00001-of-00004) and optimizer moments (one file per kind), one shard per rank
+  .writing-…          a save in progress, or one that a crash interrupted; never loaded, deleted at the next resume
+  latest -> step-…    the newest complete one, for people; resuming reads the folders themselves
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tercet.durable import sha256, sync
+from tercet.atomic_io import sha256, sync
 from tercet.errors import TercetError
 
 FORMAT = 1
@@ -33,7 +33,7 @@ _NAME = re.compile(r"step-(\d{8,})$")
 
 
 class CheckpointError(TercetError):
-    """A checkpoint that cannot be written, or may not be loaded."""
+    """A checkpoint could not be written or must not be loaded."""
 
 
 def folder_name(step: int) -> str:
@@ -45,13 +45,13 @@ def rank_file(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name, None for other folders."""
+    """The step in a checkpoint folder's name; None for other folders."""
     match = _NAME.match(folder.name)
     return int(match.group(1)) if match else None
 
 
 def run_of(path: Path) -> Path:
-    """The run folder of a checkpoint, of checkpoints/, or of itself."""
+    """The run folder that a checkpoint, a checkpoints/ folder, or a run folder belongs to."""
     path = path.resolve()
     if step_of(path) is not None:
         return path.parent.parent
@@ -72,7 +72,7 @@ def file_record(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder, its format version checked."""
+    """Read the manifest of a checkpoint folder and check its format version."""
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare every file with the manifest, and return the manifest. The first difference is an error."""
+    """Compare every file with the manifest and return it. The first difference is an error."""
     manifest = read_manifest(folder)
     try:
         files = {name: (record["bytes"], record["sha256"]) for name, record in manifest["files"].items()}
@@ -95,20 +95,22 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{folder}: {name} is missing")
         if path.stat().st_size != size:
             raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {size}")
-    # Every shard there is will be read, so one that nobody vouches for is refused.
+    # Loading reads every shard in the folder, so one without a checksum is an error.
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("rank-*.json"))):
         if path.name not in files:
-            raise CheckpointError(f"{folder}: {path.name} is not in {MANIFEST}, which is damaged or not this folder's")
-    with ThreadPoolExecutor(4) as threads:  # hashing lets other threads run
+            raise CheckpointError(
+                f"{folder}: {path.name} is not in {MANIFEST}, which is damaged or from another folder"
+            )
+    with ThreadPoolExecutor(4) as threads:  # hashing releases the GIL
         digests = dict(zip(files, threads.map(lambda name: sha256(folder / name), files), strict=True))
     for name, (_, digest) in files.items():
         if digests[name] != digest:
-            raise CheckpointError(f"{folder}: {name} does not match its SHA-256: its content was changed or damaged")
+            raise CheckpointError(f"{folder}: {name} does not match its SHA-256: it was changed or damaged")
     return manifest
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint, or an error that names the file."""
+    """Read a JSON object; errors name the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -116,16 +118,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds {type(value).__name__}, expected an object")
+        raise CheckpointError(f"{path}: contains a {type(value).__name__}, expected an object")
     return value
 
 
 def publish(writing: Path, step: int) -> Path:
-    """Turn a finished `.writing-` folder into the checkpoint of `step`, in one rename, and point `latest` at it."""
+    """Rename a finished `.writing-` folder to the checkpoint of `step` and point `latest` to it."""
     checkpoints = writing.parent
     final = checkpoints / folder_name(step)
     sync(writing)
-    if final.exists():  # a damaged one that resuming passed over, or the same step saved again
+    if final.exists():  # damaged and skipped by the resume, or the same step saved again
         remove(final)
     writing.rename(final)
     link = checkpoints / f".{LATEST}"
@@ -137,15 +139,15 @@ def publish(writing: Path, step: int) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that at no instant a half-deleted folder bears a complete one's name."""
+    """Delete a checkpoint; renames it first, so that a half-deleted folder never looks complete."""
     doomed = folder.with_name(REMOVING + folder.name)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def retain(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
-    """Delete all but the newest `keep` and the multiples of `keep_every`; returns what was deleted."""
+def prune(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
+    """Delete all but the newest `keep` and the multiples of `keep_every`. Returns the deleted folders."""
     if keep == 0:
         return []
     old = complete_checkpoints(checkpoints)[:-keep]
@@ -155,8 +157,8 @@ def retain(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
     return doomed
 
 
-def sweep(checkpoints: Path) -> None:
-    """Clear what a crash left half-written or half-deleted."""
+def remove_leftovers(checkpoints: Path) -> None:
+    """Delete what a crash left half-written or half-deleted."""
     if checkpoints.is_dir():
         for path in checkpoints.iterdir():
             if path.name.startswith((WRITING, REMOVING)):

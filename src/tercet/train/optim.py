@@ -1,18 +1,38 @@
-"""AdamW with decay groups, and the global norm of the gradients before clipping."""
+"""The update: learning-rate schedule, AdamW with decay groups, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tercet.config.train import TrainConfig
+from tercet.config.sections import TrainConfig
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of update number `step`, counted from 1. A pure function: resuming needs no schedule state."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    floor = config.lr * config.min_lr_ratio
+    if config.schedule == "cosine":
+        done = _fraction(step, config.warmup_steps, config.steps)
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    # wsd: the decay must not start during warm-up
+    start = max(config.warmup_steps, config.steps - round(config.decay_ratio * config.steps))
+    return config.lr + (floor - config.lr) * _fraction(step, start, config.steps)
+
+
+def _fraction(step: int, start: int, end: int) -> float:
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, while norms, biases and other 1-D parameters do not."""
+    """Fused AdamW. Weight decay applies to matrices, not to norms, biases and other 1-D parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -28,17 +48,17 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients together, as they are now, on their device. [] fp32"""
+    """2-norm of all current gradients together, on their device. [] fp32"""
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads, foreach=True)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, norm: Tensor, skip: Tensor) -> None:
-    """One update at rate `lr`, unless `skip` (device-side bool): then weights and moments stay as they are.
+    """Clip, update at rate `lr`, clear the gradients. If `skip` (bool on the device), weights and moments stay.
 
-    The fused kernels read `found_inf` on the device, as under a GradScaler, so that nothing waits for it.
-    Zeroing the gradients instead was rejected: the moments and the weight decay would still move.
+    The fused kernels read `found_inf` on the device, as with a GradScaler, so the host does not wait. Zeroing the
+    gradients instead would still change the moments and apply weight decay.
     """
     if clip > 0:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,4 +1,4 @@
-"""The way into a run on several ranks, and out of it again."""
+"""Join a run on one or several ranks, and exit from it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
-from tercet.errors import FAILED, TercetError
+from tercet.errors import EXIT_FAILURE, TercetError
 from tercet.parallel.distributed import build_strategy
 from tercet.parallel.launch import Launch, LaunchError, check_launch, join
 from tercet.parallel.strategy import Single, Strategy
 from tercet.train import manifest
-from tercet.train.folder import locate
+from tercet.train.run_folder import locate
 
 
-def enter(
+def join_run(
     config: RunConfig, resume: str | None, launch: Launch, device: torch.device
 ) -> tuple[Strategy, Path, str | None]:
-    """The strategy among all ranks, the run folder they agreed on, and what to resume from.
+    """The strategy, the run folder that all ranks agreed on, and what to resume from.
 
-    A process that torchrun started again goes on from the newest checkpoint, whatever the first one was told.
+    A process that torchrun restarted resumes from the newest checkpoint, whatever the first one was asked to do.
     """
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     try:
         warnings = check_launch(config.parallel, launch, device.type, gpus)
     except LaunchError as error:
-        error.told = launch.rank > 0  # all see the same
+        error.reported_elsewhere = launch.rank > 0  # all ranks see the same error
         raise
-    for sentence in warnings if launch.local_rank == 0 else []:  # they are about this machine
-        print(f"warning: {sentence}", file=sys.stderr)
+    for warning in warnings if launch.local_rank == 0 else []:  # once per machine
+        print(f"warning: {warning}", file=sys.stderr)
     if config.parallel.strategy == "single":
         return Single(), locate(config, resume), resume
 
@@ -44,18 +44,18 @@ def enter(
 
     world = join(launch, config.parallel, device, flatten_table(config.model_dump(mode="json")), folder)
     path = Path(world.folder or "")
-    # a machine that joins anew counts from zero, whatever the others have been through
+    # a machine that joins again counts its restarts from zero
     restarts = max(member["restarts"] for member in world.members)
     if restarts and (resume is None or manifest.complete_checkpoints(path / "checkpoints")):
         resume = "auto"
     strategy = build_strategy(config.parallel, config.train, world)
-    strategy.watch(lambda: (0, "starting"))
+    strategy.publish_status(lambda: (0, "starting"))
     return strategy, path, resume
 
 
 @contextmanager
-def parting(strategy: Strategy) -> Iterator[None]:
-    """Leave the other ranks in order; or, when something failed, at once: closing groups would wait for them."""
+def rank_context(strategy: Strategy) -> Iterator[None]:
+    """Leave the process groups at the end. On an error, exit at once: closing groups would wait for other ranks."""
     try:
         yield
     except BaseException as error:
@@ -64,7 +64,7 @@ def parting(strategy: Strategy) -> Iterator[None]:
         cause = strategy.explain(error)
         if not isinstance(cause, TercetError):
             traceback.print_exception(cause)
-        elif not getattr(cause, "told", False):
+        elif not getattr(cause, "reported_elsewhere", False):
             print(f"error: {cause}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -73,7 +73,7 @@ def parting(strategy: Strategy) -> Iterator[None]:
 
 
 def _exit_code(error: BaseException) -> int:
-    """As the command line would end with it in one process."""
+    """The exit code of a single process with this error."""
     if isinstance(error, TercetError):
         return error.exit_code
-    return 130 if isinstance(error, KeyboardInterrupt) else FAILED
+    return 130 if isinstance(error, KeyboardInterrupt) else EXIT_FAILURE

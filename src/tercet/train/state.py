@@ -1,13 +1,16 @@
-"""Everything a run is at one moment, built from its config or from a checkpoint, and what of it is saved."""
+"""The training state: model, optimizer, counters and random generators; built, resumed from a checkpoint, saved."""
 
 from __future__ import annotations
 
+import base64
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
@@ -15,36 +18,35 @@ from tercet.model.attention import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
-from tercet.train import manifest, restore
-from tercet.train.graph import StepGraph
-from tercet.train.guard import NonFiniteGuard
+from tercet.train import manifest, resume
+from tercet.train.cuda_graph import StepGraph
 from tercet.train.interval import Interval
 from tercet.train.optim import build_optimizer
-from tercet.train.rng import capture_rng, restore_rng, seed_all
+from tercet.train.step import NonFiniteGuard
 
 
 @dataclass
 class TrainState:
-    """The model in training and where it has got to."""
+    """Everything that training changes."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     guard: NonFiniteGuard
     interval: Interval
     device: torch.device
-    step: int = 0  # optimizer updates made
-    tokens: int = 0  # seen in them, over all ranks
-    cursor: dict[str, Any] | None = None  # of the last batch consumed
-    parent: dict[str, Any] | None = None  # the checkpoint that train.init_from named
-    graph: StepGraph | None = None  # the passes of a step, where they are recorded
+    step: int = 0  # optimizer updates so far
+    tokens: int = 0  # tokens seen in them, over all ranks
+    cursor: dict[str, Any] | None = None  # data position after the last batch consumed
+    parent: dict[str, Any] | None = None  # the checkpoint named by train.init_from
+    graph: StepGraph | None = None  # runs the passes as CUDA graphs, if enabled
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the device that a step uses and that the allocator does not count."""
+        """Device memory that CUDA graphs use and the allocator does not count."""
         return 0 if self.graph is None else self.graph.held_bytes
 
     def run_state(self, config: RunConfig) -> dict[str, Any]:
-        """What is the same on every rank, JSON-able. Waits for the device."""
+        """State that is the same on every rank, for JSON. Waits for the device."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -52,41 +54,46 @@ class TrainState:
             "guard": self.guard.state_dict(),
             "interval": self.interval.state_dict(),
             "parent": self.parent,
-            "graph_room": 0 if self.graph is None else self.graph.room,
-            # The schedule is a function of config and step; nothing else of it exists to be saved.
+            "graph_room": 0 if self.graph is None else self.graph.capacity,
+            # The learning-rate schedule follows from config and step; it has no state.
             "config": config.model_dump(mode="json"),
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """What differs between ranks, JSON-able."""
+        """State that differs between ranks, for JSON."""
         return {"rng": capture_rng(self.device)}
 
 
-def build_state(config: RunConfig, device: torch.device, strategy: Strategy, start: restore.Found | None) -> TrainState:
-    """A fresh state, or the one of the checkpoint `start`."""
-    recorded = records(config, device)  # refused before anything is built
+def build_state(
+    config: RunConfig, device: torch.device, strategy: Strategy, start: resume.FoundCheckpoint | None
+) -> TrainState:
+    """A new state, or the one saved in the checkpoint `start`."""
+    use_graph = uses_cuda_graph(config, device)  # raises before anything is built
     seed_all(config.run.seed)
-    model = strategy.make(lambda: _draw(config), device)
+    model = strategy.build_model(lambda: _build_model(config), device)
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
-    if compiles(config, device):
+    if uses_compile(config, device):
         compile_blocks(model, config.train.activation_checkpointing)
     model = strategy.prepare(model)
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
-    if recorded:
+    if use_graph:
         state.graph = StepGraph(model, config.train.precision, may_fail=config.train.cuda_graph == "auto")
     if start is not None:
-        _take_up(state, start, strategy)
+        _load_checkpoint(state, start, strategy)
     elif config.train.init_from is not None:
-        _initialise(state, config)
+        _load_initial_weights(state, config)
     return state
 
 
-def _draw(config: RunConfig) -> nn.Module:
-    """The model with its first weights. Building draws as well, though not on the meta device: the generator is set
-    again after it, so that weights are the same wherever, and whenever, they are drawn."""
+def _build_model(config: RunConfig) -> nn.Module:
+    """The model with its initial weights.
+
+    Building the model draws random numbers too, but not on the meta device. Seeding again after it gives the same
+    weights wherever they are drawn.
+    """
     model = Transformer(config.model)
     seed_all(config.run.seed)
     if not any(p.is_meta for p in model.parameters()):
@@ -95,8 +102,11 @@ def _draw(config: RunConfig) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
-    """The loss, and the model block by block: the code of one serves all. A block that is not made again as a whole
-    makes its gated sums again, for a sixteenth of the activations' memory."""
+    """Compile the loss and each block; all blocks share the compiled code.
+
+    Without activation checkpointing, layers recompute their gated sums, which saves a sixteenth of the activation
+    memory.
+    """
     for layer in model.modules():
         if isinstance(layer, NativeSparseAttention):
             layer.keep_sum = activation_checkpointing != "none"
@@ -106,61 +116,104 @@ def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
         block.compile()
 
 
-def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether blocks are compiled: asked for, or on a GPU."""
+def uses_compile(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: on request, and by default on a GPU."""
     if config.parallel.strategy == "cp":
         if config.train.compile == "on":
-            raise UsageError("train.compile=on with parallel.strategy=cp: blocks that exchange keys are not compiled")
+            raise UsageError(
+                "train.compile=on with parallel.strategy=cp: blocks that exchange keys cannot be compiled; "
+                "use --train.compile off, or auto"
+            )
         return False
     return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
 
 
-def records(config: RunConfig, device: torch.device) -> bool:
-    """Whether a step's passes are recorded as a CUDA graph: asked for, or allowed where it can be done."""
-    asked, strategy = config.train.cuda_graph, config.parallel.strategy
-    if asked == "off":
+def uses_cuda_graph(config: RunConfig, device: torch.device) -> bool:
+    """Whether passes run as CUDA graphs: on request, or with `auto` where that is possible."""
+    setting, strategy = config.train.cuda_graph, config.parallel.strategy
+    if setting == "off":
         return False
-    reason = None
+    problem = None
     if device.type != "cuda":
-        reason = f"on a {device.type}: CUDA graphs are a GPU's; take --train.cuda-graph off, or auto"
+        problem = f"on a {device.type}: CUDA graphs need a GPU; use --train.cuda-graph off, or auto"
     elif strategy != "single":
-        reason = (
-            f"with parallel.strategy={strategy}: the ranks' exchange is not recorded; take --train.cuda-graph off, "
-            "or --parallel.strategy single"
+        problem = (
+            f"with parallel.strategy={strategy}: communication between ranks cannot be captured; "
+            "use --train.cuda-graph off, or --parallel.strategy single"
         )
-    if reason is not None and asked == "on":
-        raise UsageError(f"train.cuda_graph=on {reason}")
-    return reason is None
+    if problem is not None and setting == "on":
+        raise UsageError(f"train.cuda_graph=on {problem}")
+    return problem is None
 
 
-def _take_up(state: TrainState, start: restore.Found, strategy: Strategy) -> None:
-    restore.load_tensors(start.path, state.model, state.optimizer)
+def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy: Strategy) -> None:
+    resume.load_tensors(start.path, state.model, state.optimizer)
     saved = start.run_state
     state.step, state.tokens = int(saved["step"]), int(saved["tokens"])
     state.cursor, state.parent = saved["data"], saved["parent"]
     state.guard.load_state_dict(saved["guard"])
     state.interval.load_state_dict(saved["interval"])
     if state.graph is not None:
-        state.graph.room = int(saved.get("graph_room", 0))  # unknown to checkpoints from before there were graphs
-    own = start.path / manifest.rank_file(strategy.rank)
-    if own.exists():  # on more ranks than saved, the new ones keep their seed
-        restore_rng(manifest.read_json(own)["state"]["rng"], state.device)
+        state.graph.capacity = int(saved.get("graph_room", 0))  # missing in old checkpoints
+    rank_file = start.path / manifest.rank_file(strategy.rank)
+    if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
+        restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
 
 
-def _initialise(state: TrainState, config: RunConfig) -> None:
-    """Weights, or weights and moments, of another run; its step and data cursor stay behind."""
+def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
+    """Load weights, or weights and moments, of another run, but not its step and data cursor."""
     path = Path(config.train.init_from or "")
-    moments = state.optimizer if config.train.init_state == "optimizer" else None
+    optimizer = state.optimizer if config.train.init_state == "optimizer" else None
     if path.suffix == ".safetensors":
-        if moments is not None:
+        if optimizer is not None:
             raise UsageError(f"train.init_from={path} holds weights only: use --train.init-state weights")
-        restore.load_weights_file(path, state.model)
+        resume.load_weights_file(path, state.model)
         state.parent = {"path": str(path)}
         return
     try:
-        found = restore.choose(str(path), path, verify=config.checkpoint.verify)
+        found = resume.find_checkpoint(str(path), path, verify=config.checkpoint.verify)
     except manifest.CheckpointError as error:
         raise type(error)(f"train.init_from={path}: {error}") from None
     assert found is not None
-    restore.load_tensors(found.path, state.model, moments)
+    resume.load_tensors(found.path, state.model, optimizer)
     state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator, the same on all ranks, so that they draw the same weights."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """The states of all random generators (Python, numpy, torch, this rank's device), for JSON."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Restore all generators. A state saved on a CPU has none for a GPU, which then keeps its seed."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

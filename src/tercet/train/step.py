@@ -1,8 +1,9 @@
-"""One optimizer step: forward and backward of its micro-batches, then one update. No I/O, no host sync."""
+"""One optimizer step: micro-batches, forward and backward, the non-finite guard, one update. No host sync, no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tercet.config.train import resolved_precision
-from tercet.parallel.strategy import Strategy
-from tercet.train.guard import NonFiniteGuard
+from tercet.config.sections import resolved_precision
+from tercet.data.loader import Batch
+from tercet.data.packing import LoaderStats
+from tercet.parallel.strategy import Single, Strategy
 from tercet.train.optim import global_norm, update
 
 IGNORED_TARGET = -100
@@ -20,44 +22,78 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass eats, on the device."""
+    """Input of one forward pass, on the device."""
 
     tokens: Tensor  # [b, T], or [1, b*T] with cu_seqlens
-    targets: Tensor  # likewise; IGNORED_TARGET where there is nothing to predict
-    cu_seqlens: Any  # int32 [docs+1]; under context parallelism what this rank's layers must know; or None
-    max_seqlen: int | None = None  # with cu_seqlens: no document is longer, one number for the whole run
+    targets: Tensor  # same shape; IGNORED_TARGET where there is nothing to predict
+    cu_seqlens: Any  # int32 [docs+1], a ContextShard under context parallelism, or None
+    max_seqlen: int | None = None  # with cu_seqlens: upper bound on document length, constant over the run
 
 
-class Observes(Protocol):
-    """Whoever wants to know when the parts of a step begin and end."""
+class StepBatches:
+    """Groups the loader's batches into steps and tracks the data cursor of the last batch consumed."""
+
+    def __init__(self, loader: Iterable[Batch], accumulation: int, cursor: dict[str, Any] | None) -> None:
+        self._batches: Iterator[Batch] = iter(loader)
+        self._accumulation = accumulation
+        self.cursor = cursor  # goes into the checkpoint
+        self.epoch = 0
+        self.stats: LoaderStats | None = None
+        self.bad_records = 0
+
+    def next_step(self) -> list[Batch]:
+        """The batches of the next step: fewer in the last step of the data, then none."""
+        batches = list(itertools.islice(self._batches, self._accumulation))
+        if batches:
+            self.cursor = batches[-1].state
+            self.epoch = batches[-1].stats.epoch
+            self.stats = batches[-1].stats
+            self.bad_records = batches[-1].stats.skipped
+        return batches
+
+
+def to_device(batch: Batch, device: torch.device, strategy: Strategy | None = None) -> MicroBatch:
+    """This rank's part of a batch on the device, or the whole batch without a strategy.
+
+    The copy is asynchronous (the loader pins its memory). Packed documents become one row.
+    """
+    tokens, targets, documents = (strategy or Single()).shard_batch(batch.tokens, batch.targets, batch.cu_seqlens)
+    max_seqlen = None
+    if isinstance(documents, torch.Tensor):
+        documents = documents.to(device, non_blocking=True)
+        max_seqlen = batch.tokens.shape[1]  # no document crosses the end of a sequence
+    tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
+    return MicroBatch(tokens, targets, documents, max_seqlen)
+
+
+class PhaseObserver(Protocol):
+    """Times the phases of a step."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around forward, backward (or both of them as `passes`), optimizer or communication."""
+        """Wraps forward, backward (or both as `passes`), optimizer, or communication."""
 
 
-class Unobserved:
-    """Nobody does."""
-
+class NoObserver:
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class RunsPasses(Protocol):
-    """Whoever makes forward and backward passes in another way than one launch after another (train/graph.py)."""
+class StepExecutor(Protocol):
+    """Alternative executor for forward and backward, e.g. CUDA graph replay (cuda_graph.py)."""
 
-    def passes(
+    def run(
         self, batches: Sequence[MicroBatch], scale: Tensor, phase: Callable[[str], AbstractContextManager[None]]
     ) -> Tensor:
-        """The summed loss of all micro-batches; the gradients of it times `scale` are left in `.grad`."""
+        """Returns the summed loss of all micro-batches; leaves the gradients of loss × scale in `.grad`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Device-side results of a step; reading them is the caller's decision."""
+    """Results of a step, on the device. The caller decides when to read them."""
 
     loss: Tensor  # mean over the target tokens of the whole step, all ranks
     grad_norm: Tensor  # global, before clipping
-    bad: Tensor  # bool: loss or gradients were not finite, and nothing was updated
+    nonfinite: Tensor  # bool: loss or gradients were not finite, so nothing was updated
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
@@ -83,34 +119,34 @@ def train_step(
     precision: str,
     guard: NonFiniteGuard,
     strategy: Strategy,
-    observer: Observes | None = None,
-    graph: RunsPasses | None = None,
+    observer: PhaseObserver | None = None,
+    executor: StepExecutor | None = None,
 ) -> StepResult:
-    """One update over all micro-batches together.
+    """One update over all micro-batches.
 
-    The loss is normalised by the targets of the whole step, on all ranks, not per micro-batch: packed
-    documents leave a different number of targets in each, and a mean of means would weigh them unequally.
+    The loss is normalised by the number of targets in the whole step on all ranks, not per micro-batch: packed
+    documents leave a different number of targets in each, so a mean of means would weight them unequally.
     """
-    phase = (observer or Unobserved()).phase
+    phase = (observer or NoObserver()).phase
     targets = torch.stack([(b.targets != IGNORED_TARGET).sum() for b in batches]).sum()
     with phase("communication"):
         targets = strategy.all_sum(targets).clamp(min=1)
-    # Gradients are averaged over ranks by DDP and FSDP, while the loss is a sum over ranks.
+    # DDP and FSDP average gradients over ranks, but the loss is a sum over ranks.
     scale = strategy.world_size / targets
-    if graph is None:
-        total = passes(model, batches, scale, precision, strategy, phase)
+    if executor is None:
+        total = run_eager(model, batches, scale, precision, strategy, phase)
     else:
-        total = graph.passes(batches, scale, phase)
+        total = executor.run(batches, scale, phase)
     with phase("communication"):
         mean = strategy.all_sum(total) / targets
     with phase("optimizer"):
         norm = global_norm(model.parameters())
-        bad, skip = guard.judge(step, mean, norm)
+        nonfinite, skip = guard.check(step, mean, norm)
         update(optimizer, lr, clip, norm, skip)
-    return StepResult(mean, norm, bad)
+    return StepResult(mean, norm, nonfinite)
 
 
-def passes(
+def run_eager(
     model: nn.Module,
     batches: Sequence[MicroBatch],
     scale: Tensor,
@@ -118,7 +154,7 @@ def passes(
     strategy: Strategy,
     phase: Callable[[str], AbstractContextManager[None]],
 ) -> Tensor:
-    """What RunsPasses does, launch by launch."""
+    """The default for StepExecutor.run: forward and backward of one micro-batch after another."""
     device = batches[0].tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     for i, batch in enumerate(batches):
@@ -129,3 +165,43 @@ def passes(
                 (loss * scale).backward()
         total += loss.detach()
     return total
+
+
+class NonFiniteGuard:
+    """Skips and counts non-finite steps on the device; the host reads the counts at the next log line.
+
+    Past a limit it freezes the weights until the host stops the run. That makes the dump of the step exact: no later
+    update can change the weights that produced it.
+    """
+
+    def __init__(self, device: torch.device, max_total: int, max_in_row: int) -> None:
+        self.max_total, self.max_in_row = max_total, max_in_row
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._halted_at = torch.zeros((), dtype=torch.int64, device=device)  # 0: not halted
+
+    def check(self, step: int, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(nonfinite, skip), both [] bool: whether loss or norm is not finite, and whether to skip the update."""
+        nonfinite = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        live = self._halted_at == 0
+        self._total += nonfinite & live
+        self._in_row = torch.where(live, torch.where(nonfinite, self._in_row + 1, 0), self._in_row)
+        over = (self._total > self.max_total) | (self._in_row > self.max_in_row)
+        self._halted_at = torch.where(live & nonfinite & over, step, self._halted_at)
+        return nonfinite, nonfinite | ~live
+
+    def halted_at(self) -> int:
+        """The step that exceeded a limit, 0 if none did. Waits for the device."""
+        return int(self._halted_at.item())
+
+    def total(self) -> int:
+        """Non-finite steps so far. Waits for the device."""
+        return int(self._total.item())
+
+    def state_dict(self) -> dict[str, int]:
+        """For the checkpoint. Waits for the device."""
+        return {"total": int(self._total.item()), "in_row": int(self._in_row.item())}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._total.fill_(state["total"])
+        self._in_row.fill_(state["in_row"])

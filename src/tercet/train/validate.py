@@ -1,32 +1,33 @@
-"""Validation documents: that there are some, and the loss on them, the same ones in the same batches every time."""
+"""Evaluation during training: validation loss on a fixed set of batches, and text samples."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from tercet.config.schema import RunConfig
-from tercet.data.errors import DataError, DataUsageError
 from tercet.data.loader import Batch, build_loader
 from tercet.data.sources import open_stream
+from tercet.data.stream import DataError, DataUsageError
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
+from tercet.model.sampling import NOTHING, Sampling, choose
 from tercet.parallel.strategy import Strategy
-from tercet.train.batches import to_device
-from tercet.train.step import autocast
+from tercet.train.step import autocast, to_device
 
-LOOK_AT_ONCE = 64  # records; those of a whole shuffle_block would come later, and none is used
+PREVIEW_RECORDS = 64  # shuffle block of `check_validation_data`, which needs only one document
 
 
-def check_documents(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse data without a document for validation, before any step is made: reads up to the first that there is."""
+def check_validation_data(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise before the first step if the data has no validation document. Reads up to the first one."""
     if not config.train.val_tokens:
         return
-    data = config.data.model_copy(update={"shuffle_block": min(config.data.shuffle_block, LOOK_AT_ONCE)})
-    # A mixture breaks off at a part that has none, however many the others have.
+    data = config.data.model_copy(update={"shuffle_block": min(config.data.shuffle_block, PREVIEW_RECORDS)})
+    # Every part of a mixture needs one.
     parts = [data.model_copy(update={"mixture": (part,)}) for part in data.mixture] or [data]
     for part in parts:
         try:
@@ -37,15 +38,15 @@ def check_documents(config: RunConfig, tokenizer: Tokenizer) -> None:
                 documents.close()
         except DataUsageError as error:
             raise UsageError(
-                f"train.val_tokens={config.train.val_tokens} asks for a validation that the data cannot give: {error}; "
-                "--train.val-tokens 0 turns it off"
+                f"train.val_tokens={config.train.val_tokens}, but the data has nothing to validate on: {error}; "
+                "turn validation off with --train.val-tokens 0"
             ) from None
         except DataError as error:
-            raise DataError(str(error)) from None  # a kind that can be sent to other ranks
+            raise DataError(str(error)) from None  # subclasses cannot be pickled and sent to other ranks
 
 
 class Validation:
-    """Reads its batches on first use and keeps them: finding them again may mean reading the whole corpus."""
+    """Validation loss. Keeps its batches: finding them again may mean reading the whole corpus."""
 
     def __init__(self, config: RunConfig, strategy: Strategy, tokenizer: Tokenizer) -> None:
         self._config, self._strategy, self._tokenizer = config, strategy, tokenizer
@@ -54,16 +55,16 @@ class Validation:
     def loss(
         self, model: nn.Module, device: torch.device, progress: Callable[[], None] = lambda: None
     ) -> tuple[float, int]:
-        """Mean nats per target token over all ranks, and the number of those tokens. Waits for the device.
+        """Mean loss per target token in nats over all ranks, and the number of target tokens. Waits for the device.
 
-        `progress` is called at each batch: a long validation is not a stall.
+        `progress` is called before each batch, so that a long validation does not look like a stall.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            for batch in self._read(progress):
+            for batch in self._load_batches(progress):
                 progress()
                 part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
@@ -74,15 +75,15 @@ class Validation:
         targets = int(self._strategy.all_sum(count).item())
         if targets == 0:
             raise UsageError(
-                f"validation has no target tokens in the {self._config.validation_passes} passes that train.val_tokens="
-                f"{self._config.train.val_tokens} asks for: raise it or data.validation_fraction, or turn validation "
-                "off with --train.val-tokens 0"
+                f"validation has no target tokens in {self._config.validation_passes} batches "
+                f"(train.val_tokens={self._config.train.val_tokens}): raise train.val_tokens or "
+                "data.validation_fraction, or turn validation off with --train.val-tokens 0"
             )
         return float(self._strategy.all_sum(total).item()) / targets, targets
 
-    def _read(self, progress: Callable[[], None]) -> list[Batch]:
+    def _load_batches(self, progress: Callable[[], None]) -> list[Batch]:
         if self._batches is None:
-            config, found = self._config, []
+            config, batches = self._config, []
             with build_loader(
                 config.data,
                 seed=config.run.seed,
@@ -94,6 +95,44 @@ class Validation:
             ) as loader:
                 for batch in itertools.islice(loader, config.validation_passes):
                     progress()
-                    found.append(batch)
-            self._batches = found
+                    batches.append(batch)
+            self._batches = batches
         return self._batches
+
+
+def sample_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float,
+    context: int,
+    device: torch.device,
+    precision: str,
+    seed: int,
+    agree: Callable[[Callable[[], int]], int] = lambda choose: choose(),
+) -> str:
+    """Continue `prompt` until end of document or `tokens` tokens, reading at most `context` tokens.
+
+    Uncached, so that it works under every strategy. Uses its own random generator, so that sampling does not change
+    training. `agree` makes all ranks use the same choice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sampling = Sampling(temperature=temperature)
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    start = len(ids)
+    was_training = model.training
+    model.eval()
+    # Every length is a new shape: compiled blocks would compile again for each.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(device, precision):
+        for _ in range(tokens):
+            logits = model(torch.tensor([ids[-context:]], device=device))[:, -1].float().cpu()
+            token = int(choose(logits, sampling, torch.rand(1, dtype=torch.float64, generator=generator)))
+            # Ranks that choose differently would deadlock in the next forward pass.
+            token = agree(partial(int, token))
+            if token in (tokenizer.eos_id, NOTHING):
+                break
+            ids.append(token)
+    model.train(was_training)
+    return tokenizer.decode(ids[start:])

@@ -1,6 +1,6 @@
-"""Hugging Face transformers: importing this module makes Tercet's models known to AutoConfig and AutoModelForCausalLM.
+"""Hugging Face transformers. Importing this package registers Tercet's models with the Auto classes.
 
-No code comes with an exported folder, so nothing remote is ever trusted: the classes are these.
+Exported folders contain no code, so trust_remote_code is never needed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ except ImportError:
 
     raise TercetError("tercet.interop.huggingface needs transformers: pip install 'tercet[hub]'") from None
 
-from tercet.interop.huggingface.cache import TercetCache
-from tercet.interop.huggingface.config import TercetConfig
-from tercet.interop.huggingface.model import TercetForCausalLM
+from tercet.interop.huggingface.model import TercetCache, TercetConfig, TercetForCausalLM
 
 AutoConfig.register(TercetConfig.model_type, TercetConfig, exist_ok=True)
 AutoModelForCausalLM.register(TercetConfig, TercetForCausalLM, exist_ok=True)

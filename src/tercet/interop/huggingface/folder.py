@@ -1,15 +1,17 @@
-"""A folder in Hugging Face's form: whether it is whole, and its tensors. Reads safetensors only, never pickles."""
+"""Model folders in Hugging Face format: check, read and write them. Reads safetensors only, never pickles."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from tercet.errors import UsageError
+from tercet.errors import TercetError, UsageError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -17,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class FolderError(UsageError):
-    """A folder that is not a whole model."""
+    """A folder without a complete model."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -25,17 +27,17 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FolderError(
-            f"{path.parent} has no {path.name}: it is no Hugging Face model, or was only half written; export it again"
+            f"{path.parent} has no {path.name}: it is not a Hugging Face model, or is incomplete; export it again"
         ) from None
     except (OSError, ValueError) as error:
-        raise FolderError(f"{path} cannot be read ({error}): it is damaged or half written; export it again") from None
+        raise FolderError(f"{path} cannot be read ({error}): it is damaged or incomplete; export it again") from None
     if not isinstance(value, dict):
-        raise FolderError(f"{path} holds {type(value).__name__}, not an object: it is no Hugging Face model")
+        raise FolderError(f"{path} contains {type(value).__name__}, expected an object: it is not a Hugging Face model")
     return value
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, all there."""
+    """The weight files; raises if one is missing."""
     if (folder / INDEX).is_file():
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
     else:
@@ -43,32 +45,56 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if not (folder / name).is_file():
             others = sorted(p.name for p in folder.glob("*.bin"))
-            pickles = f"; {others[0]} is a pickle, which is not read: convert it to safetensors" if others else ""
-            raise FolderError(f"{folder} has no {name}: it is half written or half copied; export it again{pickles}")
+            pickles = f"; {others[0]} is a pickle, which is not supported: convert it to safetensors" if others else ""
+            raise FolderError(f"{folder} has no {name}: it is incomplete; export or copy it again{pickles}")
     return [folder / name for name in names]
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight, one at a time."""
-    from safetensors import SafetensorError, safe_open
-
+    """Yield the name and tensor of every weight."""
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as stream:
-                for name in stream.keys():  # noqa: SIM118  (no mapping)
-                    yield name, stream.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise FolderError(f"{path} cannot be read ({error}): it is cut short or damaged; copy it again") from None
+        with _open_weights(path) as stream:
+            for name in stream.keys():  # noqa: SIM118  (not a mapping)
+                yield name, stream.get_tensor(name)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that is not whole, in one line, before anything is built. Reads headers only."""
-    from safetensors import SafetensorError, safe_open
-
+    """Raise if the folder is incomplete or damaged. Reads headers only."""
     read_json(folder / CONFIG)
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise FolderError(f"{path} cannot be read ({error}): it is cut short or damaged; copy it again") from None
+        with _open_weights(path):
+            pass
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as stream:
+            yield stream
+    except (OSError, SafetensorError) as error:
+        raise FolderError(f"{path} cannot be read ({error}): it is cut short or damaged; copy it again") from None
+
+
+def check_empty(out: Path) -> None:
+    """Raise if an output folder exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: choose another folder, or remove it")
+
+
+@contextmanager
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to, and rename it to `out` on success. An interrupted write leaves no `out`."""
+    temporary = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # left over from an interrupted write
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        raise TercetError(f"cannot write {out} ({error}): free disk space, or choose another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tercet's tokenizers as transformers' own: the same text gives the same tokens."""
+"""Convert Tercet's tokenizers to transformers tokenizers that produce the same tokens."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tercet.errors import TercetError
 BYTE_EOS = "<|endoftext|>"
 
 
-def as_transformers(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that `save_pretrained` writes and AutoTokenizer reads, with EOS for padding too."""
+def as_transformers_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
+    """A tokenizer for `save_pretrained` and AutoTokenizer. EOS is also the padding token."""
     from tokenizers import Tokenizer as Library
 
     library: Any
     end: str | None
     if isinstance(tokenizer, ByteTokenizer):
-        library, end = _bytes(), BYTE_EOS
+        library, end = _byte_tokenizer(), BYTE_EOS
     elif isinstance(tokenizer, LibraryTokenizer):
         library = Library.from_str(tokenizer.to_str())
         end = library.id_to_token(tokenizer.eos_id)
     else:
         raise TercetError(
-            f"tokenizer {tokenizer.name} has no form that transformers reads: use byte or a tokenizer.json"
+            f"tokenizer {tokenizer.name} cannot be converted for transformers: use byte or a tokenizer.json"
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=library,
@@ -34,17 +34,17 @@ def as_transformers(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFa
         model_max_length=context,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        # "<|endoftext|>" within a text is text here, as it was in training
+        # "<|endoftext|>" inside a text is ordinary text, as in training
         split_special_tokens=True,
     )
 
 
-def _bytes() -> object:
-    """256 tokens, each the byte of its number, but for 0, which no text holds and which is EOS."""
+def _byte_tokenizer() -> object:
+    """256 tokens, one per byte; byte 0 never occurs in text and is EOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = _byte_letters()
-    vocabulary = {letter: byte for byte, letter in letters.items() if byte != 0} | {BYTE_EOS: 0}
+    table = _byte_table()
+    vocabulary = {char: byte for byte, char in table.items() if byte != 0} | {BYTE_EOS: 0}
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
@@ -52,10 +52,9 @@ def _bytes() -> object:
     return library
 
 
-def _byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte in byte-level vocabularies: itself if it is printable Latin-1, else one
-    from U+0100 on, in order."""
+def _byte_table() -> dict[int, str]:
+    """GPT-2's byte-to-unicode table: printable Latin-1 maps to itself, other bytes to U+0100 and up, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in letters]
-    return letters | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+    table = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in table]
+    return table | {byte: chr(0x100 + n) for n, byte in enumerate(others)}

@@ -1,0 +1,657 @@
+"""Generate the tables of the results pages from the committed result files.
+
+    python scripts/results_tables.py             # rewrite every table between its markers
+    python scripts/results_tables.py --check     # exit code 1 if a page is out of date
+    python scripts/results_tables.py NSA=runs/perplexity-nsa.txt dense=runs/perplexity-dense.txt
+                                                 # print one table for your own runs; the last one is the baseline
+
+A page marks a table with `<!-- table:NAME -->` and `<!-- /table -->`; TABLES below maps each name to a function. The
+last form accepts what `tercet eval perplexity` and `tercet eval needle` print, and a run's `val.csv` and `k_stats.csv`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "results"
+QUALITY = RESULTS / "quality"
+MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+BRANCHES = ("compressed", "selected", "window")
+
+Records = dict[str, dict[str, Any]]
+
+
+# Reading result files
+
+
+def read_eval(path: Path) -> dict[str, Any]:
+    """The JSON line that ends the output of every `tercet eval`."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
+    except (OSError, IndexError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} does not end with the JSON line of `tercet eval`: {error}") from error
+    return record
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            return list(csv.DictReader(stream))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def losses(path: Path) -> dict[int, float]:
+    """Validation loss by step."""
+    return {int(row["step"]): float(row["loss"]) for row in read_csv(path)}
+
+
+def gates_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The gates of a verdict.json, those outside the verdict included."""
+    verdict = json.loads(path.read_text(encoding="utf-8"))
+    return {gate["name"]: gate for gate in [*verdict["gates"], *verdict["beyond"]]}
+
+
+def first_number(text: str) -> float:
+    return float(re.findall(r"[\d,]+\.?\d*", text)[0].replace(",", ""))
+
+
+# Formatting
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, *rows]
+    return "\n".join([_line(lines[0]), "|" + "---|" * len(head), *(_line(cells) for cells in lines[1:])])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+
+def change(ratio: float, digits: int = 1) -> str:
+    return f"{ratio - 1:+.{digits}%}".replace("-", "−")
+
+
+def span(first: int, last: int) -> str:
+    return f"{first:,}–{last:,}" if first < last else f"{first:,}"
+
+
+def share(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.01 else f"{value:.1%}"
+
+
+# Tables of one kind of result file; the last record is the baseline
+
+
+def by_context(records: Records, first: int = 0) -> str:
+    """Loss by context length: one row per bin, one column per model, then each model against the last one."""
+    bins = {name: [*record["by_position"], record["all"]] for name, record in records.items()}
+    measured = {name: [(b["first"], b["last"], b["tokens"]) for b in found] for name, found in bins.items()}
+    *others, base = records
+    for name in others:
+        if measured[name] != measured[base]:
+            raise ValueError(f"{name} was measured on other tokens than {base}: evaluate both on the same tokens")
+    rows = []
+    for at, (low, high, tokens) in enumerate(measured[base]):
+        whole = at == len(measured[base]) - 1
+        if low < first and not whole:
+            continue
+        found = {name: column[at]["loss"] for name, column in bins.items()}
+        rows.append(
+            [
+                "all" if whole else span(low, high),
+                f"{tokens:,}",
+                *(f"{loss:.4f}" for loss in found.values()),
+                *(change(found[name] / found[base]) for name in others),
+            ]
+        )
+    return table(["context", "tokens", *records, *(f"{name} vs {base}" for name in others)], rows)
+
+
+def by_step(records: Records) -> str:
+    """Validation loss: one row per step at which all runs were validated."""
+    found = {name: {int(r["step"]): float(r["loss"]) for r in record["rows"]} for name, record in records.items()}
+    *others, base = found
+    rows = [
+        [
+            f"{step:,}",
+            *(f"{by[step]:.3f}" for by in found.values()),
+            *(change(found[name][step] / found[base][step]) for name in others),
+        ]
+        for step in sorted(set.intersection(*map(set, found.values())))
+    ]
+    return table(["step", *found, *(f"{name} vs {base}" for name in others)], rows)
+
+
+def needles(records: Records, lengths: Iterable[int] | None = None) -> str:
+    """Loss of the answer (correct answers): one row per distance from the end, one column per length and model."""
+    found = {
+        (length, name): [f for f in record["found"] if f["length"] == length]
+        for length in sorted(lengths or {f["length"] for record in records.values() for f in record["found"]})
+        for name, record in records.items()
+    }
+    depths = sorted({f["depth"] for column in found.values() for f in column}, reverse=True)
+    rows = []
+    for depth in depths:
+        at = [[f for f in column if f["depth"] == depth] for column in found.values()]
+        rows.append([f"{1 - depth:.0%}", *(f"{f[0]['nats']:.2f} ({f[0]['right']})" if f else "" for f in at)])
+    totals = [f"{sum(f['right'] for f in column)} of {sum(f['asked'] for f in column)}" for column in found.values()]
+    rows.append(["**correct**", *totals])
+    return table(["distance", *(f"{name}, {length / 1024:g}k" for length, name in found)], rows)
+
+
+def gate_shares(records: Records) -> str:
+    """Share of its gates that each layer gives each branch at the last reading."""
+    columns: dict[str, list[str]] = {}
+    for name, record in records.items():
+        last = max(int(r["step"]) for r in record["rows"])
+        end = [r for r in record["rows"] if int(r["step"]) == last]
+        for branch in BRANCHES:
+            columns[f"{name}, {branch}"] = [share(float(r[f"gate_share_{branch}"])) for r in end]
+    layers = range(max(map(len, columns.values())))
+    return table(["layer", *columns], [[str(at), *(column[at] for column in columns.values())] for at in layers])
+
+
+# Tables of docs/nsa.md
+
+
+def keys_per_query() -> str:
+    """Keys that the last query of a sequence reads, by SPEC's formulas, with the operator's defaults."""
+    compress_block, stride, block, count, window = 32, 16, 64, 16, 512
+    rows = []
+    for tokens in (2048, 8192, 65_536, 1_048_576):
+        compressed = (tokens - compress_block) // stride + 1
+        selected = min(count * block, tokens)
+        total = compressed + selected + min(window, tokens)
+        numbers = (tokens, compressed, selected, min(window, tokens), total)
+        rows.append([*(f"{number:,}" for number in numbers), f"{tokens / total:.1f}×"])
+    return table(["sequence", "compressed", "selected", "window", "keys read", "fewer than dense"], rows)
+
+
+# Tables of docs/results/quality.md
+
+
+def _quality_evals(kind: str, *names: str) -> Records:
+    labels = {"nsa": "NSA", "paper": "paper", "dense": "dense"}
+    return {labels[name]: read_eval(QUALITY / f"{kind}-{name}.txt") for name in names}
+
+
+def quality_summary() -> str:
+    verdicts = {
+        "nsa": gates_of(RESULTS / "production" / "verdict.json"),
+        "dense": gates_of(RESULTS / "production" / "dense" / "verdict.json"),
+    }
+    last = {name: losses(QUALITY / f"{name}-validation.csv") for name in verdicts}
+    whole = {name: read_eval(QUALITY / f"perplexity-{name}.txt")["all"] for name in verdicts}
+    found = {name: read_eval(QUALITY / f"needle-{name}.txt")["found"] for name in verdicts}
+    speed = {name: first_number(gates["throughput"]["evidence"]["tokens/s"]) for name, gates in verdicts.items()}
+    peak = {name: first_number(gates["memory"]["evidence"]["peak"]) for name, gates in verdicts.items()}
+    weights = {name: int(gates["numerics"]["evidence"]["weights"].split()[1]) for name, gates in verdicts.items()}
+    right = {name: sum(f["right"] for f in cells) for name, cells in found.items()}
+    asked = sum(f["asked"] for f in found["nsa"])
+    end = {name: by[max(by)] for name, by in last.items()}
+    loss = {name: record["loss"] for name, record in whole.items()}
+
+    def line(label: str, values: dict[str, float], form: str, compared: str) -> list[str]:
+        return [label, *(form.format(value) for value in values.values()), compared]
+
+    return table(
+        ["", "NSA (`m7c`)", "dense (`m7c-dense`)", "NSA vs dense"],
+        [
+            line("held-out loss at the end, nats per byte", end, "{:.4f}", change(end["nsa"] / end["dense"])),
+            line("held-out loss, twice as much text", loss, "{:.4f}", change(loss["nsa"] / loss["dense"])),
+            line(f"needles found, of {asked}", right, "{}", change(right["nsa"] / right["dense"], 0)),
+            line("tokens/s, packed documents", speed, "{:,.0f}", f"{speed['nsa'] / speed['dense']:.2f}×"),
+            line("peak memory, GiB", peak, "{:.1f}", f"{peak['nsa'] / peak['dense']:.2f}×"),
+            line("parameters", weights, "{:,}", f"{weights['nsa'] / weights['dense']:.2f}×"),
+        ],
+    )
+
+
+def quality_validation() -> str:
+    files = {"NSA": "nsa", "paper": "paper", "dense": "dense"}
+    return by_step({label: {"rows": read_csv(QUALITY / f"{name}-validation.csv")} for label, name in files.items()})
+
+
+def quality_context() -> str:
+    return by_context(_quality_evals("perplexity", "nsa", "paper", "dense"), first=8)
+
+
+def quality_needles() -> str:
+    return needles(_quality_evals("needle", "nsa", "dense"))
+
+
+def quality_needle_totals() -> str:
+    """Needles found by length, for all three models, and the median loss over the distances."""
+    records = _quality_evals("needle", "nsa", "paper", "dense")
+    rows = []
+    for length in sorted({f["length"] for f in records["NSA"]["found"]}):
+        cells = [[f for f in record["found"] if f["length"] == length] for record in records.values()]
+        asked = sum(f["asked"] for f in cells[0])
+        medians = [f"{statistics.median(f['nats'] for f in column):.2f}" for column in cells]
+        rows.append([f"{length:,}", *(f"{sum(f['right'] for f in column)} of {asked}" for column in cells), *medians])
+    return table(["length", *(f"{n}, found" for n in records), *(f"{n}, median nats" for n in records)], rows)
+
+
+def quality_confidence() -> str:
+    """NSA against dense by every measure that the files hold, with what they say about the spread."""
+    steps = {name: [float(row[name]) for row in read_csv(QUALITY / "every-step.csv")] for name in STEP_COLUMNS}
+    dense, whole_dense = losses(QUALITY / "dense-validation.csv"), read_eval(QUALITY / "perplexity-dense.txt")["all"]
+    tokens = int(read_csv(QUALITY / "dense-validation.csv")[-1]["tokens"])
+    end = max(dense)
+    columns = []
+    for name, column in (("nsa", "nsa"), ("paper", "nsa_paper")):
+        mine, whole = losses(QUALITY / f"{name}-validation.csv"), read_eval(QUALITY / f"perplexity-{name}.txt")["all"]
+        rest = [record["nats"] - tokens * loss for record, loss in ((whole, mine[end]), (whole_dense, dense[end]))]
+        late = sorted(mine[step] / dense[step] for step in mine if step >= 1500)
+        ratios = [
+            sum(steps[column][at : at + 25]) / sum(steps["dense"][at : at + 25]) for at in range(end - 500, end, 25)
+        ]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        columns.append(
+            [
+                change(mine[end] / dense[end]),
+                change(rest[0] / rest[1]),
+                change(whole["loss"] / whole_dense["loss"]),
+                f"{change(late[0])} to {change(late[-1])}, mean {change(statistics.mean(late))}",
+                f"{change(statistics.mean(ratios), 2)} ± {error:.2%}",
+            ]
+        )
+    labels = [
+        f"validation during the run, {tokens:,} tokens",
+        "the evaluation's other tokens",
+        f"the whole evaluation, {whole_dense['tokens']:,} tokens",
+        "the validations from step 1,500 on",
+        "training loss, last 500 steps (± standard error)",
+    ]
+    rows = [list(row) for row in zip(labels, *columns, strict=True)]
+    return table(["measure", "NSA vs dense", "paper vs dense"], rows)
+
+
+STEP_COLUMNS = ("nsa", "nsa_paper", "dense")
+
+
+def _tiny(kind: str) -> dict[int, float]:
+    rows = read_csv(QUALITY / "tiny-seeds.csv")
+    return {int(row["seed"]): float(row["validation_loss"]) for row in rows if row["kind"] == kind}
+
+
+def tiny_seeds() -> str:
+    nsa, dense = _tiny("nsa"), _tiny("dense")
+    ratios = [nsa[seed] / dense[seed] for seed in sorted(nsa)]
+    rows = [
+        [str(seed), f"{nsa[seed]:.3f}", f"{dense[seed]:.3f}", change(ratio)]
+        for seed, ratio in zip(sorted(nsa), ratios, strict=True)
+    ]
+    mean = [f"{statistics.mean(found.values()):.3f}" for found in (nsa, dense)]
+    rows.append(["**mean**", *mean, f"**{change(statistics.mean(ratios))}**"])
+    spread = statistics.stdev(ratios)
+    rows.append(["standard deviation (error)", "", "", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"])
+    return table(["seed", "NSA", "dense", "NSA vs dense"], rows)
+
+
+def tiny_ablations() -> str:
+    labels = {
+        "window-only": ("window branch only", "--model.branches window"),
+        "no-selected": ("no selected branch", "--model.branches compressed window"),
+        "shared-kv": ("one K/V set for all branches", "--model.shared_kv"),
+        "softmax-gate": ("softmax gate", "--model.gate softmax"),
+        "mean-phi": ("φ = mean", "--model.compression mean"),
+        "no-initial": ("no forced first block", "--model.nsa.select_initial 0"),
+    }
+    base = _tiny("nsa")[1]
+    rows = [
+        [label, f"`{flag}`", f"{_tiny(kind)[1]:.3f}", change(_tiny(kind)[1] / base)]
+        for kind, (label, flag) in labels.items()
+    ]
+    return table(["ablation, seed 1", "flag", "loss", "vs NSA"], rows)
+
+
+def tiny_choice() -> str:
+    rows = read_csv(QUALITY / "tiny-choice.csv")
+    labels = {"as it is": "as in the preset"}
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    seeds = sorted({row["seed"] for row in rows})
+    found = {(row["variant"], row["seed"]): row["validation_loss"] for row in rows}
+    cells = [[labels.get(name, f"`{name}`"), *(found[name, seed] for seed in seeds)] for name in names]
+    return table(["`tiny`, held-out loss", *(f"seed {seed}" for seed in seeds)], cells)
+
+
+# Tables of docs/results/quality/block-choice.md
+
+TOY_VARIANTS = {
+    "dense": "dense",
+    "base+all": "NSA, every block read",
+    "base": "**NSA, paper's settings** (base)",
+    "base+half": "l halved",
+    "base+small": "ten blocks of 8",
+    "base+free": "no forced first block, one local block",
+    "shared": "one K/V set",
+    "base+mean": "φ = mean",
+    "base+slow": "φ at a tenth of the learning rate",
+    "tie": "tied keys",
+    "tie+half": "tied keys, l halved",
+    "tie+mean": "tied keys, φ = mean",
+    "tie+keymean": "tied keys, φ = mean for keys only",
+    "tie+slow": "tied keys, slow φ",
+    "tie+half+mean": "tied keys, φ = mean, l halved",
+    "tie+mean+small": "tied keys, φ = mean, ten blocks of 8",
+    "tie+half+mean+small": "tied keys, φ = mean, l halved, blocks of 8",
+}
+
+
+def _toy_rows() -> dict[str, list[dict[str, str]]]:
+    """One-layer rows by variant; tied variants come from the runs with `compress_selected_keys`."""
+    option, plain = (read_csv(QUALITY / "choice" / name) for name in ("toy-option.csv", "toy.csv"))
+    rows = [row for row in plain if "tie" not in row["variant"]] + [row for row in option if "tie" in row["variant"]]
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        if row["layers"] == "1":
+            found.setdefault(row["variant"], []).append(row)
+    return found
+
+
+def toy() -> str:
+    found = _toy_rows()
+    if found.keys() != TOY_VARIANTS.keys():
+        raise ValueError(f"toy variants without a label or a row: {found.keys() ^ TOY_VARIANTS.keys()}")
+    columns = ("copied", "hit_far", "chance_far", "gate_compressed")
+    rows = [
+        [label, *(" / ".join(row[column] for row in found[variant] if row[column]) for column in columns)]
+        for variant, label in TOY_VARIANTS.items()
+    ]
+    head = ["layer", "copied tokens, nats", "source in a chosen block", "by chance", "compressed gate"]
+    return table(head, rows)
+
+
+def toy_keys() -> str:
+    """How often base would choose a block with the source if it chose by means of its own selected keys."""
+    rows = [row for row in read_csv(QUALITY / "choice" / "toy-option.csv") if row["variant"] == "base"]
+    columns = {
+        "its own choice": "hit_far",
+        "mean of 8 keys": "mean_8_far",
+        "mean of 4 keys": "mean_4_far",
+        "mean of 2 keys": "mean_2_far",
+        "the keys themselves": "mean_1_far",
+    }
+    cells = [["source in a chosen block", *(" / ".join(row[c] for row in rows) for c in columns.values())]]
+    return table(["base chooses blocks by", *columns], cells)
+
+
+SMALL_MODELS = {  # variant: what it changes, and the variants that it is compared with
+    "base": ("paper's settings", {}),
+    "tie": ("tied keys", {"base": "base"}),
+    "l16": ("l = 16", {"base": "base"}),
+    "tie+l16": ("tied keys, l = 16", {"base": "base", "l16": "tie", "tie": "l16"}),
+    "l16+mean": ("l = 16, φ = mean", {"base": "base", "l16": "mean"}),
+    "tie+l16+mean": ("**all three: `m7c`**", {"base": "base", "tie+l16": "mean", "l16+mean": "tie"}),
+    "tie+l16+mean+s32": ("and 32 blocks of 32", {"base": "base", "tie+l16+mean": "s32"}),
+    "l16+s32": ("l = 16, 32 blocks of 32", {"base": "base", "l16": "s32"}),
+    "tie+l16+free": ("tie+l16, no forced first block", {"base": "base", "tie+l16": "free"}),
+    "shared+l16": ("l = 16, one K/V set", {"base": "base", "l16": "shared"}),
+    "dense": ("dense", {}),
+}
+CHOICE_CONTEXT = ("tie", "l16", "tie+l16", "l16+mean", "tie+l16+mean", "tie+l16+mean+s32", "l16+s32", "base")
+CHOICE_NEEDLES = ("base", "l16", "tie+l16", "l16+mean", "tie+l16+mean", "tie+l16+mean+s32")
+
+
+def small_models() -> str:
+    found = {name: losses(QUALITY / "choice" / f"{name}-validation.csv") for name in SMALL_MODELS}
+    steps = sorted(found["base"])
+    rows = []
+    for name, (label, against) in SMALL_MODELS.items():
+        end = found[name][steps[-1]]
+        effects = {word: change(end / found[other][steps[-1]]) for other, word in against.items()}
+        parts = ", ".join(f"{word} {effect}" for word, effect in effects.items() if word != "base")
+        values = [f"{found[name][step]:.3f}" for step in steps[:-1]] + [f"{end:.4f}"]
+        rows.append([name, label, *values, effects.get("base", ""), parts])
+    head = ["variant", "settings", *(f"{step:,}" for step in steps), "vs base", "effect of one change"]
+    return table(head, rows)
+
+
+def small_context() -> str:
+    """Loss against base by context, and base's own loss."""
+    found = {name: read_eval(QUALITY / "choice" / f"{name}-perplexity.txt") for name in CHOICE_CONTEXT}
+    bins = {
+        name: [b for b in record["by_position"] if b["first"] >= 128] + [record["all"]]
+        for name, record in found.items()
+    }
+    rows = []
+    for at, base in enumerate(bins["base"]):
+        whole = at == len(bins["base"]) - 1
+        against = [change(bins[name][at]["loss"] / base["loss"]) for name in CHOICE_CONTEXT if name != "base"]
+        rows.append(["all" if whole else span(base["first"], base["last"]), f"{base['loss']:.4f}", *against])
+    return table(["context", "base, nats", *(name for name in CHOICE_CONTEXT if name != "base")], rows)
+
+
+def small_needles() -> str:
+    """Needles found by length; in brackets the loss of the answer 10% and 40% of the length back."""
+    rows = []
+    for name in CHOICE_NEEDLES:
+        found = read_eval(QUALITY / "choice" / f"{name}-needle.txt")["found"]
+        cells = []
+        for length in (1024, 2048, 4096, 8192):
+            here = [f for f in found if f["length"] == length]
+            near, far = (next(f["nats"] for f in here if f["depth"] == depth) for depth in (0.9, 0.6))
+            right = f"{sum(f['right'] for f in here)} of {sum(f['asked'] for f in here)}"
+            cells.append(f"{right} ({near:.2f}, {far:.2f})")
+        rows.append([name, *cells])
+    return table(["variant", "1,024", "2,048", "4,096", "8,192"], rows)
+
+
+def blocks_of_32() -> str:
+    steps = json.loads((QUALITY / "choice" / "s32-steps.json").read_text(encoding="utf-8"))["results"]
+    gates = gates_of(RESULTS / "production" / "verdict.json")["throughput"]["evidence"]
+    nsa, dense = (first_number(gates[key]) for key in ("tokens/s", "dense twin"))
+    rows = [["32 blocks of 32", f"{s['batch']} × {s['length']:,}", f"{s['nsa']['tokens_per_s']:,.0f}"] for s in steps]
+    rows += [["16 blocks of 64 (`m7c`)", "8 × 8,192", f"{nsa:,.0f}"], ["dense", "8 × 8,192", f"{dense:,.0f}"]]
+    ratios = [float(row[2].replace(",", "")) / dense if row[1] == "8 × 8,192" else None for row in rows]
+    head = ["selected blocks", "batch", "tokens/s", "vs dense on packed documents"]
+    return table(head, [[*row, f"{ratio:.2f}×" if ratio else ""] for row, ratio in zip(rows, ratios, strict=True)])
+
+
+def quality_gates() -> str:
+    files = {"`m7c`": "nsa", "paper": "paper"}
+    return gate_shares({label: {"rows": read_csv(QUALITY / f"{name}-layers.csv")} for label, name in files.items()})
+
+
+# Tables of docs/results/quality/windows.md
+
+WINDOWS = {"w128": "w128", "w512 shared": "w512-shared", "w512": "w512", "dense": "dense"}
+
+
+def _window_evals(kind: str) -> Records:
+    return {label: read_eval(QUALITY / "windows" / f"{name}-{kind}.txt") for label, name in WINDOWS.items()}
+
+
+def windows_validation() -> str:
+    folder = QUALITY / "windows"
+    return by_step({label: {"rows": read_csv(folder / f"{name}-validation.csv")} for label, name in WINDOWS.items()})
+
+
+def windows_context() -> str:
+    return by_context(_window_evals("perplexity"), first=64)
+
+
+def windows_needles() -> str:
+    return needles(_window_evals("needle"), lengths=(1024,))
+
+
+def windows_needles_2k() -> str:
+    found = _window_evals("needle")
+    return needles({name: found[name] for name in ("w128", "dense")}, lengths=(2048,))
+
+
+# Tables of docs/results/production.md
+
+
+def production_gates() -> str:
+    gates = gates_of(RESULTS / "production" / "verdict.json")
+    seen = {name: gate["evidence"] for name, gate in gates.items()}
+    overlap = [float(row["selected_overlap"]) for row in read_csv(QUALITY / "nsa-layers.csv")[-12:]]
+    speed, dense = (first_number(seen["throughput"][key]) for key in ("tokens/s", "dense twin"))
+    blocked = re.findall(r"[\d.]+", seen["checkpoint and resume"]["standing still"])
+    parity = re.findall(r"forward (\S+), backward (\S+), (\S+) of slots", seen["numerics"]["kernel parity"])[0]
+    validation = re.findall(r"over ([\d,]+) tokens", seen["data"]["validation"])[0]
+    evidence = {
+        "record": f"{seen['record']['events'].split()[0]} events, no step missing or repeated, over two processes",
+        "stability": f"{seen['stability']['steps']} steps, loss {seen['stability']['loss']}, "
+        f"{seen['stability']['loss spikes']} spikes, {seen['stability']['stalls']} stalls",
+        "memory": f"peak {seen['memory']['peak']}; between steps {seen['memory']['growth']}",
+        "throughput": f"{speed:,.0f} tokens/s, {speed / dense:.2f}× dense ({dense:,.0f})",
+        "routing": f"Triton kernels in {sum(first_number(p) for p in seen['routing'].values()):,.0f} passes, no other",
+        "selection health": f"{_healthy(seen['selection health'])}; {min(overlap):.0%} to {max(overlap):.0%} "
+        "of the blocks stay from token to token",
+        "fallbacks": f"{seen['fallbacks']['fallbacks']} in {seen['fallbacks']['passes']} passes",
+        "checkpoint and resume": f"{seen['checkpoint and resume']['saved']} saved, resumed once; "
+        f"training blocked for {float(blocked[0]):.1f} s ({float(blocked[1]):.1f}%)",
+        "data": f"{seen['data']['waiting for data']} waiting; validated on {validation} tokens",
+        "numerics": f"kernels vs reference: forward {parity[0]}, backward {parity[1]}, {parity[2]} of selections equal",
+        "several devices": "one GPU; not part of the verdict",
+    }
+    return table(["gate", "verdict", "evidence"], [[name, gates[name]["verdict"], evidence[name]] for name in gates])
+
+
+def _healthy(seen: dict[str, str]) -> str:
+    affected = re.findall(r"(\d+) of (\d+) layers", seen["gate collapse"])[0]
+    return f"{affected[0]} of {affected[1]} layers with a collapsed gate"
+
+
+# Tables of docs/results/recall.md
+
+
+def _recall(runs: dict[str, list[dict[str, Any]]], first: int = 0) -> str:
+    rows = []
+    for at, bin in enumerate(next(iter(runs.values()))):
+        if bin["first"] >= first:
+            found = [f"{found[at]['accuracy']:.1%} of {found[at]['asked']}" for found in runs.values()]
+            rows.append([span(bin["first"], bin["last"]), *found])
+    return table(["tokens back", *runs], rows)
+
+
+def _recall_small(length: int) -> str:
+    runs = read_eval(RESULTS / "recall" / f"small-{length}.txt")["runs"]
+    return _recall({name: run["by_distance"] for name, run in zip(("NSA", "window only"), runs, strict=True)})
+
+
+def recall_64() -> str:
+    return _recall_small(64)
+
+
+def recall_256() -> str:
+    return _recall_small(256)
+
+
+def recall_long() -> str:
+    runs = {}
+    for name, file in (("NSA", "long-one-nsa.json"), ("window only", "long-one-window.json")):
+        record = json.loads((RESULTS / "recall" / file).read_text(encoding="utf-8"))
+        runs[name] = record["models"][name]["by_distance"]
+    return _recall(runs, first=64)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "keys-per-query": keys_per_query,
+    "quality-summary": quality_summary,
+    "quality-validation": quality_validation,
+    "quality-context": quality_context,
+    "quality-needles": quality_needles,
+    "quality-needle-totals": quality_needle_totals,
+    "quality-confidence": quality_confidence,
+    "tiny-seeds": tiny_seeds,
+    "tiny-ablations": tiny_ablations,
+    "tiny-choice": tiny_choice,
+    "toy": toy,
+    "toy-keys": toy_keys,
+    "small-models": small_models,
+    "small-context": small_context,
+    "small-needles": small_needles,
+    "blocks-of-32": blocks_of_32,
+    "quality-gates": quality_gates,
+    "windows-validation": windows_validation,
+    "windows-context": windows_context,
+    "windows-needles": windows_needles,
+    "windows-needles-2k": windows_needles_2k,
+    "production-gates": production_gates,
+    "recall-64": recall_64,
+    "recall-256": recall_256,
+    "recall-long": recall_long,
+}
+
+
+def pages() -> list[Path]:
+    """Every page with at least one marked table, but for those of scripts/performance_tables.py."""
+    found = (page for page in sorted(DOCS.rglob("*.md")) if page != DOCS / "performance.md")
+    return [page for page in found if MARKED.search(page.read_text(encoding="utf-8"))]
+
+
+def fill(text: str) -> str:
+    """The page with every marked table generated anew."""
+
+    def generated(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"table:{match[2]} is unknown: pick one of {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
+
+    return MARKED.sub(generated, text)
+
+
+def print_table(arguments: list[str]) -> None:
+    """One table from files given as NAME=FILE."""
+    records: Records = {}
+    for name, _, file in (given.partition("=") for given in arguments):
+        path = Path(file)
+        records[name] = _run_file(path) if path.suffix == ".csv" else read_eval(path)
+    makers = {"perplexity": by_context, "needle": needles, "validations": by_step, "gates": gate_shares}
+    kinds = {record["eval"] for record in records.values()}
+    if len(kinds) != 1 or not kinds <= makers.keys():
+        raise ValueError(f"{', '.join(sorted(kinds))}: give files of one kind: {', '.join(makers)}")
+    print(makers[kinds.pop()](records))
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    rows = read_csv(path)
+    columns = rows[0].keys() if rows else set()
+    if {"step", "layer", "gate_share_compressed"} <= columns:
+        return {"eval": "gates", "rows": rows}
+    if {"step", "loss"} <= columns:
+        return {"eval": "validations", "rows": rows}
+    raise ValueError(f"{path} is neither a val.csv nor a k_stats.csv of a run")
+
+
+def main(arguments: list[str]) -> int:
+    check = arguments == ["--check"]
+    if arguments and not check and any("=" not in given for given in arguments):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        if arguments and not check:
+            print_table(arguments)
+            return 0
+        stale = []
+        for page in pages():
+            before = page.read_text(encoding="utf-8")
+            after = fill(before)
+            if after != before:
+                stale.append(str(page.relative_to(ROOT)))
+                if not check:
+                    page.write_text(after, encoding="utf-8")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name in stale:
+        print(f"{name}: {'out of date, run python scripts/results_tables.py' if check else 'updated'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Atomic, durable file writes: readers see the old file or the new one, and the new one has reached the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def sync(path: Path) -> None:
+    """fsync a file's content, or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on success it is synced and renamed to `path`, on error deleted."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content atomically."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file's content atomically with a JSON value."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,55 @@
+"""The command that continues training a model at a greater sequence length."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from tercet.config.load import ConfigError, load
+from tercet.config.schema import RunConfig
+from tercet.inference.load import CONFIG, WEIGHTS
+from tercet.train import manifest
+from tercet.typed import typed
+
+
+def extend_context_command(run: Path, length: int) -> str:
+    """The command, with NEW as the run folder to choose; if none would be valid, the keys to set."""
+    run = run.expanduser()
+    weights = run / WEIGHTS if (run / CONFIG).is_file() and (run / WEIGHTS).is_file() else run
+    file = next((f for f in (run / CONFIG, manifest.run_of(run) / CONFIG) if f.is_file()), None)
+    try:
+        if file is not None:
+            return _train_command(file, weights, length)
+    except ConfigError:
+        pass
+    return (
+        f"train with its configuration, train.init_from={weights}, data.seq_len={length}, and a train.tokens_per_step "
+        "that is a multiple of train.micro_batch × data.seq_len × ranks"
+    )
+
+
+def _train_command(file: Path, weights: Path, length: int) -> str:
+    config = load(file=file).config
+    keys = {"run.dir": "NEW", "train.init_from": str(weights), "data.seq_len": length, **_batch_sizes(config, length)}
+    parallel = load(file=file, flags=keys).config.parallel  # raises ConfigError if the command would be invalid
+    torchrun = f"{typed('torchrun')} --standalone --nproc-per-node={parallel.world_size} -m tercet"
+    words = ["train", "--config", str(file)]
+    for key, value in keys.items():
+        words += [f"--{key.replace('_', '-')}", str(value)]
+    return f"{torchrun if parallel.strategy != 'single' else typed()} {shlex.join(words)}"
+
+
+def _batch_sizes(config: RunConfig, length: int) -> dict[str, Any]:
+    """The batch size keys that must change: no more tokens per pass than before, and whole micro-batches per step."""
+    tokens, ranks = config.train.tokens_per_step, config.parallel.data_ranks
+    largest = max(1, config.train.micro_batch * config.data.seq_len // length)
+    sequences, rest = divmod(tokens, length * ranks)
+    if rest:
+        batch, per_pass = largest, largest * length * ranks
+        tokens = -(-tokens // per_pass) * per_pass
+    else:
+        batch = max(n for n in range(1, largest + 1) if sequences % n == 0)
+    sizes = {"train.micro_batch": batch, "train.tokens_per_step": tokens}
+    current = {"train.micro_batch": config.train.micro_batch, "train.tokens_per_step": config.train.tokens_per_step}
+    return {key: value for key, value in sizes.items() if value != current[key]}

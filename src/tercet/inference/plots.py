@@ -1,0 +1,79 @@
+"""Plots of evaluations, as SVG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tercet.errors import TercetError
+from tercet.inference.needle import NeedleResult
+from tercet.inference.perplexity import PositionBucket
+
+
+def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
+    """Loss against position in the context, one line per model."""
+    figure, axis = _figure(5.6, 3.2)
+    for name, buckets in curves.items():
+        axis.plot([b.last + 1 for b in buckets], [b.loss for b in buckets], marker="o", ms=3, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="tokens of context", ylabel="loss (nats per token)")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    _save(figure, path)
+
+
+def recall_plot(
+    curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, *, window_reach: int | None = None
+) -> None:
+    """Accuracy against distance to the fact, one line per model; marks how far the windows alone reach."""
+    figure, axis = _figure(5.6, 3.2)
+    for name, points in curves.items():
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
+    if window_reach is not None:
+        axis.axvline(window_reach, color="0.5", lw=1, ls="--")
+        axis.text(window_reach, 1.02, " reach of the windows", fontsize=8, color="0.4")
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="distance to the fact (tokens)", ylabel="answers right", ylim=(-0.02, 1.08))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    _save(figure, path)
+
+
+def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False) -> None:
+    """Heatmap of depth × length: accuracy, or with `loss` the nats per answer token."""
+    lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
+    cells = {(f.length, f.depth): f.nats if loss else f.accuracy for f in found}
+    grid = [[cells[n, d] for n in lengths] for d in depths]
+    figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
+    scale = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
+    axis.imshow(grid, aspect="auto", **scale)
+    axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
+    axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
+    axis.set(xlabel="tokens", ylabel="depth of the needle")
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            axis.text(x, y, f"{value:.2f}" if loss else f"{value:.0%}", ha="center", va="center", fontsize=7)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise TercetError("plots need matplotlib: pip install 'tercet[report]'") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure, figure.subplots()
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output
+            figure.savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise TercetError(f"cannot write {path} ({error.strerror}): choose another file") from None

@@ -1,0 +1,180 @@
+"""Map dense checkpoints of the Llama and Qwen families to Tercet models.
+
+embed_tokens, norm, lm_head           embedding, norm, head
+input_layernorm                       attention_norm
+post_attention_layernorm              ffn_norm
+mlp.gate_proj, mlp.up_proj            ffn.gate_up, concatenated
+mlp.down_proj                         ffn.down
+self_attn.q_proj, o_proj              attention.q_proj, o_proj
+self_attn.k_proj, v_proj              attention.kv_proj: k and v once for dense, once per branch for NSA; with
+                                      compress_selected_keys, no k for the compressed branch
+self_attn.q_norm, k_norm (Qwen3)      attention.q_norm, k_norms of all branches
+(none)                                gate: zero weights, biases that open one branch and close the others
+(none)                                φ: newly initialized, which is the mean of a block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.errors import UsageError
+from tercet.model.attention import NativeSparseAttention
+from tercet.model.config import ModelConfig
+from tercet.model.transformer import Block, Transformer
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+Cover = Literal["selected", "window"]
+
+
+class ForeignModelError(UsageError):
+    """A checkpoint that Tercet cannot represent."""
+
+
+def exact_length(nsa: NSAConfig, cover: Cover) -> int:
+    """Tokens up to which the open branch sees everything, so that the import equals the dense model."""
+    return nsa.window if cover == "window" else nsa.select_count * nsa.select_block
+
+
+def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig for a config.json and the chosen NSA options; raises if Tercet cannot represent the model."""
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        raise ForeignModelError(
+            f"model_type={family!r} cannot be imported: supported are {', '.join(FAMILIES)} and tercet"
+        )
+    _check_supported(hf_config)
+    heads = int(hf_config["num_attention_heads"])
+    rope = hf_config.get("rope_parameters") or {
+        **(hf_config.get("rope_scaling") or {}),
+        "rope_theta": hf_config.get("rope_theta"),
+    }
+    return ModelConfig(
+        dim=hf_config["hidden_size"],
+        layers=hf_config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=hf_config.get("num_key_value_heads") or heads,
+        head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        ffn_dim=hf_config["intermediate_size"],
+        vocab_size=hf_config["vocab_size"],
+        tie_embeddings=hf_config.get("tie_word_embeddings", False),
+        rope_theta=rope.get("rope_theta") or 10000.0,
+        rope_scaling=_linear_scaling(rope),
+        qk_norm=family == "qwen3",
+        attention_bias=family == "qwen2" or bool(hf_config.get("attention_bias", False)),
+        norm_eps=hf_config.get("rms_norm_eps", 1e-6),
+        **chosen,
+    )
+
+
+def _linear_scaling(rope: Mapping[str, Any]) -> float:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear"):
+        raise ForeignModelError(
+            f"rope_type={kind!r} cannot be imported: Tercet supports only linear RoPE scaling; use a checkpoint "
+            "without it"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ForeignModelError(f"partial_rotary_factor={rope['partial_rotary_factor']}: Tercet rotates whole heads")
+    return float(rope.get("factor", 1.0)) if kind == "linear" else 1.0
+
+
+def _check_supported(hf_config: Mapping[str, Any]) -> None:
+    """Raise for features that Tercet does not have."""
+    rules: dict[str, tuple[bool, str]] = {
+        "hidden_act": (hf_config.get("hidden_act", "silu") == "silu", "Tercet's feed-forward is SwiGLU (silu)"),
+        "mlp_bias": (not hf_config.get("mlp_bias"), "Tercet's feed-forward has no biases"),
+        "sliding_window": (
+            not hf_config.get("sliding_window") or hf_config.get("use_sliding_window") is False,
+            "an import can only match full attention",
+        ),
+        "quantization_config": (not hf_config.get("quantization_config"), "import the unquantized weights"),
+    }
+    for name, (supported, why) in rules.items():
+        if not supported:
+            raise ForeignModelError(f"{name}={hf_config.get(name)!r} cannot be imported: {why}")
+
+
+@torch.no_grad()
+def load_dense_weights(model: Transformer, weights: Mapping[str, Tensor], *, cover: Cover, gate_logit: float) -> None:
+    """Copy all weights into the model; raises for missing or surplus weights and for wrong shapes."""
+    left = dict(weights)
+    if model.head is None:
+        left.pop("lm_head.weight", None)  # tied to the embedding
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in left:
+            raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
+        tensor = left.pop(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise ForeignModelError(f"{name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}")
+        return tensor
+
+    def copy(into: Tensor, name: str) -> None:
+        into.copy_(take(name, tuple(into.shape)))
+
+    # Qwen2 has biases for q, k and v but not for o: use zeros.
+    output_bias = any(name.endswith(".o_proj.bias") for name in weights)
+    copy(model.embedding.weight, "model.embed_tokens.weight")
+    copy(model.norm.weight, "model.norm.weight")
+    if model.head is not None:
+        copy(model.head.weight, "lm_head.weight")
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        _load_block(block, f"model.layers.{i}.", copy, take, output_bias=output_bias)
+        if isinstance(block.attention, NativeSparseAttention):
+            open_gate(block.attention, cover, gate_logit)
+    surplus = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
+    if surplus:
+        raise ForeignModelError(f"{len(surplus)} unexpected weights, such as {surplus[0]}: is it another model family?")
+
+
+def _load_block(
+    block: Block,
+    prefix: str,
+    copy: Callable[[Tensor, str], None],
+    take: Callable[[str, tuple[int, ...]], Tensor],
+    *,
+    output_bias: bool,
+) -> None:
+    attention, size, dim = block.attention, block.ffn.down.in_features, block.attention.dim
+    copy(block.attention_norm.weight, f"{prefix}input_layernorm.weight")
+    copy(block.ffn_norm.weight, f"{prefix}post_attention_layernorm.weight")
+    copy(block.ffn.down.weight, f"{prefix}mlp.down_proj.weight")
+    gate_up = [take(f"{prefix}mlp.{name}_proj.weight", (size, dim)) for name in ("gate", "up")]
+    block.ffn.gate_up.weight.copy_(torch.cat(gate_up))
+    self_attn = f"{prefix}self_attn."
+    copy(attention.q_proj.weight, f"{self_attn}q_proj.weight")
+    copy(attention.o_proj.weight, f"{self_attn}o_proj.weight")
+    rows = attention.kv_heads * attention.head_dim
+    size_kv = attention.kv_proj.out_features
+    copies = -(-size_kv // (2 * rows))  # one per branch; the first may have no keys, which come before its values
+    kv = torch.cat([take(f"{self_attn}{name}_proj.weight", (rows, dim)) for name in ("k", "v")])
+    attention.kv_proj.weight.copy_(kv.repeat(copies, 1)[-size_kv:])
+    if attention.q_proj.bias is not None:
+        copy(attention.q_proj.bias, f"{self_attn}q_proj.bias")
+        bias = torch.cat([take(f"{self_attn}{name}_proj.bias", (rows,)) for name in ("k", "v")])
+        attention.kv_proj.bias.copy_(bias.repeat(copies)[-size_kv:])
+        if output_bias:
+            copy(attention.o_proj.bias, f"{self_attn}o_proj.bias")
+        else:
+            attention.o_proj.bias.zero_()
+    if attention.q_norm is not None:
+        copy(attention.q_norm.weight, f"{self_attn}q_norm.weight")
+        k_norm = take(f"{self_attn}k_norm.weight", (attention.head_dim,))
+        norms = attention.k_norms if isinstance(attention, NativeSparseAttention) else [attention.k_norm]
+        for norm in norms or ():
+            assert isinstance(norm, nn.RMSNorm)
+            norm.weight.copy_(k_norm)
+
+
+@torch.no_grad()
+def open_gate(layer: NativeSparseAttention, cover: Cover, logit: float) -> None:
+    """Make the gates constant: the covering branch at +logit, the others at -logit."""
+    layer.gate.proj.weight.zero_()
+    sign = torch.tensor([1.0 if branch == cover else -1.0 for branch in BRANCHES])
+    layer.gate.proj.bias.copy_((logit * sign).repeat(layer.heads))

@@ -1,0 +1,175 @@
+"""`tercet import hf`: convert a Hugging Face folder to config.toml, model.safetensors and tokenizer.json.
+
+Continue training with: tercet train --config OUT/config.toml
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from tercet.attention.config import NSAConfig
+from tercet.config.load import load as load_config
+from tercet.config.load import to_toml
+from tercet.config.schema import RunConfig
+from tercet.errors import UsageError
+from tercet.inference.load import CONFIG as OUR_CONFIG
+from tercet.inference.load import WEIGHTS as OUR_WEIGHTS
+from tercet.interop.huggingface import dense_weights
+from tercet.interop.huggingface.folder import (
+    CONFIG,
+    FolderError,
+    atomic_folder,
+    check_empty,
+    check_folder,
+    read_json,
+    tensors,
+)
+from tercet.interop.huggingface.tokenizer import BYTE_EOS
+from tercet.model.config import ModelConfig
+from tercet.model.transformer import Transformer
+
+TOKENIZER = "tokenizer.json"
+# The default sequence length is at most this: 128k tokens do not fit on every GPU.
+MAX_DEFAULT_SEQ_LEN = 4096
+# Options of a dense import. A Tercet export already has its own values for them.
+DEFAULT_OPTIONS: dict[str, Any] = {
+    "nsa": NSAConfig(),
+    "attention": "nsa",
+    "compression": "mlp",
+    "compress_selected_keys": False,
+    "cover": "selected",
+    "gate_logit": 8.0,
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    folder: Path
+    run: RunConfig
+    exact_length: int | None  # equal to the dense model up to this many tokens; None: always equal
+
+
+def import_model(
+    source: str | Path,
+    out: str | Path,
+    *,
+    nsa: NSAConfig | None = None,
+    attention: Literal["nsa", "dense"] = "nsa",
+    compression: Literal["mlp", "mean"] = "mlp",
+    compress_selected_keys: bool = False,
+    cover: dense_weights.Cover = "selected",
+    gate_logit: float = 8.0,
+    seq_len: int | None = None,
+    seed: int = 1337,
+) -> Imported:
+    """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`."""
+    source, out = Path(source), Path(out)
+    if not source.is_dir():
+        raise FolderError(f"{source} is not a folder: pass one with config.json and model.safetensors")
+    check_empty(out)
+    check_folder(source)
+    hf_config = read_json(source / CONFIG)
+    exact_length = None
+    options = {
+        "nsa": nsa or NSAConfig(),
+        "attention": attention,
+        "compression": compression,
+        "compress_selected_keys": compress_selected_keys,
+    }
+    if hf_config.get("model_type") == "tercet":
+        given = {**options, "cover": cover, "gate_logit": gate_logit}
+        unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
+        if unused:
+            raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}")
+        model = _load_export(source, hf_config)
+    else:
+        config = _dense_model_config(hf_config, options)
+        torch.manual_seed(seed)  # for φ, which the checkpoint does not have
+        model = Transformer(config)
+        dense_weights.load_dense_weights(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
+        exact_length = dense_weights.exact_length(config.nsa, cover) if attention == "nsa" else None
+    context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
+    run = _write(source, out, model, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
+    return Imported(out, run, exact_length)
+
+
+def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> ModelConfig:
+    try:
+        return dense_weights.model_config(hf_config, options)
+    except KeyError as error:
+        raise FolderError(f"config.json has no {error.args[0]}: it is not a config of this model family") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
+    try:
+        config = ModelConfig.model_validate(hf_config.get("tercet") or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise FolderError(f"{source / CONFIG}: tercet.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    with torch.device("meta"):
+        model = Transformer(config)
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors(source)}
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        message = " ".join(str(error).split())
+        raise FolderError(f"{source}: its weights do not fit its config.json ({message[:300]})") from None
+    return model
+
+
+def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int) -> RunConfig:
+    from safetensors.torch import save_file
+
+    values: dict[str, Any] = {
+        "run.name": f"{source.resolve().name}-nsa",
+        "run.seed": seed,
+        "data.seq_len": seq_len,
+        "train.micro_batch": 1,
+        "train.tokens_per_step": seq_len * max(1, 65536 // seq_len),
+        "train.init_from": str((out / OUR_WEIGHTS).resolve()),
+        "train.init_state": "weights",
+    }
+    values |= {f"model.{name}": value for name, value in _model_keys(model.config).items()}
+    tokenizer = source / TOKENIZER
+    if tokenizer.is_file() and not _is_byte_tokenizer(tokenizer):
+        values["data.tokenizer"] = str((out / TOKENIZER).resolve())
+        values["data.eos_token"] = _eos_token(source)
+    run = load_config(flags=values).config
+    with atomic_folder(out) as folder:
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(weights, folder / OUR_WEIGHTS, {"format": "pt"})
+        if "data.tokenizer" in values:
+            shutil.copyfile(tokenizer, folder / TOKENIZER)
+        (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
+    return run
+
+
+def _model_keys(config: ModelConfig) -> dict[str, Any]:
+    """The model section of a configuration, with dotted keys."""
+    values = config.model_dump(mode="json")
+    return {**{f"nsa.{k}": v for k, v in values.pop("nsa").items()}, **values}
+
+
+def _is_byte_tokenizer(tokenizer: Path) -> bool:
+    """Whether this is the byte tokenizer written by an export."""
+    model = read_json(tokenizer).get("model", {})
+    vocabulary = model.get("vocab", {})
+    return not model.get("merges") and len(vocabulary) == 256 and vocabulary.get(BYTE_EOS) == 0
+
+
+def _eos_token(source: Path) -> str:
+    """The EOS token in tokenizer_config.json; empty to look for one of the usual names."""
+    path = source / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token or ""

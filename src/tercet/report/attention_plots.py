@@ -1,0 +1,137 @@
+"""Plots of sparse attention: gate shares, gates and selection over time, distances of the selected blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tercet.report.figure import BLUE, GREEN, ORANGE, RED, Plot, draw, integer_ticks, label_step_axis
+from tercet.report.read import Run
+from tercet.telemetry.events import LayersObserved
+
+BRANCHES = ("compressed", "selected", "window")
+HEATMAP_COLUMNS = 120  # more would be finer than a screen resolves
+
+
+def gate_share_plot(run: Run) -> Plot | None:
+    samples = _sparse_samples(run)
+    if not samples:
+        return None
+    columns = samples[:: max(1, -(-len(samples) // HEATMAP_COLUMNS))]
+    shares = [v for e in columns for b in BRANCHES for v in getattr(e, f"gate_share_{b}") if v is not None and v == v]
+    top = max([2 / 3, *shares])
+    layers = _layer_range(samples)
+
+    def paint(figure: Any) -> None:
+        panels = figure.subplots(1, 3, sharey=True)
+        for axes, branch in zip(panels, BRANCHES, strict=True):
+            shares_of = [getattr(e, f"gate_share_{branch}") for e in columns]
+            table = [[_nan_if_none(values[i]) for values in shares_of] for i in layers]
+            image = _draw_heatmap(axes, table, columns, top)
+            axes.set_title(branch)
+        panels[0].set_ylabel("layer")
+        bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.02)
+        bar.outline.set_visible(False)
+        ticks = [(v, t) for v, t in ((0, "0"), (1 / 3, "⅓"), (2 / 3, "⅔"), (1, "1")) if v <= top + 1e-9]
+        bar.set_ticks([v for v, _ in ticks], labels=[t for _, t in ticks])
+
+    height = 1.5 + 0.1 * min(len(layers), 20)
+    caption = "Each branch's share of the three gates, by layer over time. All start at one third."
+    return Plot("gates", "Gate shares", caption, draw(paint, width=11.4, height=height), wide=True)
+
+
+def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObserved], top: float) -> Any:
+    steps = [e.step for e in columns]
+    image = axes.imshow(
+        table,
+        aspect="auto",
+        interpolation="nearest",
+        vmin=0,
+        vmax=top,
+        cmap="viridis",
+        origin="lower",
+        extent=(steps[0] - 0.5, max(steps[-1], steps[0] + 1) + 0.5, -0.5, len(table) - 0.5),
+    )
+    axes.grid(False)
+    axes.set_xlabel("step")
+    integer_ticks(axes.yaxis)
+    return image
+
+
+def gate_trend_plot(run: Run) -> Plot | None:
+    samples = _sparse_samples(run)
+    if len(samples) < 2:
+        return None
+
+    def paint(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        x = [e.step for e in samples]
+        for axes, rows in (
+            (left, (("gate_entropy", BLUE, "entropy (nats)"), ("gate_collapse", RED, "collapsed"))),
+            (right, (("selected_forced", ORANGE, "forced"), ("selected_overlap", GREEN, "overlap with last token"))),
+        ):  # fmt: skip
+            for name, colour, label in rows:
+                bands = [[v for v in getattr(e, name) if v is not None] or [math.nan] for e in samples]
+                axes.fill_between(
+                    x, [min(b) for b in bands], [max(b) for b in bands], color=colour, alpha=0.22, linewidth=0
+                )
+                axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label)
+            label_step_axis(axes, "")
+            axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.2))
+        left.set_ylim(0, math.log(3) * 1.05)
+        right.set_ylim(0, 1.05)
+
+    caption = "Mean and range over layers. Equal gates have entropy 1.10; the other values are shares."
+    return Plot(
+        "selection_health", "Gates and selection over time", caption, draw(paint, width=11.4, height=2.4), wide=True
+    )
+
+
+def selection_plot(run: Run) -> Plot | None:
+    samples = [e for e in _sparse_samples(run) if any(any(d) for d in e.distances)]
+    if not samples:
+        return None
+    last = samples[-5:]
+    layers = [i for i in _layer_range(samples) if any(sum(e.distances[i]) for e in last)]
+    totals = [[sum(column) for column in zip(*(e.distances[i] for e in last), strict=True)] for i in layers]
+    used = max(k for row in totals for k, v in enumerate(row) if v) + 1
+    shares = [[v / max(1, sum(row)) for v in row[:used]] for row in totals]
+    labels = ["0", "1", *(f"{2 ** (k - 1)}–{2**k - 1}" for k in range(2, used))][:used]
+
+    def paint(figure: Any) -> None:
+        left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        image = left.imshow(
+            shares, aspect="auto", interpolation="nearest", cmap="viridis", origin="lower", vmin=0,
+            extent=(-0.5, used - 0.5, -0.5, len(layers) - 0.5),
+        )  # fmt: skip
+        left.grid(False)
+        left.set_ylabel("layer")
+        integer_ticks(left.yaxis)
+        bar = figure.colorbar(image, ax=left, fraction=0.05, pad=0.02)
+        bar.outline.set_visible(False)
+        overall = [sum(column) for column in zip(*(row[:used] for row in totals), strict=True)]
+        right.bar(range(used), [v / sum(overall) for v in overall], color=BLUE, width=0.8)
+        right.grid(axis="x", visible=False)
+        right.set_ylabel("share of selected blocks")
+        for axes in (left, right):
+            axes.set_xticks(range(used), labels, rotation=40 if used > 6 else 0, ha="right" if used > 6 else "center")
+            axes.set_xlabel("distance from the query's block (blocks)")
+
+    caption = (
+        "How far back the selected blocks are, by layer (left) and over all layers (right). "
+        f"Last {len(last)} samples, up to step {samples[-1].step}."
+    )
+    height = 1.9 + 0.08 * min(len(layers), 20)
+    return Plot("selection", "Selection map and distances", caption, draw(paint, width=11.4, height=height), wide=True)
+
+
+def _sparse_samples(run: Run) -> list[LayersObserved]:
+    return [e for e in run.layers if any(v is not None for v in e.gate_share_compressed)]
+
+
+def _layer_range(samples: list[LayersObserved]) -> range:
+    return range(min(len(e.attention) for e in samples))
+
+
+def _nan_if_none(value: float | None) -> float:
+    return math.nan if value is None else value

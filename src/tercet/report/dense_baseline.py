@@ -1,0 +1,69 @@
+"""The dense baseline of a run: which run qualifies, and the command that trains one."""
+
+from __future__ import annotations
+
+from shlex import quote
+
+from tercet.config.keys import flatten
+from tercet.config.schema import RunConfig
+from tercet.model.config import NSA_ONLY
+from tercet.report.read import Run, is_fastest
+from tercet.typed import typed
+
+# A baseline must have the same values for these keys …
+_SAME_MODEL = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.precision",
+               "train.compile", "train.activation_checkpointing", "parallel.")  # fmt: skip
+# … except for these, which only concern sparse attention.
+_ATTENTION_ONLY = ("model.attention", *(f"model.{key}" for key in NSA_ONLY))
+# To compare losses, everything that influences learning must be the same too.
+_SAME_LEARNING = ("data.", "train.", "run.seed")
+_NOT_LEARNING = ("data.prefetch", "train.val_every", "train.sample_", "train.max_skipped")
+
+
+def baseline_mismatch(run: Run, baseline: Run) -> str:
+    """Why `baseline` is not `run` with dense attention; empty if it is."""
+    attention = baseline.config.get("model.attention")
+    if not (attention == "dense" or (isinstance(attention, list) and set(attention) == {"dense"})):
+        return f"its model.attention is {attention}"
+    if not run.started or not baseline.started or run.started[-1].device != baseline.started[-1].device:
+        return "it ran on another device"
+    if run.world_size != baseline.world_size:
+        return "it ran on another number of ranks"
+    return _config_difference(run, baseline, _SAME_MODEL, _ATTENTION_ONLY)
+
+
+def loss_mismatch(run: Run, baseline: Run) -> str:
+    """Why the losses of a run and its baseline cannot be compared; empty if they can."""
+    return baseline_mismatch(run, baseline) or _config_difference(run, baseline, _SAME_LEARNING, _NOT_LEARNING)
+
+
+def _config_difference(run: Run, baseline: Run, same: tuple[str, ...], except_for: tuple[str, ...]) -> str:
+    defaults = flatten(RunConfig())  # a run of an older version lacks newer keys: it behaved as their default
+    for key in sorted(set(run.config) | set(baseline.config)):
+        ours, theirs = (r.config.get(key, defaults.get(key)) for r in (run, baseline))
+        if key.startswith(same) and not key.startswith(except_for) and ours != theirs:
+            return f"{key} is {theirs} instead of {ours}"
+    return ""
+
+
+def slow_routes(baseline: Run) -> str:
+    """The routes of a dense baseline that are not the fastest for dense attention; empty if all are."""
+    if not baseline.route_counts:
+        return "unknown backends (no pass was counted)"
+    slow = {
+        f"{route} ({reason or 'no reason given'})"
+        for (_, branch, route, reason, _), calls in baseline.route_counts.items()
+        if calls and not is_fastest(branch, route)
+    }
+    return ", ".join(sorted(slow))
+
+
+def dense_baseline_command(run: Run) -> str:
+    """How to train the dense baseline of a run and compare the two."""
+    preset = next((o.removeprefix("preset ") for o in run.origins.values() if o.startswith("preset ")), None)
+    source = f"--preset {preset}" if preset else f"--config {quote(f'{run.folder}/config.toml')}"
+    dense = quote(f"{run.folder}-dense")
+    return (
+        f"{typed()} train {source} --model.attention dense --run.dir {dense}, then "
+        f"{typed()} report {quote(str(run.folder))} --baseline {dense}"
+    )

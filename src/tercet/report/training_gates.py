@@ -1,0 +1,366 @@
+"""The gates every run has: stability, memory, throughput, checkpoint and resume, data, numerics."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from tercet.report.dense_baseline import baseline_mismatch, dense_baseline_command, slow_routes
+from tercet.report.gates import Gate, GateBuilder, Thresholds, plural
+from tercet.report.integrity import checkpoint_problem
+from tercet.report.read import Run
+from tercet.telemetry.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    DoctorReported,
+    HealthFired,
+    RunEnded,
+    RunStarted,
+    Stalled,
+    StepLogged,
+    StepsSkipped,
+)
+from tercet.typed import typed
+
+PARITY = "kernel parity"  # the doctor's check
+DIED = "died"  # a process that left no end event
+
+
+def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
+    """The run kept going and the loss decreased."""
+    gate = GateBuilder(
+        "stability",
+        f"at least {limits.min_steps} steps, a clean exit, no stalls, a decreasing loss, no unrecovered loss spike",
+        "loss",
+    )
+    planned = run.started[-1].steps if run.started else 0
+    gate.add_evidence("steps", f"{run.step:,} of {planned:,}")
+    outcomes = _process_outcomes(run)
+    gate.add_evidence("processes", ", ".join(outcomes) or "none")
+    for outcome in outcomes[:-1]:
+        if outcome in ("failed", "halted", DIED):
+            gate.fail(f"an earlier process {outcome}", "find the cause before relying on restarts")
+    last = outcomes[-1] if outcomes else ""
+    if last in ("failed", "halted"):
+        assert run.ended is not None
+        gate.fail(f"the run {last} after step {run.ended.step}: {run.ended.reason}", "fix it, then --resume auto")
+    elif run.state == "gone":
+        gate.fail(
+            f"the process died after step {run.step} without an end event: killed, out of memory or a machine failure",
+            "check the system log, then --resume auto",
+        )
+    elif run.state == "silent":
+        gate.fail(
+            f"the process is alive but its heartbeat stopped after step {run.step}",
+            "`kill -USR1 PID` writes its stacks into the run folder",
+        )
+    elif run.state == "running":
+        gate.not_tested(f"still running, at step {run.step}", "report again when the run has ended")
+    stalls = [s for r in run.events for s in run.of(Stalled, r) if not s.over]
+    gate.add_evidence("stalls", len(stalls))
+    if stalls:
+        worst = max(stalls, key=lambda s: s.for_seconds)
+        gate.fail(
+            f"stalled {plural(len(stalls), 'time')} (rank {worst.rank}, step {worst.step + 1}, while {worst.doing})",
+            f"read {worst.dump} in the run folder",
+        )
+    _check_loss(run, findings, limits, gate)
+    gate.require_steps(run, limits)
+    first, final = _first_loss(run), _last_loss(run)
+    fell = f"the training loss fell from {first.value:.3f} ({first.of}) to {final.value:.3f} ({final.of})"
+    return gate.build(f"{run.step:,} steps, {last}; {fell}")
+
+
+def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate: GateBuilder) -> None:
+    losses = [x for e in run.steps for x in e.losses]
+    if not losses:
+        gate.not_tested("no step was logged", "train longer")
+        return
+    spikes = [f for f in findings if f.rule == "loss_spike"]
+    first, last = _first_loss(run), _last_loss(run)
+    gate.add_evidence("training loss", f"{first.value:.4f} → {last.value:.4f} ({first.of}, {last.of})")
+    gate.add_evidence("loss spikes", len(spikes))
+    if len(losses) >= 20 and not last.value < first.value:
+        gate.fail(
+            f"the loss did not fall: {first.value:.4f} ({first.of}), {last.value:.4f} ({last.of})",
+            "check learning rate, data and gradients",
+        )
+    if spikes and not last.value < spikes[-1].threshold:
+        gate.fail(
+            f"the loss did not recover from the spike in step {spikes[-1].step}",
+            "lower train.lr, or resume from an earlier checkpoint",
+        )
+    elif len(spikes) > max(1.0, limits.spikes_per_step * len(losses)):
+        gate.fail(f"{len(spikes)} loss spikes in {len(losses)} steps", "lower train.lr or raise train.warmup_steps")
+
+
+def _process_outcomes(run: Run) -> list[str]:
+    """How each process of the run ended."""
+    outcomes: list[str] = []
+    for event in run.events.get(0, []):
+        if isinstance(event, RunStarted):
+            outcomes.append(DIED)
+        elif isinstance(event, RunEnded) and outcomes:
+            outcomes[-1] = event.outcome
+    if outcomes and run.ended is None:
+        outcomes[-1] = {"running": "running", "silent": "silent"}.get(run.state, outcomes[-1])
+    return outcomes
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A loss averaged over several steps. The page also shows losses of single steps, so `of` says which steps."""
+
+    value: float
+    of: str
+
+
+def _first_loss(run: Run) -> MeanLoss:
+    losses = _finite_losses(run)[:5]
+    return MeanLoss(statistics.fmean(losses) if losses else math.nan, f"mean of the first {len(losses)} steps")
+
+
+def _last_loss(run: Run) -> MeanLoss:
+    losses = _finite_losses(run)
+    losses = losses[-max(5, len(losses) // 20) :]
+    return MeanLoss(statistics.fmean(losses) if losses else math.nan, f"mean of the last {len(losses)} steps")
+
+
+def _finite_losses(run: Run) -> list[float]:
+    return [x for e in run.steps for x in e.losses if math.isfinite(x)]
+
+
+def memory_gate(run: Run, limits: Thresholds) -> Gate:
+    """The run fits in memory and does not grow."""
+    gate = GateBuilder(
+        "memory",
+        f"peak at most {100 * limits.memory_share:.0f}% of the device; growth over the last two thirds of the run at "
+        f"most {100 * limits.memory_growth:.0f}% or {limits.memory_growth_gib:g} GiB",
+        "memory",
+    )
+    readings = run.resources
+    capacity = next((m["device_total_gib"] for m in run.memory.values() if "device_total_gib" in m), None)
+    if not run.on_gpu:
+        capacity = next((m.get("host_total_gib") for m in run.memory.values()), None)
+    peak = max((e.memory_gib for rank in run.events for e in run.of(StepLogged, rank)), default=0.0)
+    if capacity is None:
+        gate.not_tested("memory capacity is unknown: mem_boot.json is missing", "")
+    elif peak:
+        gate.add_evidence("peak", f"{peak:.2f} of {capacity:.1f} GiB ({100 * peak / capacity:.0f}%)")
+        if peak > limits.memory_share * capacity:
+            gate.fail(
+                f"the peak is {100 * peak / capacity:.0f}% of the device's memory",
+                "lower train.micro_batch, or set train.activation_checkpointing",
+            )
+    later = readings[len(readings) // 3 :]
+    if len(later) < limits.readings:
+        gate.not_tested(f"memory was sampled only {plural(len(readings), 'time')}", "train longer, or lower log.every")
+    else:
+        # Medians: a single sample may fall into a save or a validation.
+        begin = statistics.median(e.allocated_gib for e in later[: max(1, len(later) // 4)])
+        end = statistics.median(e.allocated_gib for e in later[-max(1, len(later) // 4) :])
+        gate.add_evidence("growth", f"{begin:.3f} → {end:.3f} GiB")
+        if end - begin > max(limits.memory_growth * begin, limits.memory_growth_gib):
+            gate.fail(f"memory grew from {begin:.2f} to {end:.2f} GiB", "find the leak: --profile.steps A:B")
+    gate.require_steps(run, limits)
+    return gate.build(f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth")
+
+
+def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired], limits: Thresholds) -> Gate:
+    """As fast as the dense baseline on the same device, or as a stated target."""
+    target = limits.tokens_per_s
+    threshold = f"at least {limits.dense_ratio:g}× dense tokens/s on the same device"
+    if target is not None:
+        threshold = f"at least {target:,.0f} tokens/s, the stated target"
+    gate = GateBuilder("throughput", f"{threshold}, and no lasting drop", "throughput")
+    speed = run.tokens_per_s
+    if speed is None:
+        gate.not_tested("fewer than two log intervals, and the first is warm-up", "train longer")
+        return gate.build()
+    gate.add_evidence("tokens/s", f"{speed:,.0f} (median)")
+    compared = "" if target is None else f", target {target:,.0f}"
+    drops = [f for f in findings if f.rule == "throughput_drop"]
+    if drops:
+        worst = min(drops, key=lambda f: f.value / f.threshold)
+        count = f" (worst of {len(drops)} drops)" if len(drops) > 1 else ""
+        gate.fail(f"throughput dropped: {worst.sentence}{count}", "see the step time plot; check what else was running")
+    if target is not None:
+        if speed < target:
+            gate.fail(f"{speed:,.0f} tokens/s, below the target of {target:,.0f}", "profile it: --profile.steps A:B")
+    elif baseline is None:
+        gate.not_tested("no dense baseline and no target to compare with", dense_baseline_command(run))
+    elif mismatch := baseline_mismatch(run, baseline):
+        gate.add_evidence("dense twin", f"none: {mismatch} ({baseline.folder.name})")
+        gate.not_tested(f"{baseline.folder.name} is not a dense baseline: {mismatch}", dense_baseline_command(run))
+    elif baseline.tokens_per_s is None:
+        gate.not_tested("the dense baseline has too few log intervals", "train the baseline longer")
+    else:
+        dense = baseline.tokens_per_s
+        ratio = speed / dense
+        gate.add_evidence("dense twin", f"{dense:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})")
+        if slow := slow_routes(baseline):
+            gate.not_tested(
+                f"the dense baseline ran on {slow}, so being faster proves nothing", "fix that and train it again"
+            )
+        compared = f", {ratio:.2f}× dense"
+        if speed < limits.dense_ratio * dense:
+            gate.fail(
+                f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",
+                "dense may be the better choice at this sequence length (see tercet plan); otherwise profile it",
+            )
+    gate.require_steps(run, limits)
+    return gate.build(f"{speed:,.0f} tokens/s{compared}")
+
+
+def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
+    """Checkpoints were saved, and training resumed from one."""
+    gate = GateBuilder(
+        "checkpoint and resume",
+        f"checkpoints saved and complete on disk, no failed save, at most {100 * limits.checkpoint_blocked:.0f}% of "
+        "the time blocked on saves, at least one resume without a jump in the loss",
+        "breakdown",
+    )
+    saved, failed = run.of(CheckpointSaved), run.of(CheckpointFailed)
+    gate.add_evidence("saved", len(saved))
+    gate.add_evidence("failed", len(failed))
+    if failed:
+        gate.fail(f"{plural(len(failed), 'save')} failed: {failed[-1].reason}", "free disk space or replace the disk")
+    if not saved:
+        gate.not_tested("no checkpoint was saved", "set checkpoint.every")
+    else:
+        _check_saves(run, saved, limits, gate)
+    resumes = [e for e in run.started if e.resumed_from is not None]
+    continued = [r for r in resumes if any(e.step > r.step and e.time >= r.time for e in run.steps)]
+    gate.add_evidence("resumed", f"{times(len(resumes))}, trained on after {len(continued)}")
+    jumps = [f for f in findings if f.rule == "loss_spike" and any(0 < f.step - r.step <= 10 for r in continued)]
+    if jumps:
+        gate.fail(f"the loss jumped after a resume: {jumps[0].sentence}", "compare with an uninterrupted run")
+    if not continued:
+        gate.not_tested("never resumed", f"interrupt a run and resume it: {resume_command(run.folder)}")
+    return gate.build(f"{len(saved)} saved, resumed {times(len(continued))} without a jump in the loss")
+
+
+def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gate: GateBuilder) -> None:
+    newest = run.folder / "checkpoints" / Path(saved[-1].path).name
+    if not newest.parent.is_dir():
+        gate.not_tested("the checkpoints are not in this folder", "run the report where they are")
+    elif problem := checkpoint_problem(newest):
+        gate.fail(f"the newest checkpoint, {newest.name}, is incomplete: {problem}", "save again")
+    else:
+        gate.add_evidence("newest", f"{newest.name}, {saved[-1].bytes / 2**20:.1f} MiB, files match the manifest")
+    total = sum(e.step_seconds * len(e.losses) for e in run.steps)
+    blocked = sum(e.blocked_seconds for e in saved)
+    share = blocked / (total + blocked) if total else 0.0
+    gate.add_evidence("standing still", f"{blocked:.2f} s in total ({100 * share:.2f}%)")
+    if share > limits.checkpoint_blocked and run.step >= limits.min_steps:  # meaningless for a short run
+        gate.fail(f"{100 * share:.0f}% of the time was blocked on saves", "raise checkpoint.every, or async_save")
+
+
+def resume_command(folder: Path) -> str:
+    return f"{typed()} train --config {quote(f'{folder}/config.toml')} --run.dir {quote(str(folder))} --resume auto"
+
+
+def times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
+    """Real data, delivered in time, with a validation split."""
+    gate = GateBuilder(
+        "data",
+        f"a real data source, at most {100 * limits.data_wait:.0f}% of the time waiting for data, at most "
+        f"{100 * limits.bad_records:g}% bad records, a validation loss",
+        "breakdown",
+    )
+    source = run.config.get("data.source")
+    gate.add_evidence("source", source or "unknown")
+    if source is None:
+        gate.not_tested("the data source is unknown", "")
+    elif source == "synthetic":
+        gate.not_tested("trained on synthetic data", "train on your own data: --data.source")
+    total = sum(e.step_seconds * len(e.losses) for e in run.steps)
+    if total:
+        wait = sum(e.data_seconds * len(e.losses) for e in run.steps) / total
+        gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time")
+        if wait > limits.data_wait:
+            gate.fail(
+                f"{100 * wait:.0f}% of the time was spent waiting for data",
+                "raise data.prefetch, or tokenize ahead: tercet data prepare",
+            )
+    starved = [f for f in findings if f.rule == "data_starvation"]
+    if starved:
+        gate.fail(f"starved for data {plural(len(starved), 'time')}: {starved[0].sentence}", "raise data.prefetch")
+    if run.resources:
+        last = run.resources[-1]
+        gate.add_evidence("documents", f"{last.documents:,} (epoch {run.steps[-1].epoch if run.steps else 0})")
+        gate.add_evidence("padding", f"{last.padding:,} of {last.real_tokens + last.padding:,} tokens")
+        gate.add_evidence("bad records", f"{last.bad_records:,} skipped, {last.left_out:,} empty")
+        if last.bad_records > limits.bad_records * max(1, last.documents):
+            gate.fail(
+                f"{last.bad_records} bad records in {last.documents} documents", "inspect them: tercet data inspect"
+            )
+    else:
+        gate.not_tested("no document counts were logged", "train longer")
+    if run.validations:
+        last_validation = run.validations[-1]
+        gate.add_evidence("validation", f"loss {last_validation.loss:.4f} over {last_validation.tokens:,} tokens")
+    else:
+        gate.not_tested("no validation loss", "set train.val_every and train.val_tokens")
+    gate.require_steps(run, limits)
+    return gate.build(f"source {source}, never starved, validation loss measured")
+
+
+def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
+    """Everything is finite, and the kernels match the reference."""
+    gate = GateBuilder(
+        "numerics",
+        "no non-finite step, no zero gradients, fp32 weights, kernels that match the reference on this device",
+        "grad_norm",
+    )
+    skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
+    gate.add_evidence("non-finite steps", skipped)
+    if skipped:
+        gate.fail(f"{plural(skipped, 'step')} not finite", "inspect nonfinite/ in the run folder; lower train.lr")
+    for finding in (f for f in findings if f.rule == "zero_grad"):
+        gate.fail(finding.sentence, "check that the loss depends on the weights")
+    norms = [n for e in run.steps for n in e.grad_norms]
+    if norms:
+        finite = [n for n in norms if math.isfinite(n)]
+        gate.add_evidence("gradient norm", f"{min(finite, default=0):.3g} to {max(finite, default=0):.3g}")
+        if len(finite) < len(norms) and not skipped:
+            gate.fail(f"{len(norms) - len(finite)} gradient norms not finite", "lower train.lr")
+    else:
+        gate.not_tested("no gradient norm was logged", "train longer")
+    weights = run.dtypes.get("parameters")
+    if weights is None:
+        gate.not_tested("dtypes_report.txt is missing", "")
+    else:
+        gate.add_evidence("weights", weights)
+        gate.add_evidence("compute", run.dtypes.get("compute", "unknown"))
+        if any(not part.strip().startswith("float32") for part in weights.split(",")):
+            gate.fail(f"weights are stored as {weights}", "store them in fp32: small updates vanish in lower precision")
+    if run.validations and not math.isfinite(run.validations[-1].loss):
+        gate.fail("the validation loss is not finite", "")
+    _check_parity(run, gate)
+    gate.require_steps(run, limits)
+    return gate.build("all finite, no zero gradients, fp32 weights")
+
+
+def _check_parity(run: Run, gate: GateBuilder) -> None:
+    if not run.on_gpu or "nsa" not in run.attention:
+        gate.add_evidence(PARITY, "no kernels ran")
+        return
+    reports = [dict(zip(e.check, zip(e.verdict, e.finding, strict=True), strict=True)) for e in run.of(DoctorReported)]
+    found = [report[PARITY] for report in reports if PARITY in report]
+    if not found:
+        gate.not_tested("the kernels were not compared with the reference on this device", "leave health.doctor on")
+        return
+    verdict, finding = found[-1]
+    gate.add_evidence(PARITY, f"{verdict}: {finding}")
+    if verdict == "failed":
+        gate.fail(f"the kernels do not match the reference: {finding}", "tercet doctor; use model.backend=reference")
+    elif verdict != "ok":
+        gate.not_tested(f"kernel parity: {finding}", "tercet doctor")

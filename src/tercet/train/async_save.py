@@ -1,0 +1,107 @@
+"""Checkpoint saves during training: start them, collect them, count and report failures."""
+
+from __future__ import annotations
+
+from tercet.config.schema import RunConfig
+from tercet.parallel.strategy import Strategy
+from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, EventLog
+from tercet.telemetry.observer import Observer
+from tercet.telemetry.progress import Screen
+from tercet.train.checkpoint import Checkpointer
+from tercet.train.manifest import CheckpointError
+from tercet.train.run_folder import RunFolder
+from tercet.train.state import TrainState
+
+
+class AsyncSaver:
+    """At most one save is in progress. Every result is logged as an event."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        strategy: Strategy,
+        log: EventLog,
+        observer: Observer,
+        state: TrainState,
+    ) -> None:
+        self._config, self._log, self._observer, self._state = config, log, observer, state
+        self._checkpointer = Checkpointer(
+            folder.checkpoints,
+            config.checkpoint,
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+            process_group=strategy.checkpoint_group,
+        )
+        self._saved_step = state.step
+        self._failures_in_row = 0
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the current step has been saved, or is where this process started."""
+        return self._state.step == self._saved_step
+
+    def save(self) -> None:
+        """Save the current step; in the background if `checkpoint.async_save` is set."""
+        state = self._state
+        with state.interval.excluded():
+            self.collect(wait=True)
+            self._observer.flush_routes(state.step)
+            self._log.sync()
+            self._checkpointer.save(
+                state.step, state.model, state.optimizer, state.run_state(self._config), state.rank_state()
+            )
+            self._saved_step = state.step
+            if not self._config.checkpoint.async_save:
+                self.collect(wait=True)
+
+    def collect(self, *, wait: bool) -> None:
+        """Log a save that has ended; with `wait`, wait for the one in progress. Raises after too many failures."""
+        try:
+            saved = self._checkpointer.collect(wait=wait)
+        except CheckpointError as error:
+            self._failures_in_row += 1
+            self._saved_step = -1
+            self._log.emit(CheckpointFailed(step=self._state.step, reason=str(error)))
+            if self._failures_in_row > self._config.checkpoint.failures_allowed:
+                raise
+            return
+        if saved is not None:
+            self._failures_in_row = 0
+            self._observer.add_excluded("checkpoint", saved.blocked_seconds)
+            self._log.emit(
+                CheckpointSaved(
+                    step=saved.step,
+                    path=str(saved.path),
+                    bytes=saved.bytes,
+                    seconds=saved.seconds,
+                    blocked_seconds=saved.blocked_seconds,
+                )
+            )
+
+    def finish(self) -> None:
+        """Wait for the last save of a run, which must succeed."""
+        self.collect(wait=True)
+        if self._failures_in_row:
+            raise CheckpointError("the last checkpoint could not be written; see the warning above")
+
+    def save_after_error(self, screen: Screen) -> None:
+        """Save the current step after a failure between two steps, which leaves the training state intact.
+
+        A failure here must not hide the first one: after some errors a GPU does not respond at all.
+        """
+        if self.up_to_date:
+            return
+        try:
+            if not self._state.guard.halted_at():  # steps since the weights froze are not progress
+                self.save()
+                self.collect(wait=True)
+        except Exception as error:
+            screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
+
+    def wait_after_error(self, screen: Screen) -> None:
+        """Let the save in progress complete when the run fails. A failure here must not hide the first one."""
+        try:
+            self.collect(wait=True)
+        except (CheckpointError, OSError) as error:
+            screen.say(f"warning: {error}", "bold red")

@@ -1,0 +1,195 @@
+"""What a run prints at its start and its end: a header with the settings that matter, a summary with what to do next.
+
+Progress in between comes from events (telemetry.progress).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+
+import torch
+
+from tercet.atomic_io import write_json
+from tercet.config.schema import RunConfig
+from tercet.config.sections import resolved_precision
+from tercet.model.cost import flops_per_token, memory, parameters
+from tercet.parallel.strategy import Strategy
+from tercet.telemetry.events import EventLog, RunEnded, read_events
+from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
+from tercet.telemetry.progress import Screen
+from tercet.telemetry.sinks import summarise
+from tercet.telemetry.units import duration, quantity, size
+from tercet.train import manifest
+from tercet.train.device import device_name
+from tercet.train.run_folder import RunFolder, resume_command
+from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
+from tercet.typed import typed
+
+METRICS = "metrics.json"
+
+
+def header_lines(
+    config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy, folder: object, vocab_size: int
+) -> list[tuple[str, str]]:
+    """(name, value) pairs to print before training. `vocab_size`: the tokenizer's."""
+    train, model = config.train, config.model
+    kinds = "+".join(sorted(set(model.attention_kinds)))
+    options = ["bf16 over fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
+    if uses_compile(config, device):
+        options.append("compiled blocks")
+    if uses_cuda_graph(config, device):
+        options.append("CUDA graphs")
+    if train.activation_checkpointing != "none":
+        options.append(f"{train.activation_checkpointing} activation checkpointing")
+    if config.run.deterministic:
+        options.append("deterministic")
+    sizes = f"{model.layers} layers of {kinds}, dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
+    all_tokens = quantity(train.steps * train.tokens_per_step)
+    batches = f"{config.accumulation} × {train.micro_batch} sequences per rank"
+    lines = [
+        ("model", f"{quantity(parameters(model).total)} parameters: {sizes}"),
+        ("data", f"{config.data.source}, {config.data.tokenizer} tokens, sequences of {config.data.seq_len}"),
+        ("device", f"{device_name(device)}, {', '.join(options)}"),
+        ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
+        ("step", f"{quantity(train.tokens_per_step)} tokens: {batches}"),
+        ("run", f"{train.steps} steps, {all_tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
+        ("time", _estimated_time(config, state, device, strategy)),
+    ]
+    if train.val_tokens:
+        lines.append(("validation", _validation_line(config)))
+    if state.step:
+        lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
+    if state.parent:
+        lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
+    if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
+        needed = memory(
+            model,
+            config.tokens_per_pass,
+            compute_bytes=2 if precision_of(config, device) == "bf16" else 4,
+            activation_checkpointing=train.activation_checkpointing,
+        ).total
+        if needed > available:
+            fix = "lower train.micro_batch, set train.activation_checkpointing=full, or use a smaller preset"
+            lines.append(("warning", f"a step needs about {size(needed)}, but there are {size(available)}: {fix}"))
+    if (warning := config.data.shuffle_warning(vocab_size, _host_memory())) is not None:
+        lines.append(("warning", warning))
+    if train.warmup_steps >= train.steps:
+        lines.append(
+            ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
+        )
+    return lines
+
+
+def _estimated_time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
+    """Estimated from the device's peak; the first log lines print an estimate from measured steps."""
+    # Known peaks are for bf16. fp32 is slower by a factor that differs between devices.
+    known = device.type == "cuda" and precision_of(config, device) == "bf16"
+    peak = peak_flops(device_name(device)) if known else None
+    if peak is None:
+        return "estimated after the first log lines"
+    left = (config.train.steps - state.step) * config.train.tokens_per_step
+    rate = peak * GPU_UTILISATION * strategy.world_size / flops_per_token(config.model, config.data.seq_len)
+    return f"about {duration(left / rate)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Bytes of memory on the GPU, or of the machine for a run on its CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return _host_memory()
+
+
+def _host_memory() -> int | None:
+    total = host_total_gib()
+    return None if total is None else round(total * GIB)
+
+
+def _validation_line(config: RunConfig) -> str:
+    requested, used = config.train.val_tokens, config.validation_passes * config.tokens_per_pass
+    rounded = "" if requested == used else f" (val_tokens={requested} rounded up to whole batches)"
+    every = config.train.val_every
+    return f"{quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}at the end"
+
+
+def precision_of(config: RunConfig, device: torch.device) -> str:
+    """bf16 or fp32, with `auto` resolved."""
+    return resolved_precision(config.train.precision, device.type)
+
+
+def log_end(log: EventLog, folder: RunFolder, outcome: str, reason: str, state: TrainState, started: float) -> None:
+    """Write the closing event and, on rank 0, metrics.json."""
+    log.emit(RunEnded(step=state.step, outcome=outcome, reason=reason, seconds=time.time() - started))
+    if log.rank == 0:
+        write_json(folder.path / METRICS, summarise(read_events(log.path)))
+
+
+def print_summary(
+    screen: Screen,
+    config: RunConfig,
+    folder: RunFolder,
+    state: TrainState,
+    *,
+    completed: bool,
+    reason: str,
+    started: float,
+    first_step: int,
+    first_tokens: int,
+    bad_records: int,
+    bad_examples: Sequence[str],
+) -> None:
+    """Print what was done and what to do next. `first_step` and `first_tokens`: where this process started."""
+    seconds = duration(time.time() - started)
+    steps = f"{state.step}/{config.train.steps} steps, {quantity(state.tokens)} tokens"
+    if first_step:  # the time is this process's only
+        steps += f" ({state.step - first_step} steps, {quantity(state.tokens - first_tokens)} tokens since the resume)"
+    if not completed and state.step == 0:
+        screen.say(f"{reason}: stopped before the first step, nothing to save")
+        return
+    if not completed:
+        screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
+        screen.say(f"resume with: {resume_command(folder.path)}")
+        return
+    if state.step == first_step > 0:
+        screen.say(_nothing_left(config, folder, state.step, reason))
+        return
+    if bad_records:
+        screen.say(f"warning: {bad_records} bad records were skipped: {'; '.join(bad_examples)}", "bold yellow")
+    metrics = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
+    losses = [f"{n} {metrics[k]:.4f}" for n, k in (("loss", "loss"), ("validation loss", "val_loss")) if metrics[k]]
+    screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join(losses)}; run folder {folder.path}")
+    screen.say(f"check the run with: {report_command(folder.path)}")
+
+
+def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) -> str:
+    """For a resumed run that was already complete."""
+    planned = config.train.steps
+    if done < planned:
+        why = f"{done} of {planned} steps are done and {reason}"
+        more = "--data.exhaustion repeat --checkpoint.allow-config-change"
+    else:
+        why = f"{done} of {planned} steps are done"
+        more = f"--train.steps {2 * done}"
+    return f"nothing left to do: {why}; train longer with: {resume_command(folder.path)} {more}"
+
+
+def report_command(path: Path) -> str:
+    """The command that reports on the run in this folder."""
+    return f"{typed()} report {quote(str(path))}"
+
+
+def newest_checkpoint(folder: RunFolder) -> str:
+    """Part of an error message: which checkpoint is safe."""
+    kept = manifest.complete_checkpoints(folder.checkpoints)
+    return f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+
+
+def disk_error(error: OSError, folder: RunFolder) -> str:
+    """Error message for a failed write: what failed, what is safe, and how to resume."""
+    where = error.filename or folder.path
+    return (
+        f"{where}: {error.strerror or error}; {newest_checkpoint(folder)}: resume with: {resume_command(folder.path)}"
+    )

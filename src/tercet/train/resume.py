@@ -1,0 +1,329 @@
+"""Starting and resuming a run: which checkpoint it starts from, whether it may, and loading it.
+
+`find_start` picks the checkpoint, `check_config` compares its configuration with the current one, `check_requirements`
+refuses what would fail later, `load_tensors` and `load_weights_file` fill the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tercet.config.keys import flatten_table
+from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import Tokenizer
+from tercet.errors import UsageError
+from tercet.model.config import NSA_ONLY
+from tercet.model.cost import parameters
+from tercet.telemetry.events import RunStarted, events_file, read_events
+from tercet.telemetry.sinks import import_tensorboard, import_wandb
+from tercet.train import manifest
+from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
+from tercet.train.manifest import CheckpointError
+from tercet.train.run_folder import RunFolder, resume_command
+
+# Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
+MAY_CHANGE = (
+    "run.name",
+    "run.dir",
+    "run.device",
+    "run.threads",
+    "log.",
+    "health.",
+    "profile.",
+    "checkpoint.",
+    "parallel.",
+    "data.prefetch",
+    "train.steps",
+    "train.micro_batch",
+    "train.compile",
+    "train.cuda_graph",
+    "train.activation_checkpointing",
+    "train.val_",
+    "train.sample_",
+    "train.max_skipped",
+    "train.init_",
+)
+
+
+class WrongCheckpoint(CheckpointError, UsageError):
+    """The checkpoint does not exist or belongs to another run or model; the same command would fail again."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to load, its run state, and messages about how it was chosen."""
+
+    path: Path
+    run_state: dict[str, Any]
+    messages: list[str]
+
+    def is_in(self, checkpoints: Path) -> bool:
+        """Whether it belongs to this run. Starting from another run's checkpoint is a fork."""
+        return self.path.parent.resolve() == checkpoints.resolve()
+
+
+# Where a run starts
+
+
+def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
+    """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
+    _check_events_writable(folder, config.parallel.world_size)
+    if resume is None:
+        if folder.has_run:
+            raise UsageError(
+                f"{folder.path} already holds a run: pick another --run.dir, or resume with: "
+                f"{resume_command(folder.path)}"
+            )
+        return None, []
+    manifest.remove_leftovers(folder.checkpoints)
+    try:
+        start = find_checkpoint(resume, folder.checkpoints, verify=config.checkpoint.verify)
+    except manifest.CheckpointError as error:
+        if resume == "auto":
+            raise
+        raise type(error)(f"--resume {resume}: {error}; or use --resume auto") from None
+    if start is None:
+        for source in _start_history(folder):
+            if source is not None and source.parent != folder.checkpoints.resolve():
+                raise UsageError(
+                    f"{folder.path} was forked from {source} and has no checkpoint of its own: resume with "
+                    f"--resume {source} --run.dir {shlex.quote(str(folder.path))}"
+                )
+        return None, [f"--resume auto: no complete checkpoint in {folder.checkpoints}, starting at step 0"]
+    if not start.is_in(folder.checkpoints) and folder.has_run and not _is_same_fork(folder, start):
+        raise UsageError(
+            f"{folder.path} already holds a run, and --resume {resume} belongs to another one: pick another "
+            f"--run.dir, or resume the run in this folder with: {resume_command(folder.path)}"
+        )
+    now = config.model_dump(mode="json")
+    allow = config.checkpoint.allow_config_change
+    changes = check_config(saved_config(start), now, allow_change=allow)
+    return start, [*start.messages, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
+
+
+def _check_events_writable(folder: RunFolder, ranks: int) -> None:
+    """Check the event files of all ranks now: each rank opens its own only after rank 0 has started to write."""
+    for path in (events_file(folder.path, rank) for rank in range(ranks)):
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            problem = "is not writable" if path.is_file() else "is not a file"
+            raise UsageError(f"event log {path} {problem}: pick another --run.dir, or fix it")
+
+
+def _start_history(folder: RunFolder) -> list[Path | None]:
+    """The checkpoint that each earlier process of this run started from."""
+    path = events_file(folder.path)
+    started = [e for e in read_events(path) if isinstance(e, RunStarted)] if path.exists() else []
+    return [Path(e.resumed_from).resolve() if e.resumed_from else None for e in started]
+
+
+def _is_same_fork(folder: RunFolder, start: FoundCheckpoint) -> bool:
+    """Whether the folder only holds attempts at this same fork that ended before their first save."""
+    saved = manifest.complete_checkpoints(folder.checkpoints)
+    return not saved and all(source == start.path.resolve() for source in _start_history(folder))
+
+
+def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundCheckpoint | None:
+    """`auto`: the newest intact checkpoint of this run, None if it has none. Otherwise: the named one.
+
+    `auto` skips damaged checkpoints with a message; naming a damaged one is an error.
+    """
+    check = manifest.verify if verify else manifest.read_manifest
+    if resume != "auto":
+        path = _resolve(Path(resume))
+        check(path)
+        return FoundCheckpoint(path, manifest.read_json(path / manifest.RUN_STATE), [])
+    messages: list[str] = []
+    for path in reversed(manifest.complete_checkpoints(checkpoints)):
+        try:
+            check(path)
+            return FoundCheckpoint(path, manifest.read_json(path / manifest.RUN_STATE), messages)
+        except CheckpointError as error:
+            messages.append(f"skipping a damaged checkpoint: {error}")
+    if messages:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints} is intact, nothing was changed: {'; '.join(messages)}; "
+            "restore one from a backup, or start over with another --run.dir"
+        )
+    return None
+
+
+def _resolve(path: Path) -> Path:
+    """A checkpoint folder, or the newest one in a run folder or its checkpoints/."""
+    if manifest.step_of(path) is not None or (path / manifest.MANIFEST).is_file():
+        if not path.is_dir():
+            raise WrongCheckpoint(f"{path} does not exist: expected a checkpoint folder, or a run folder that has one")
+        return path.resolve()
+    for folder in (path / "checkpoints", path):
+        found = manifest.complete_checkpoints(folder)
+        if found:
+            return found[-1]
+    raise WrongCheckpoint(
+        f"{path} is neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one"
+    )
+
+
+def abandon_later(start: FoundCheckpoint | None, folder: RunFolder) -> list[str]:
+    """Rename checkpoints of later steps than `start`. Call once the run can no longer be refused."""
+    if start is None or not start.is_in(folder.checkpoints):
+        return []
+    moved = _rename_later(folder.checkpoints, int(start.run_state["step"]))
+    return [f"a later checkpoint was renamed to {path}" for path in moved]
+
+
+def _rename_later(checkpoints: Path, step: int) -> list[Path]:
+    """Rename checkpoints of later steps, damaged or abandoned, so that this run does not pick them up again."""
+    moved = []
+    for path in manifest.complete_checkpoints(checkpoints):
+        if (manifest.step_of(path) or 0) > step:
+            target, n = path.with_name(f"abandoned-{path.name}"), 1
+            while target.exists():
+                n += 1
+                target = path.with_name(f"abandoned-{path.name}-{n}")
+            moved.append(path.rename(target))
+    return moved
+
+
+# The configuration
+
+
+def saved_config(found: FoundCheckpoint) -> dict[str, Any]:
+    """The configuration saved in a checkpoint; newer keys get their defaults."""
+    try:
+        return RunConfig.model_validate(found.run_state["config"]).model_dump(mode="json")
+    except KeyError as error:
+        raise CheckpointError(f"{found.path}: {manifest.RUN_STATE} lacks {error}: restore it from a backup") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise WrongCheckpoint(
+            f"{found.path}: this Tercet cannot read its config ({key}: {first['msg']}): use the version of Tercet "
+            "that wrote it, or start from its weights with train.init_from"
+        ) from None
+
+
+def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:
+    """Differences from the saved configuration, one message each. An error if it would be a different run."""
+    before, after = flatten_table(saved), flatten_table(now)
+    changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
+    messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
+    # A dense model does not read the NSA settings, so they may have changed in its preset.
+    nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
+    unused_keys = {f"model.{key}" for key in ("backend", *nsa_only)}
+    unused = [k for k in changed if ".".join(k.split(".")[:2]) in unused_keys]
+    model_keys = [k for k in changed if k.startswith("model.") and k not in (*unused, "model.rope_scaling")]
+    if model_keys:
+        raise WrongCheckpoint(
+            f"the checkpoint is of a different model: {'; '.join(messages[k] for k in model_keys)}: change these back "
+            "(without --preset and --config a run resumes with the settings in its folder), or start a new run from "
+            "the weights that fit with train.init_from"
+        )
+    restricted = [k for k in changed if not k.startswith(MAY_CHANGE) and k not in unused]
+    if restricted and not allow_change:
+        raise WrongCheckpoint(
+            f"the config has changed since the checkpoint: {'; '.join(messages[k] for k in restricted)}: change these "
+            "back, or pass --checkpoint.allow-config-change to continue with the new values"
+        )
+    return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps")]
+
+
+def _all_dense(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("model.attention")
+    return kinds == "dense" or (isinstance(kinds, list) and set(kinds) == {"dense"})
+
+
+def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
+    """Raise now for what would fail later: missing log packages, a small vocabulary, a full disk."""
+    if config.log.tensorboard:
+        import_tensorboard()
+    if config.log.wandb:
+        import_wandb()
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UsageError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
+            f"pass --model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
+        )
+    needed = 12 * parameters(config.model).total  # fp32 weights and two moments
+    free = shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise UsageError(
+            f"one checkpoint takes about {needed / 2**30:.2f} GiB, {folder.path} has {free / 2**30:.2f} GiB free: "
+            "free some space, or pick another --run.dir"
+        )
+
+
+# Loading
+
+
+def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Load weights (and optimizer moments) from a checkpoint folder, resharding as needed."""
+    live = tensors_to_save(model, optimizer)
+    reader = HuggingFaceStorageReader(str(path))
+    _check_stored_shapes(path, live, reader)
+    try:
+        dcp.load(dict(live), storage_reader=reader)
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise CheckpointError(f"{path}: cannot be loaded ({causes})") from error
+    set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in live.items() if k.startswith(MODEL)})
+    if optimizer is not None:
+        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))
+        state |= {k.removeprefix(OPTIMIZER): v for k, v in live.items() if k.startswith(OPTIMIZER)}
+        set_optimizer_state_dict(model, optimizer, state, options=OPTIONS)
+
+
+def load_weights_file(path: Path, model: nn.Module) -> None:
+    """Load weights from a .safetensors file. Every name and shape must match."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except OSError as error:
+        raise WrongCheckpoint(f"train.init_from={path}: cannot be read ({error}): check the path") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"train.init_from={path}: cannot be read ({error}): damaged, copy it again") from None
+    weights = {k.removeprefix(MODEL): v for k, v in weights.items() if not k.startswith(OPTIMIZER)}
+    live = {k.removeprefix(MODEL): v for k, v in tensors_to_save(model, None).items()}
+    _compare_shapes(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+
+def _check_stored_shapes(path: Path, live: Mapping[str, Tensor], reader: HuggingFaceStorageReader) -> None:
+    metadata = reader.read_metadata().state_dict_metadata
+    parts = {k.split(".", 1)[0] for k in live}  # loading weights only ignores the moments
+    stored = {
+        k: v.size for k, v in metadata.items() if isinstance(v, TensorStorageMetadata) and k.split(".", 1)[0] in parts
+    }
+    _compare_shapes(path, {k: v.shape for k, v in live.items()}, stored)
+
+
+def _compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    missing, extra = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
+    differ = [
+        f"{k} {list(stored[k])}, the model has {list(live[k])}" for k in live.keys() & stored if live[k] != stored[k]
+    ]
+    for problem, names in (("lacks", missing), ("has extra", extra), ("differs in shape:", sorted(differ))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {', '.join(names[:3])}{more}")

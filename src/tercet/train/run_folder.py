@@ -1,0 +1,154 @@
+"""The run folder: find or create it, lock it, and write config.toml, origins.json and env.json into it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tercet.atomic_io import write_json
+from tercet.config.load import write_config
+from tercet.config.schema import RunConfig
+from tercet.errors import TercetError, UsageError
+from tercet.telemetry.events import events_file
+from tercet.train import manifest
+from tercet.typed import typed
+from tercet.version import __version__
+
+LOCK = "lock"
+
+
+class RunFolder:
+    """A run folder that only this run writes to."""
+
+    def __init__(self, path: Path, *, lock: bool = True) -> None:
+        """`lock`: rank 0 locks the folder for all ranks."""
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        try:
+            self._existing = {p.name for p in path.iterdir()} if path.is_dir() else set()
+            # Innermost first, the order in which `close` removes them again.
+            self._created = [p for p in (path / LOCK, self.checkpoints, path, *path.parents) if not p.exists()]
+            self._lock = self._open_lock(lock)
+        except OSError as error:
+            raise UsageError(
+                f"run folder {path} cannot be written ({error.strerror}): pick another --run.dir, or fix permissions"
+            ) from None
+
+    def _open_lock(self, lock: bool) -> int:
+        """Open the lock file, and lock it if `lock`."""
+        while True:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            if not lock:
+                return handle
+            try:
+                # The kernel holds the lock, so a killed process leaves none behind.
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(handle)
+                raise TercetError(
+                    f"run folder {self.path} is in use by another process: wait for it, or pick another --run.dir"
+                ) from None
+            try:
+                if os.path.samestat(os.fstat(handle), os.stat(self.path / LOCK)):
+                    return handle
+            except FileNotFoundError:
+                pass
+            os.close(handle)  # another run removed this file after it was opened: lock the new one
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the folder already holds a run."""
+        events = events_file(self.path)
+        logged = events.exists() and events.stat().st_size > 0  # an empty file: a run that was refused
+        return logged or bool(manifest.complete_checkpoints(self.checkpoints))
+
+    def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
+        """Write what is needed to repeat the run. Each file is replaced atomically."""
+        write_config(config, origins, self.path)
+        write_json(self.path / "env.json", environment)
+
+    def close(self) -> None:
+        """Release the folder. If nothing was written to it, remove what this process created."""
+        now = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
+        if now - self._existing <= {LOCK, self.checkpoints.name}:
+            for created in self._created:
+                try:
+                    created.unlink() if created == self.path / LOCK else created.rmdir()
+                except FileNotFoundError:
+                    continue  # another rank removed it
+                except OSError:
+                    break  # not empty
+        os.close(self._lock)
+
+
+def resume_command(path: Path) -> str:
+    """The command that resumes the run in this folder with its saved configuration."""
+    return f"{typed()} train --resume auto --run.dir {shlex.quote(str(path))}"
+
+
+def locate(config: RunConfig, resume: str | None) -> Path:
+    """run.dir; else the run folder of `resume`; else a new folder under runs/."""
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    if resume not in (None, "auto"):
+        return manifest.run_of(Path(str(resume)))
+    runs = Path("runs")
+    if resume == "auto":
+        # Match whole names: runs of `tiny` are not runs of `tiny-dense`.
+        pattern = re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}(-\d+)?")
+        named = [p for p in (runs.iterdir() if runs.is_dir() else ()) if pattern.fullmatch(p.name)]
+        earlier = [p for p in named if manifest.complete_checkpoints(p / "checkpoints")]
+        if earlier:
+            return max(earlier, key=lambda p: (p / "checkpoints").stat().st_mtime)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path, extra = runs / f"{config.run.name}-{stamp}", 1
+    while path.exists():
+        extra += 1
+        path = runs / f"{config.run.name}-{stamp}-{extra}"
+    return path
+
+
+def environment(device: torch.device, name: str) -> dict[str, Any]:
+    """Machine and versions. No environment variables: they do not affect a run and may hold secrets."""
+    packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
+    versions = {p: _version(p) for p in packages}
+    env: dict[str, Any] = {
+        "tercet": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: v for p, v in versions.items() if v},
+        "command": sys.argv,
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": name,
+        "cuda": torch.version.cuda,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        env["gpu"] = {
+            "memory_gib": properties.total_memory / 2**30,
+            "capability": f"{properties.major}.{properties.minor}",
+            "count": torch.cuda.device_count(),
+        }
+    return env
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

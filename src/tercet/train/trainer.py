@@ -1,0 +1,412 @@
+"""`tercet train`: set up a run, loop over its steps, and end it. Orchestration only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from shlex import quote
+
+from tercet.config.load import describe
+from tercet.config.schema import RunConfig
+from tercet.data.loader import Batch, Loader, build_loader
+from tercet.data.stream import StoppedWaiting
+from tercet.data.tokenizers import Tokenizer, load_tokenizer
+from tercet.doctor.examine import examine_before_training
+from tercet.errors import TercetError
+from tercet.model.cost import flops_per_token
+from tercet.model.sampling import NOTHING
+from tercet.parallel.launch import Launch
+from tercet.parallel.strategy import Strategy
+from tercet.telemetry import events
+from tercet.telemetry.events import EventLog, read_events
+from tercet.telemetry.hardware import peak_flops
+from tercet.telemetry.observer import Observer
+from tercet.telemetry.progress import Screen
+from tercet.telemetry.watchdog import Heartbeat
+from tercet.train.async_save import AsyncSaver
+from tercet.train.console import (
+    disk_error,
+    header_lines,
+    log_end,
+    newest_checkpoint,
+    precision_of,
+    print_summary,
+)
+from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
+from tercet.train.dump import write_dump
+from tercet.train.hooks import StopSignals, attach, run_started
+from tercet.train.optim import learning_rate
+from tercet.train.ranks import join_run, rank_context
+from tercet.train.resume import abandon_later, check_requirements, find_start
+from tercet.train.run_folder import RunFolder, environment
+from tercet.train.state import TrainState, build_state
+from tercet.train.step import StepBatches, to_device, train_step
+from tercet.train.validate import Validation, check_validation_data, sample_text
+from tercet.typed import python
+
+
+def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
+    """Train until the last step, a signal, or the end of the data. Returns the exit code of the process."""
+    set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
+    launch = Launch.from_environment()
+    device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
+    strategy, path, resume = join_run(config, resume, launch, device)
+    screen = Screen(config.log.progress, quiet=strategy.rank > 0)
+    with rank_context(strategy), ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
+        start, messages = strategy.on_rank_0(lambda: find_start(config, resume, folder))
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+        strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
+        doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
+        state = build_state(config, device, strategy, start)
+        loader = stack.enter_context(
+            build_loader(
+                config.data,
+                seed=config.run.seed,
+                batch_sequences=config.train.micro_batch * strategy.data_ranks,
+                rank=strategy.data_rank,
+                world_size=strategy.data_ranks,
+                state=state.cursor,
+                tokenizer=tokenizer,
+                stop=lambda: stop.signal is not None,
+                others_wait=strategy.world_size > 1,
+            )
+        )
+        strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
+        # Nothing refuses the run from here on, so the run folder may change.
+        messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
+        if strategy.rank == 0:
+            folder.describe(config, origins or {}, environment(device, device_name(device)))
+        superseded = events.rewind(folder.path, strategy.rank, state.step)
+        log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
+        beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
+        screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
+        for line in describe(config, origins or {}):
+            screen.say(f"  {line}", "dim")
+        for message in messages:
+            screen.say(message)
+        strategy.publish_status(lambda: (beat.step, beat.doing))
+        past = strategy.on_rank_0(lambda: list(read_events(log.path)))
+        observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
+        forked = start is not None and not start.is_in(folder.checkpoints)
+        trainer = Trainer(
+            config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer, forked
+        )
+        log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
+        if doctor_report is not None:
+            log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
+        return trainer.run()
+
+
+class Halted(TercetError):
+    """Too many steps were not finite, or a health rule halted the run."""
+
+
+@dataclass
+class Trainer:
+    """One process of a run, once everything is set up."""
+
+    config: RunConfig
+    state: TrainState
+    strategy: Strategy
+    loader: Loader
+    tokenizer: Tokenizer
+    folder: RunFolder
+    log: EventLog
+    beat: Heartbeat
+    screen: Screen
+    stop: StopSignals
+    past: list[events.Event]  # events of earlier processes of this run
+    observer: Observer
+    forked: bool  # started from another run's checkpoint, which this folder has no copy of
+    _started: float = field(default_factory=time.time)
+    _recent: dict[int, list[Batch]] = field(default_factory=dict)  # batches since the last log line, for a dump
+    _first_step_reported: bool = False
+    _data_seconds: float = 0.0  # waited for data up to the last log line
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.batches = StepBatches(self.loader, config.accumulation, self.state.cursor)
+        self.validation = Validation(config, self.strategy, self.tokenizer)
+        self.saver = AsyncSaver(config, self.folder, self.strategy, self.log, self.observer, self.state)
+        name = device_name(self.state.device)
+        self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
+        self._flops = flops_per_token(config.model, config.data.seq_len)
+        self._logged = {(e.kind, e.step) for e in self.past}
+        self._first_step, self._first_tokens = self.state.step, self.state.tokens
+
+    def run(self) -> int:
+        """Run all remaining steps and end the run properly, whatever happens. Returns the exit code."""
+        try:
+            self.screen.begin(self.state.step, self.config.train.steps)
+            outcome, reason, code = self._run_steps()
+            self._finish(outcome, reason)
+        except BaseException as error:
+            self.screen.end()
+            outcome = "halted" if isinstance(error, Halted) else "failed"
+            if self.strategy.world_size == 1:  # with several ranks, it might wait for one that is gone
+                self.saver.wait_after_error(self.screen)
+            cause = self.strategy.explain(error)
+            self._log_end(outcome, f"{type(cause).__name__}: {cause}")
+            if cause is not error:
+                raise cause from error
+            if isinstance(error, OSError):
+                raise TercetError(disk_error(error, self.folder)) from error
+            raise
+        return code
+
+    def _run_steps(self) -> tuple[str, str, int]:
+        """Returns (outcome, reason, exit code)."""
+        state, steps = self.state, self.config.train.steps
+        state.interval.start_clock()
+        if self.forked:
+            self._save()  # so that this folder can be resumed without the other run
+        while state.step < steps:
+            if self.strategy.any_rank(self.stop.signal is not None):
+                return self._interrupted()
+            self.beat.at(state.step + 1, "waiting for data")
+            try:
+                batches = self.batches.next_step()
+            except StoppedWaiting:
+                return self._interrupted_without_data()
+            if not batches:
+                return "completed", "the data ended", 0
+            self._step(batches)
+            self._after_step()
+        return "completed", "all steps done", 0
+
+    def _interrupted(self) -> tuple[str, str, int]:
+        name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
+        return "interrupted", name, 128 + (self.stop.signal or 15)
+
+    def _interrupted_without_data(self) -> tuple[str, str, int]:
+        """A signal came while the loader was stuck. A single process can still save, since it is between two steps;
+        with several ranks, the others may already wait in the next step."""
+        if self.strategy.world_size > 1:
+            raise TercetError(
+                f"{self._interrupted()[1]} while waiting for data in step {self.state.step + 1}: stopped without "
+                f"saving, because other ranks are in another step; {newest_checkpoint(self.folder)}: resume with "
+                "--resume auto"
+            )
+        return self._interrupted()
+
+    def _step(self, batches: list[Batch]) -> None:
+        state, config = self.state, self.config.train
+        step = state.step + 1
+        self.beat.at(step, "training")
+        self.observer.before_step(step)
+        result = train_step(
+            state.model,
+            state.optimizer,
+            [to_device(batch, state.device, self.strategy) for batch in batches],
+            step=step,
+            lr=learning_rate(config, step),
+            clip=config.clip,
+            precision=config.precision,
+            guard=state.guard,
+            strategy=self.strategy,
+            observer=self.observer,
+            executor=state.graph,
+        )
+        self.observer.after_step(step)
+        for message in state.graph.take_messages() if state.graph is not None else ():
+            self.log.emit(events.Noted(step=step, text=message))
+        state.step = step
+        state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.data_ranks
+        state.cursor = self.batches.cursor
+        state.interval.add(step, result)
+        self._recent[step] = batches
+        self.screen.advance(step)
+        for reason in state.graph.take_failures() if state.graph is not None else ():
+            self._log_graph_failure(reason)
+
+    def _log_graph_failure(self, reason: str) -> None:
+        """train.cuda_graph=auto has fallen back to eager execution."""
+        event = events.GraphCaptureFailed(step=self.state.step, reason=reason)
+        self.log.emit(event)
+        if halting := self.observer.observe(event):
+            raise Halted(f"stopped by health.fallback=halt after step {self.state.step}: {halting[0].sentence}")
+
+    def _after_step(self) -> None:
+        """Log, validate, sample and save if due. The save comes last, so that the log has everything it contains."""
+        config, step = self.config, self.state.step
+        if self.state.interval.steps_timed == 1 and not self._first_step_reported:
+            self._report_first_step()
+        if step % config.log.every == 0:
+            self._log()
+        if step == config.train.steps:
+            return  # `_finish` does the rest
+        try:
+            if _due(step, config.train.val_every):
+                self._validate()
+            if _due(step, config.train.sample_every):
+                self._sample()
+        except Exception:
+            if self.strategy.world_size == 1:  # other ranks may not take part in a save
+                self.saver.save_after_error(self.screen)
+            raise
+        self.saver.collect(wait=False)
+        if _due(step, config.checkpoint.every):
+            self._save()
+
+    def _report_first_step(self) -> None:
+        """A sign of life before the first log line. Waits for the device, for this one step only."""
+        self._first_step_reported = True
+        loss = self.state.interval.read()[-1].loss
+        seconds = self.state.interval.seconds_per_step()
+        self.screen.say(f"first step after {seconds:.2f} s: loss {loss:.4f}")
+        self.strategy.shorten_timeouts()
+
+    def _log(self) -> None:
+        """Read the interval's values from the device and log them."""
+        state, config = self.state, self.config
+        measured = state.interval.read()
+        seconds = state.interval.seconds_per_step()
+        timed = max(1, state.interval.steps_timed)
+        data_seconds = self.loader.wait_seconds
+        speed = config.train.tokens_per_step / seconds
+        state.interval.clear()  # the time that logging takes belongs to the next interval
+        skipped = [m.step for m in measured if m.nonfinite]
+        halting = []
+        if skipped:
+            event = events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total())
+            self.log.emit(event)
+            halting += self.observer.observe(event)
+            if state.guard.halted_at():
+                self._halt(state.guard.halted_at(), len(skipped))
+        logged = events.StepLogged(
+            step=state.step,
+            loss=measured[-1].loss,
+            lr=learning_rate(config.train, state.step),
+            grad_norm=measured[-1].grad_norm,
+            tokens=state.tokens,
+            tokens_per_s=speed,
+            step_seconds=seconds,
+            data_seconds=(data_seconds - self._data_seconds) / timed,
+            mfu=self._flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
+            memory_gib=peak_memory_gib(state.device, state.held_bytes),
+            skipped=state.guard.total(),
+            epoch=self.batches.epoch,
+            bad_records=self.batches.bad_records,
+            first_step=measured[0].step,
+            losses=[m.loss for m in measured],
+            grad_norms=[m.grad_norm for m in measured],
+        )
+        self.log.emit(logged)
+        halting += self.observer.after_log(logged, self.batches.stats)
+        self._data_seconds = data_seconds
+        self._recent.clear()
+        if self.strategy.any_rank(bool(halting)):
+            finding = halting[0].sentence if halting else "see the other ranks' events"
+            rule = f"health.{halting[0].rule}=halt" if halting else "a health rule on another rank"
+            raise Halted(f"stopped by {rule} after step {state.step}: {finding}")
+
+    def _halt(self, step: int, skipped: int) -> None:
+        """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
+        batches = [to_device(b, self.state.device) for b in self._recent[step]]
+        path = write_dump(self.folder.path, step, self.state.model, batches, self.config, rank=self.strategy.rank)
+        raise Halted(
+            f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, more than the limits allow "
+            f"(train.max_skipped={self.config.train.max_skipped}, "
+            f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); replay step {step} with "
+            f"`{replay_command(path)}`; {newest_checkpoint(self.folder)}"
+        )
+
+    def _validate(self) -> None:
+        if not self.config.train.val_tokens or ("validation", self.state.step) in self._logged:
+            return
+        self.beat.at(self.state.step, "validating")
+        start = time.perf_counter()
+        with self.state.interval.excluded():
+            progress = partial(self.beat.at, self.state.step, "validating")
+            loss, tokens = self.validation.loss(self.state.model, self.state.device, progress)
+        seconds = time.perf_counter() - start
+        self.observer.add_excluded("validation", seconds)
+        self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds))
+
+    def _sample(self) -> None:
+        config = self.config.train
+        if not config.sample_tokens or ("sample", self.state.step) in self._logged:
+            return
+        self.beat.at(self.state.step, "sampling")
+        self.screen.say(f"sampling up to {config.sample_tokens} tokens …")
+
+        def agree(choose: Callable[[], int]) -> int:
+            """Rank 0's choice. A signal ends the sample, which may take longer than the time left to exit."""
+            return self.strategy.on_rank_0(lambda: choose() if self.stop.signal is None else NOTHING)
+
+        with self.state.interval.excluded():
+            text = sample_text(
+                self.state.model,
+                self.tokenizer,
+                config.sample_prompt,
+                config.sample_tokens,
+                temperature=config.sample_temperature,
+                context=self.config.data.seq_len,
+                device=self.state.device,
+                precision=config.precision,
+                seed=self.config.run.seed,
+                agree=agree,
+            )
+        if self.strategy.any_rank(self.stop.signal is not None):
+            return  # an interrupted sample is not logged
+        self.log.emit(events.Sampled(step=self.state.step, prompt=config.sample_prompt, text=text))
+
+    def _save(self) -> None:
+        """Start saving the current step."""
+        self.beat.at(self.state.step, "saving")
+        if self.state.guard.halted_at():
+            self._log()  # raises: steps since the weights froze are not progress
+        self.saver.save()
+
+    def _finish(self, outcome: str, reason: str) -> None:
+        """Save, validate, sample, print the summary. The save comes first: a resumed run makes up for a missing
+        validation or sample."""
+        state, completed = self.state, outcome == "completed"
+        if completed and state.interval.read():
+            self._log()
+        if not self.saver.up_to_date:
+            self._save()
+        self.saver.finish()
+        if completed:
+            self._validate()
+            self._sample()
+        self.screen.end()
+        self._log_end(outcome, reason)
+        if self.strategy.rank == 0:
+            print_summary(
+                self.screen,
+                self.config,
+                self.folder,
+                state,
+                completed=completed,
+                reason=reason,
+                started=self._started,
+                first_step=self._first_step,
+                first_tokens=self._first_tokens,
+                bad_records=self.batches.bad_records,
+                bad_examples=self.loader.bad_records,
+            )
+
+    def _log_end(self, outcome: str, reason: str) -> None:
+        """Log the end of the run. A full disk must not hide the error that ended it."""
+        self.beat.at(self.state.step, "ended")
+        try:
+            self.observer.flush_routes(self.state.step)
+            log_end(self.log, self.folder, outcome, reason, self.state, self._started)
+        except OSError as error:
+            self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
+
+
+def replay_command(dump: Path) -> str:
+    """The command that replays a dumped step."""
+    return f"{python()} -m tercet.train.dump {quote(str(dump))}"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

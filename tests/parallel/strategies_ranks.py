@@ -1,0 +1,272 @@
+"""Run by torchrun: training under each strategy against the same training in one process, in numbers."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import tempfile
+import time
+import traceback
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from world import tell
+
+from runs import GPU_SIZES, small
+from tercet.data.loader import build_loader
+from tercet.parallel import flight_recorder
+from tercet.parallel.context import apply_context_parallelism, shard_sequence
+from tercet.parallel.distributed import build_strategy
+from tercet.parallel.exchange import Exchange
+from tercet.parallel.launch import Launch, join
+from tercet.parallel.strategy import Single
+from tercet.train.optim import learning_rate
+from tercet.train.state import build_state
+from tercet.train.step import StepBatches, to_device, train_step
+
+# name: (strategy's settings, activation checkpointing, accumulation)
+CASES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "ddp": ({"strategy": "ddp"}, "none", 1),
+    "ddp, accumulated, recomputed": ({"strategy": "ddp", "bucket_mb": 0.01}, "full", 3),
+    "ddp, graph not static": ({"strategy": "ddp", "static_graph": False}, "selective", 1),
+    "ddp, bf16 gradients": ({"strategy": "ddp", "gradient_compression": "bf16"}, "none", 1),
+    "ddp, fp16 gradients": ({"strategy": "ddp", "gradient_compression": "fp16"}, "none", 1),
+    "ddp, bf16": ({"strategy": "ddp", "precision": "bf16"}, "none", 1),
+    "fsdp": ({"strategy": "fsdp"}, "full", 1),
+    "fsdp, accumulated": ({"strategy": "fsdp", "prefetch": 2}, "none", 3),
+    "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op", "prefetch": 0}, "selective", 3),
+    "fsdp, bf16": ({"strategy": "fsdp", "precision": "bf16"}, "none", 1),
+    "fsdp, untied": ({"strategy": "fsdp", "tie": False}, "none", 1),
+    "cp": ({"strategy": "cp"}, "none", 1),
+    "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
+    "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
+    "cp, whole rows": ({"strategy": "cp", "cross_document": True, "dense": True}, "none", 1),
+    "cp, blocks": ({"strategy": "cp", "context_fetch": "blocks"}, "full", 1),
+    "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
+    "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
+    "hsdp, plain": ({"strategy": "hsdp", "shard_ranks": 2}, "none", 1),
+    "cp with data": ({"strategy": "cp", "context_ranks": 2}, "none", 1),
+    "cp with data, replicated": ({"strategy": "cp", "context_ranks": 2, "context_weights": "replicated"}, "full", 3),
+}
+for _strategy in ("ddp", "fsdp", "cp"):
+    for _mode in ("none", "selective", "full"):
+        for _accumulation in (1, 3):
+            CASES[f"{_strategy} {_mode} {_accumulation}"] = ({"strategy": _strategy}, _mode, _accumulation)
+
+
+# Ranks may share a GPU, since gloo carries what they exchange. There the model has sizes that the kernels take.
+DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu")
+NCCL = "--nccl" in sys.argv
+LENGTH = 512 if DEVICE.type == "cuda" else 64
+
+
+def main() -> int:
+    asked = [argument.split(":") for argument in sys.argv[1:] if not argument.startswith("--")]  # STEPS:CASE
+    steps_of = {name: int(steps) for steps, name in asked}
+    launch = Launch.from_environment()
+    configs = {name: configure(name, steps, launch.world_size) for name, steps in steps_of.items()}
+    first = next(iter(configs.values()))
+    folder = tempfile.mkdtemp() if launch.rank == 0 else ""
+    world = join(launch, first.parallel, DEVICE, {}, lambda _: folder)  # type: ignore[arg-type,return-value]
+    failed, warmed = 0, False
+    for name, config in configs.items():
+        steps, began = steps_of[name], time.monotonic()
+        try:
+            # the others wait: what one process does need not be done by all
+            expected = run(as_single(config), Single(), steps) if launch.rank == 0 else None
+            if launch.rank == 1 and DEVICE.type == "cuda" and not warmed:
+                warmed = True
+                warm(config)
+            alone = time.monotonic() - began
+            got = run(config, build_strategy(config.parallel, config.train, world), steps)
+            result = compare(got, expected) if expected is not None else {}
+        except Exception:  # told, and the other cases go on: a run on a borrowed GPU should say all it can
+            traceback.print_exc()
+            failed = 1
+            continue
+        if launch.rank == 0:
+            seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
+            tell(case=name, routes=got["routes"], **result, **seconds)
+    if NCCL:
+        path = flight_recorder.write(Path(folder), launch.rank, launch.world_size)
+        kept = [] if path is None else json.loads(path.read_text())["entries"]
+        tell(recorded=len(kept), kinds=sorted({entry["profiling_name"] for entry in kept}))
+    world.close()
+    return failed
+
+
+class Deaf(Single):
+    """A rank of two that shares a sequence with nobody: what it would fetch is zeros."""
+
+    def prepare(self, model):  # type: ignore[no-untyped-def]
+        self._nsa = model.config.nsa
+        apply_context_parallelism(model)
+        return model
+
+    def shard_batch(self, tokens, targets, cu_seqlens):  # type: ignore[no-untyped-def]
+        bounds = cu_seqlens.tolist()
+        *own, shard = shard_sequence(tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, dist.group.WORLD)
+        shard.device = DEVICE
+        return *own, shard
+
+
+def warm(config) -> None:  # type: ignore[no-untyped-def]
+    """Compile the kernels of a shared sequence while rank 0 compiles those of a whole one: Triton keeps both."""
+
+    def zeros(self, rows, sizes, back_sizes):  # type: ignore[no-untyped-def]
+        class Done:
+            def wait(self) -> None:
+                pass
+
+        return Done(), rows.new_zeros(sum(back_sizes), *rows.shape[1:])
+
+    kept, Exchange.send = Exchange.send, zeros  # type: ignore[method-assign]
+    try:
+        run(as_single(config), Deaf(), 1)
+    finally:
+        Exchange.send = kept  # type: ignore[method-assign]
+
+
+def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def]
+    settings, mode, accumulation = CASES[name]
+    settings = dict(settings)
+    precision, cross = settings.pop("precision", "fp32"), settings.pop("cross_document", False)
+    attention, tie = ("nsa", "dense", "nsa") if settings.pop("dense", False) else "nsa", settings.pop("tie", True)
+    context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
+    parallel = {f"parallel__{key}": value for key, value in settings.items()}
+    on_gpu = {**GPU_SIZES, "parallel__share_gpus": not NCCL} if DEVICE.type == "cuda" else {}
+    return small(
+        **parallel,
+        **on_gpu,
+        parallel__world_size=ranks,
+        model__layers=3,
+        model__attention=attention,
+        model__tie_embeddings=tie,
+        train__activation_checkpointing=mode,
+        train__tokens_per_step=2 * LENGTH * accumulation * ranks // context,
+        train__steps=steps,
+        train__precision=precision,
+        train__clip=0,
+        # At the kernels' sizes 1e-2 is past what training bears: weights that differ by half a last digit end 2e-3
+        # apart after 20 steps of one and the same process, and no limit on the losses would mean anything.
+        train__lr=3e-3 if DEVICE.type == "cuda" else 1e-2,
+        train__compile="off",
+        parallel__backend="nccl" if NCCL else "gloo",
+        data__source="python-source",
+        data__cross_document_attention=cross,
+    )
+
+
+def as_single(config):  # type: ignore[no-untyped-def]
+    parallel = type(config.parallel)()
+    return config.model_copy(update={"parallel": parallel})
+
+
+def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    device = DEVICE
+    state = build_state(config, device, strategy, None)
+    layers = strategy.unwrap(state.model).attention_layers()
+    nsa = [layer for layer in layers if hasattr(layer, "stats")]
+    for layer in nsa:
+        layer.stats.enabled = True
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        if not gradients:
+            for name, p in strategy.unwrap(state.model).named_parameters():
+                assert p.grad is not None, name
+                gradients[name] = (whole(p.grad) if isinstance(p.grad, DTensor) else p.grad).detach().clone()
+
+    state.optimizer.register_step_pre_hook(keep)
+    losses, norms = [], []
+    with build_loader(
+        config.data,
+        seed=config.run.seed,
+        batch_sequences=config.train.micro_batch * strategy.data_ranks,
+        rank=strategy.data_rank,
+        world_size=strategy.data_ranks,
+    ) as loader:
+        batches = StepBatches(loader, config.accumulation, None)
+        for step in range(1, steps + 1):
+            result = train_step(
+                state.model,
+                state.optimizer,
+                [to_device(b, device, strategy) for b in batches.next_step()],
+                step=step,
+                lr=learning_rate(config.train, step),
+                clip=config.train.clip,
+                precision=config.train.precision,
+                guard=state.guard,
+                strategy=strategy,
+            )
+            losses.append(result.loss.item())
+            norms.append(result.grad_norm.item())
+            if step == 1:
+                sums = strategy.all_sum(torch.stack([layer.stats.sums(device) for layer in nsa]))
+                stats = [layer.stats.means(row) for layer, row in zip(nsa, sums.tolist(), strict=True)]
+                for layer in nsa:
+                    layer.stats.enabled = False
+    routes = sorted({str(route) for layer in layers for route in layer.routes.values()})
+    return {"routes": routes, "losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
+
+
+def whole(sharded: DTensor) -> torch.Tensor:
+    """All of it, put together on the host: full_tensor() of a GPU's shards ends in a segmentation fault under gloo
+    (torch 2.11, in wait_tensor)."""
+    mesh = host_mesh(tuple(sharded.device_mesh.shape))
+    here = DTensor.from_local(
+        sharded.to_local().cpu(),
+        mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+    return here.full_tensor().to(DEVICE)
+
+
+@lru_cache
+def host_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    assert got["gradients"].keys() == expected["gradients"].keys()
+    gradients = {
+        name: ((got["gradients"][name] - g).norm() / g.norm().clamp(min=1e-12)).item()
+        for name, g in expected["gradients"].items()
+        if g.norm() > 0
+    }
+    assert len(gradients) > 20
+    stats = [
+        abs(a[key] - b[key]) / max(1.0, abs(b[key]))
+        for a, b in zip(got["stats"], expected["stats"], strict=True)
+        for key in b
+    ]
+    return {
+        "loss": abs(got["losses"][0] - expected["losses"][0]),
+        "norm": abs(got["norms"][0] - expected["norms"][0]) / expected["norms"][0],
+        "gradient": max(gradients.values()),
+        "worst": max(gradients, key=lambda name: gradients[name]),
+        "losses": max(abs(a - b) for a, b in zip(got["losses"], expected["losses"], strict=True)),
+        "fell": expected["losses"][0] - expected["losses"][-1],
+        "steps": len(got["losses"]),
+        "stats": max(stats),
+        "numbers": len(stats),
+    }
+
+
+if __name__ == "__main__":
+    limit = [int(a.removeprefix("--limit=")) for a in sys.argv if a.startswith("--limit=")]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit[0] if limit else 1200, exit=True)
+    torch.set_num_threads(1)
+    code = main()
+    dist.destroy_process_group() if dist.is_initialized() else None
+    sys.exit(code)

@@ -1,0 +1,100 @@
+"""Context parallelism: a sequence split over ranks gives what the whole sequence gives."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from parallel.world import together
+from tercet.attention.config import NSAConfig
+from tercet.errors import TercetError
+from tercet.parallel.context_layout import Layout
+
+CONFIG = NSAConfig()
+SMALL = NSAConfig(8, 4, 16, 4, 1, 2, 24)
+
+
+def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statistics():
+    told = together(3, "context_ranks.py")
+    assert len({t["layer"] for t in told}) == 7
+    assert len(told) == 40
+    for t in told:
+        assert t["forward"] < 1e-12, t
+        assert t["gradients"] < 1e-8, t
+        assert t["stats"] < 1e-12, t
+    fetched = {(t["layer"], t["bounds"], t["by_blocks"]): t["bytes"] for t in told}
+    for layer in ("nsa", "shared", "tied", "as m7c", "ablated", "wide"):
+        whole, blocks = (dict(fetched[layer, "one document", by_blocks]) for by_blocks in (False, True))
+        assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
+        assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer
+    # as planned, forth and back, in fp64: rows of two KV heads of 8 and 4
+    layout, row = Layout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
+    for kind, plan in {"selected": layout.lookback_plan(None), "compressed": layout.compressed_plan()}.items():
+        rows = plan.fetched(0) + sum(plan.received(rank, 0) for rank in (1, 2))
+        assert fetched["nsa", "one document", False][kind] == rows * row, kind
+
+
+@pytest.mark.slow
+def test_a_split_sequence_equals_the_whole_one_on_the_kernels():
+    pytest.importorskip("triton")
+    told = together(2, "context_ranks.py", "--triton", timeout=900, env={"TRITON_INTERPRET": "1"})
+    assert [t["by_blocks"] for t in told] == [False, True]
+    for t in told:
+        assert t["routes"] == ["triton"], t
+        assert t["forward"] < 1e-6, t
+        assert t["gradients"] < 1e-5, t
+        assert t["stats"] < 1e-9, t
+
+
+def test_one_long_document_is_dealt_in_zig_zag_and_no_rank_has_more_than_a_percent_above_the_mean():
+    for ranks in (2, 4, 8, 64):
+        layout = Layout((0, 1 << 20), ranks, CONFIG)
+        assert layout.owned == tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
+        assert layout.imbalance() < 1.01
+
+
+def test_contiguous_chunks_would_let_ranks_idle():
+    """What the deal is for: the last of 8 contiguous eighths costs nearly twice the mean at a million tokens."""
+    layout = Layout((0, 1 << 20), 8, CONFIG)
+    costs = [layout.cost(2 * r) + layout.cost(2 * r + 1) for r in range(8)]
+    assert max(costs) * 8 / sum(costs) > 1.7
+
+
+def test_cost_is_the_number_of_keys_that_queries_read():
+    layout = Layout((0, 37, 160), 2, SMALL)
+    for chunk in range(4):
+        total = 0
+        for token in range(*layout.tokens(chunk)):
+            t = token - layout.document_start(token)
+            total += (
+                SMALL.num_visible(t) + min(SMALL.select_count * SMALL.select_block, t + 1) + min(SMALL.window, t + 1)
+            )
+        assert layout.cost(chunk) == total
+
+
+def test_every_compressed_token_belongs_to_the_chunk_of_its_last_token():
+    layout = Layout((0, 5, 100, 110, 290, 291, 384), 3, SMALL)
+    lasts = []
+    for start, end in itertools.pairwise(layout.bounds):
+        lasts += [
+            start + i * SMALL.compress_stride + SMALL.compress_block - 1
+            for i in range(SMALL.num_compressed(end - start))
+        ]
+    for chunk, (first, end) in enumerate(layout.compressed_rows):
+        inside = [i for i, token in enumerate(lasts) if layout.tokens(chunk)[0] <= token < layout.tokens(chunk)[1]]
+        assert inside == list(range(first, end))
+
+
+def test_short_documents_cost_no_more_traffic_than_their_own_tokens():
+    """Documents of 1024 tokens in a batch of 64k: a rank fetches no selected keys but those of documents it shares."""
+    bounds = tuple(range(0, 65536 + 1, 1024))
+    plan = Layout(bounds, 4, CONFIG).lookback_plan(None)
+    assert sum(plan.fetched(r) for r in range(4)) == 0
+    crooked = Layout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).lookback_plan(None)
+    assert max(crooked.fetched(r) for r in range(4)) <= 2 * 1024
+
+
+def test_a_length_that_does_not_split_is_refused_with_one_that_does():
+    with pytest.raises(TercetError, match="multiple of 8, such as 104"):
+        Layout((0, 100), 4, CONFIG)

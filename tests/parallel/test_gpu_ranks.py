@@ -1,0 +1,93 @@
+"""Two ranks on one GPU, through gloo: the strategies agree with one process, on the kernels, and runs survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from parallel.world import Run, flags, together
+from runs import GPU_SIZES, SMALL, losses
+from tercet.config.load import load
+from tercet.train.trainer import train
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "ddp": ["ddp", "ddp, accumulated, recomputed"],
+    "fsdp": ["fsdp", "fsdp, grad_op"],
+    "cp": ["cp", "cp, blocks", "cp, accumulated, recomputed"],
+}
+BF16 = ["ddp, bf16", "fsdp, bf16", "cp, bf16"]
+
+
+def told_of(cases: list[str], steps: int) -> list[dict[str, object]]:
+    told = together(2, "strategies_ranks.py", "--cuda", *(f"{steps}:{case}" for case in cases), timeout=500)
+    assert [t["case"] for t in told] == cases
+    for t in told:
+        assert t["routes"] == ["triton"], t
+    return told
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_two_ranks_on_one_gpu_train_like_one(strategy: str):
+    for t in told_of(CASES[strategy], 20):
+        assert t["loss"] < 1e-6, t
+        assert t["gradient"] < 1e-5, t
+        assert t["losses"] < 1e-4, t
+        assert t["stats"] < 1e-9, t
+
+
+def test_two_ranks_on_one_gpu_train_like_one_in_bf16():
+    for t in told_of(BF16, 3):
+        assert t["loss"] < 1e-2, t
+        assert t["gradient"] < 5e-2, t
+
+
+def test_one_rank_on_nccl_trains_like_one_process_and_keeps_a_record_of_its_collectives():
+    """What one GPU can show of NCCL: groups, mixed transports, sharding, the flight recorder."""
+    told = together(1, "strategies_ranks.py", "--cuda", "--nccl", "3:ddp", "3:fsdp", timeout=300)
+    for t in told[:2]:
+        assert t["loss"] < 1e-5, t
+        assert t["gradient"] < 1e-4, t
+    assert told[2]["recorded"] > 0
+    assert any(kind.startswith("nccl:") for kind in told[2]["kinds"])
+
+
+SETTINGS = (
+    SMALL
+    | {key.replace("__", "."): value for key, value in GPU_SIZES.items()}
+    | {
+        "data.source": "python-source",
+        "train.schedule": "constant",
+        "train.lr": 0.003,
+        "train.tokens_per_step": 2048,
+        "train.precision": "fp32",
+        "train.compile": "off",
+        "train.steps": 24,
+    }
+)
+TWO_ON_ONE = {"parallel.strategy": "fsdp", "parallel.share_gpus": True, "checkpoint.async_save": False}
+
+
+@pytest.mark.serial
+def test_a_rank_killed_on_a_gpu_is_replaced_and_one_rank_goes_on_with_what_two_have_saved(tmp_path: Path):
+    alone, folder = tmp_path / "alone", tmp_path / "run"
+    assert train(load("tiny", flags=SETTINGS | {"run.dir": str(alone)}).config) == 0
+    command = ["--preset", "tiny", *flags(SETTINGS | TWO_ON_ONE | {"train.steps": 20, "run.dir": str(folder)})]
+    restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")
+    with Run(tmp_path / "out", 2, *command, options=restart) as run:
+        run.until(" 3/20")
+        victim = run.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait() == 0, run.text
+        print(run.text)
+    assert f"error: rank 1 (pid {victim} on " in run.text
+    assert "2 ranks on a machine with 1 GPU share it (parallel.share_gpus)" in run.text
+    assert "resuming from" in run.text
+    assert train(load("tiny", flags=SETTINGS | {"run.dir": str(folder)}).config, resume="auto") == 0
+    got, expected = losses(folder), losses(alone)
+    assert got.keys() == expected.keys()
+    assert max(abs(float(got[step]) - float(expected[step])) for step in got) < 1e-4

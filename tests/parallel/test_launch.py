@@ -1,0 +1,119 @@
+"""Launches that are refused before anything is allocated, each with the command to use instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.world import torchrun
+from tercet.config.load import load
+from tercet.config.sections import ParallelConfig
+from tercet.parallel import launch
+from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
+from tercet.train import ranks
+from tercet.typed import typed
+
+ALONE = Launch()
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("sys.argv", ["tercet", "train", "--preset", "m7c"])
+
+
+def test_one_process_on_several_gpus_is_refused_with_the_torchrun_command():
+    with pytest.raises(LaunchError, match="2 GPUs but one process was started: 1 would be idle") as error:
+        check_launch(ParallelConfig(), ALONE, "cuda", 2)
+    line = "torchrun --standalone --nproc-per-node=2 -m tercet train --preset m7c --parallel.strategy ddp"
+    assert line in str(error.value)
+    assert "--allow-single-rank" in str(error.value)
+
+
+def test_one_process_is_allowed_on_request_warned_about_in_ci_and_fine_on_a_cpu(monkeypatch):
+    assert check_launch(ParallelConfig(allow_single_rank=True), ALONE, "cuda", 8) == []
+    assert check_launch(ParallelConfig(), ALONE, "cuda", 1) == []
+    assert check_launch(ParallelConfig(), ALONE, "cpu", 0) == []
+    monkeypatch.setenv("CI", "1")
+    assert "7 would be idle" in check_launch(ParallelConfig(), ALONE, "cuda", 8)[0]
+
+
+def test_several_ranks_without_torchrun_are_refused_with_the_torchrun_command():
+    with pytest.raises(LaunchError, match=r"parallel\.world_size=4, but 1 rank was launched") as error:
+        check_launch(ParallelConfig(strategy="fsdp", world_size=4), ALONE, "cuda", 4)
+    assert "torchrun --standalone --nproc-per-node=4 -m tercet train" in str(error.value)
+
+
+def test_without_gpus_the_torchrun_command_starts_all_ranks_on_one_machine():
+    with pytest.raises(LaunchError) as error:
+        check_launch(ParallelConfig(strategy="ddp", world_size=2), ALONE, "cpu", 0)
+    assert "torchrun --standalone --nproc-per-node=2 -m tercet train" in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "cp"])
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, "N"), (1, "N"), (4, "4")])
+def test_a_distributed_strategy_in_one_process_is_refused_with_the_torchrun_command(strategy, gpus, ranks):
+    with pytest.raises(LaunchError, match=f"strategy={strategy} needs torchrun") as error:
+        check_launch(ParallelConfig(strategy=strategy), ALONE, "cuda" if gpus else "cpu", gpus)
+    # no --parallel.strategy: the preset or the file sets it already
+    line = f"{typed('torchrun')} --standalone --nproc-per-node={ranks} -m tercet train --preset m7c"
+    assert str(error.value).endswith(f"\n  {line}")
+
+
+def test_ranks_share_a_gpu_only_on_request_and_with_a_warning():
+    launch = Launch(0, 0, 2, 2, by_torchrun=True)
+    for transport in ("auto", "gloo"):
+        with pytest.raises(
+            LaunchError, match="2 ranks on a machine with 1 GPU: each rank needs its own GPU; start 1, or"
+        ):
+            check_launch(ParallelConfig(strategy="ddp", world_size=2, backend=transport), launch, "cuda", 1)
+    shared = ParallelConfig(strategy="ddp", world_size=2, share_gpus=True)
+    (warning,) = check_launch(shared, launch, "cuda", 1)
+    assert warning.startswith("2 ranks on a machine with 1 GPU share GPUs (parallel.share_gpus)")
+    assert backend_of(shared, "cuda") == "gloo"
+    with pytest.raises(LaunchError, match="every rank has its own GPU"):
+        check_launch(shared, launch, "cuda", 2)
+    with pytest.raises(ValueError, match="NCCL needs one GPU per rank"):
+        ParallelConfig(strategy="ddp", world_size=2, share_gpus=True, backend="nccl")
+
+
+def test_launch_warnings_are_printed_once_per_machine(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ranks, "check_launch", lambda *_: ["a problem of this machine"])
+    config = load("tiny", flags={"run.dir": str(tmp_path / "run")}).config
+    for process, count in ((Launch(rank=2, local_rank=0), 1), (Launch(rank=3, local_rank=1), 0)):
+        ranks.join_run(config, None, process, torch.device("cpu"))
+        assert capsys.readouterr().err.count("warning: a problem of this machine") == count
+
+
+def test_ranks_with_different_versions_or_world_sizes_are_named_with_both_values():
+    def member(**changes):
+        return {"world_size": 2, "host": "a", "versions": {"torch": "2.13.0"}, "config": {"train.lr": 1.0}} | changes
+
+    assert disagreement({0: member(), 1: member()}) is None
+    other = disagreement({0: member(), 1: member(host="b", versions={"torch": "2.11.0"})})
+    assert other == "rank 1 on b has torch 2.11.0 and rank 0 on a 2.13.0: install the same version everywhere"
+    assert disagreement({0: member(), 1: member(world_size=4)}) == "rank 1 was started with 4 ranks and rank 0 with 2"
+    missing = disagreement({0: member(), 1: member(config={})})
+    assert missing is not None
+    assert "train.lr is None there, 1.0 on rank 0" in missing
+
+
+def test_the_error_of_an_older_rank_0_is_passed_on(monkeypatch):
+    older = {"error": "rank 1 on b has tercet 0.2.0 and rank 0 on a 0.1.0", "folder": None, "members": [], "call": "x"}
+    monkeypatch.setattr(launch, "_connect", lambda *_: None)
+    monkeypatch.setattr(launch, "_register", lambda *_: older)
+    with pytest.raises(LaunchError, match=r"has tercet 0\.2\.0 and rank 0 on a 0\.1\.0$"):
+        launch.join(Launch(rank=1, world_size=2), ParallelConfig(), torch.device("cpu"), {}, lambda _: Path())
+
+
+def test_the_doctor_measures_ranks_under_torchrun(tmp_path):
+    done = torchrun(2, "-m", "tercet", "doctor", "--distributed", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["ranks"], found["cannot_see_folder"]) == (2, [])
+    assert 0 <= found["clock_seconds"] < 1
+    assert all(one["bus_bytes_per_s"] > 0 for one in found["all_reduce"])
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,182 @@
+"""Whole runs on several ranks: launched, resumed on other numbers of ranks, and failing in an orderly way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel.world import Run, environment, flags, free_port
+from runs import SMALL, losses, rows
+from tercet.config.load import ConfigError, load
+from tercet.parallel.flight_recorder import read, summarize
+from tercet.train.trainer import train
+
+# The learning rate does not know when the run will end, so that a shorter run is the beginning of a longer one.
+SETTINGS = SMALL | {
+    "data.source": "python-source",
+    "train.schedule": "constant",
+    "train.lr": 0.003,
+    "train.tokens_per_step": 256,
+    "train.micro_batch": 2,
+    "train.steps": 6,
+    "checkpoint.every": 2,
+    "log.every": 1,
+}
+
+
+def arguments(folder: Path, **changes: object) -> list[str]:
+    settings = {k.replace("__", "."): v for k, v in changes.items()}
+    return ["--preset", "tiny", *flags(SETTINGS | {"run.dir": str(folder)} | settings)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[int, float]:
+    """The losses of the same run in one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert train(load("tiny", flags=SETTINGS | {"run.dir": str(folder)}).config) == 0
+    return {step: float(loss) for step, loss in losses(folder).items()}
+
+
+def assert_same(folder: Path, alone: dict[int, float], tolerance: float = 1e-5) -> None:
+    got = {step: float(loss) for step, loss in losses(folder).items()}
+    assert got.keys() == alone.keys()
+    assert max(abs(got[step] - alone[step]) for step in got) < tolerance
+
+
+def test_a_killed_rank_ends_all_is_named_and_torchrun_goes_on_from_the_newest_checkpoint(tmp_path, alone):
+    folder = tmp_path / "run"
+    command = arguments(folder, parallel__strategy="fsdp", checkpoint__async_save=False)
+    restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")
+    with Run(tmp_path / "out", 2, *command, options=restart) as run:
+        run.until("step 3/6")
+        victim = run.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait() == 0, run.text
+        text = run.text
+    assert f"error: rank 1 (pid {victim} on " in text
+    assert "is gone (killed, or out of memory: see dmesg), last seen in step" in text
+    assert text.count("error: rank 1") == 1  # one rank reports for all
+    assert "restart 1" in text
+    assert "resuming from" in text
+    (aside,) = (folder / "flight_recorder").glob("earlier-*")
+    record = summarize(*read(aside))  # rank 0 recorded the collective it was waiting in
+    assert record[:2] == ["records of rank 0", "no record of rank 1: it died before it could write one"]
+    assert any("rank 0 got as far as collective" in line for line in record), record
+    assert_same(folder, alone)
+
+
+def test_checkpoints_of_two_ranks_go_on_with_one_and_then_with_four(tmp_path, alone):
+    folder = tmp_path / "run"
+    command = arguments(folder, parallel__strategy="fsdp", train__steps=2, train__warmup_steps=2)
+    with Run(tmp_path / "out", 2, *command, env={"NSA_ACCUM": "4"}) as run:
+        assert run.wait() == 0, run.text
+    # header, its notes and warnings, and what is wrong with the environment: one rank speaks for all
+    for told in ("strategy  ", "warmup_steps=2 covers all 2 steps", "warning: NSA_ACCUM=4 is set but not read"):
+        assert run.text.count(told) == 1, run.text
+    one = load("tiny", flags=SETTINGS | {"train.steps": 4, "run.dir": str(folder)}).config
+    assert train(one, resume="auto") == 0
+    command = arguments(folder, parallel__strategy="ddp", train__micro_batch=1)
+    with Run(tmp_path / "out", 4, *command, "--resume", "auto") as run:
+        assert run.wait() == 0, run.text
+    assert_same(folder, alone)
+
+
+def test_ranks_that_share_a_sequence_count_what_they_fetch(tmp_path, alone):
+    folder = tmp_path / "run"
+    command = arguments(folder, parallel__strategy="cp", checkpoint__every=0, log__every=3)
+    with Run(tmp_path / "out", 2, *command) as run:
+        assert run.wait() == 0, run.text
+    told = rows(folder / "exchange_rank0.csv")
+    assert [row["step"] for row in told] == ["3", "6"]
+    assert all(int(row[kind]) > 0 for row in told for kind in ("raw", "compressed", "window", "selected"))
+    assert all(row["requests"] == "0" for row in told)
+    got = {step: float(loss) for step, loss in losses(folder).items()}
+    assert got.keys() == {3, 6}
+    assert max(abs(got[step] - alone[step]) for step in got) < 1e-5
+
+
+def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"use 384 or 768, or launch 1 or 2 or 4 ranks"):
+        load(
+            "tiny",
+            flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 3, "train.tokens_per_step": 512},
+        )
+    with pytest.raises(ConfigError, match=r"or launch 1 or 2 ranks, or train.micro_batch 1$"):
+        load("tiny", flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 4})
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_waited_for_until_the_limit_and_then_named(tmp_path):
+    command = arguments(
+        tmp_path / "run",
+        parallel__strategy="ddp",
+        parallel__timeout_seconds=8,
+        train__steps=9999,
+        checkpoint__every=0,
+    )
+    with Run(tmp_path / "out", 2, *command) as run:
+        run.until(" 2/9999")
+        victim = run.pid(1)
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(victim, signal.SIGCONT)  # slow is not dead
+        steps = run.text.count("step ")
+        deadline = time.monotonic() + 60
+        while run.text.count("step ") < steps + 3:
+            assert time.monotonic() < deadline, run.text
+            time.sleep(0.05)
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            run.until("is stopped (SIGSTOP)", seconds=60)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        assert run.wait() != 0
+    assert f"error: rank 1 (pid {victim} on " in run.text
+
+
+def by_hand(folder: Path, rank: int, port: int, *extra: str) -> subprocess.Popen[str]:
+    """One rank of two, started without torchrun."""
+    env = environment({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "tercet", "train", *arguments(folder, parallel__strategy="ddp"), *extra]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_ranks_with_other_settings_are_refused_with_the_difference(tmp_path):
+    port = free_port()
+    ranks = [by_hand(tmp_path / "run", 0, port), by_hand(tmp_path / "run", 1, port, "--train.lr", "0.5")]
+    said = [process.communicate(timeout=120)[0] for process in ranks]
+    assert "has a different configuration: train.lr is 0.5 there, 0.003 on rank 0" in said[0] + said[1]
+    assert [process.returncode for process in ranks] == [2, 2]
+
+
+def test_a_rank_that_does_not_arrive_is_named(tmp_path):
+    first = by_hand(tmp_path / "run", 0, free_port(), "--parallel.arrival_seconds", "2")
+    said, _ = first.communicate(timeout=120)
+    assert "error: rank 1 did not arrive within 2 s (1 of 2 are here" in said
+    assert first.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["save", "restart"])
+def test_a_rank_killed_in_a_save_or_in_a_restart_loses_nothing(moment, tmp_path, alone):
+    folder = tmp_path / "run"
+    restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
+    with Run(tmp_path / "out", 2, *arguments(folder, parallel__strategy="fsdp"), options=restart) as run:
+        run.until("step 3/6" if moment == "restart" else "step 1/6")
+        if moment == "save":
+            while not list((folder / "checkpoints").glob(".writing-*")):
+                assert run.process.poll() is None, run.text
+        os.kill(run.pid(1), signal.SIGKILL)
+        if moment == "restart":
+            run.until("restart 1")
+            time.sleep(1)
+            os.kill(run.pid(0), signal.SIGKILL)
+        assert run.wait(400) == 0, run.text
+    assert_same(folder, alone)
