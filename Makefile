@@ -41,9 +41,15 @@ test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
 
 # On a machine with a CUDA device; uses whatever Python holds torch there: make test-gpu GPU_PYTHON=python3
-GPU_PYTHON ?= $(BIN)/python
+# Workers compile kernels in parallel. Tests that need the GPU to themselves run last, one by one.
+# Without pytest-xdist: GPU_WORKERS=0.
+GPU_PYTHON  ?= $(BIN)/python
+GPU_WORKERS ?= 8
+GPU_PARALLEL := $(if $(filter-out 0,$(GPU_WORKERS)),-n $(GPU_WORKERS) --dist worksteal)
+GPU_TEST     := PYTHONPATH=src:$$PYTHONPATH TORCHINDUCTOR_COMPILE_THREADS=2 $(GPU_PYTHON) -m pytest
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests
+	$(GPU_TEST) $(GPU_PARALLEL) -m "gpu and not serial" tests
+	$(GPU_TEST) -m "gpu and serial" tests
 
 wheel: setup-dev
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.attention.kernels.selected_plan import default_settings
+from tercet.attention.kernels.table import selected_settings
 from tercet.config.load import load
 from tercet.model import nsa as layer_module
 from tercet.model.transformer import Transformer
@@ -29,7 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load("m7c", flags={"model.layers": arguments.layers}).config.model
     nsa, head = config.nsa, config.head_dim
-    settings = default_settings(head, head, torch.bfloat16, nsa.select_block)
+    settings = selected_settings(head, head, torch.bfloat16, nsa.select_block)
     queries = settings.rows // (config.heads // config.kv_heads)  # of a tile
     chosen: list[Tensor] = []
     run = layer_module.run_nsa

@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import heads, ops, settings
+from tercet.attention.kernels import ops, qkv_split, table
 from tercet.attention.layout import Packing
 from tercet.model import swiglu
 
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument("--unbounded", action="store_true", help="do not pass max_seqlen")
     a = parser.parse_args()
     JITFunction.run = compile_nothing  # type: ignore[method-assign, assignment]
-    settings.generation = lambda x: 9  # type: ignore[assignment]
-    settings.shared_memory = lambda device: 227 * 1024  # type: ignore[assignment]
+    table.generation = lambda x: 9  # type: ignore[assignment]
+    table.shared_memory = lambda device: 227 * 1024  # type: ignore[assignment]
     driver.set_active(Stub())
     config = NSAConfig()
     B, T = (a.tokens // a.document, a.document) if a.plain else (1, a.tokens)
@@ -128,9 +128,9 @@ def main() -> None:
     maps = none if packing is None else list(packing.tokens_to_chunks)
     kc = vc = tensor(T // 16 if packing else config.num_compressed(T), G)
     ks = vs = kw = vw = tensor(T, G)
-    y, cos = torch.zeros(B, T, heads.columns(H, G, D, 3), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)
+    y, cos = torch.zeros(B, T, qkv_split.columns(H, G, D, 3), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)
     split = [H, G, D, 16, 3]
-    parts = heads.heads_apart(y, cos, cos, *maps[:2], split)
+    parts = qkv_split.heads_apart(y, cos, cos, *maps[:2], split)
     lse = torch.zeros(H, B, T)
     blocks = torch.zeros(B, T, G, config.select_count, dtype=torch.int32)
     inputs = (q, kc, vc, ks, vs, kw, vw, gates, q, lse, blocks, cu, ccu, *numbers)
@@ -140,14 +140,14 @@ def main() -> None:
     wide = torch.zeros(a.tokens, 2 * FFN, dtype=torch.bfloat16)
     print(f"{B} rows of {T} tokens, documents of {a.document}; torch {torch.__version__}")
     for name, call in (
-        ("heads_apart", lambda: heads.heads_apart(y, cos, cos, *maps[:2], split)),
+        ("heads_apart", lambda: qkv_split.heads_apart(y, cos, cos, *maps[:2], split)),
         ("nsa_compressed", lambda: ops.nsa_compressed(q, kc, vc, cu, ccu, *numbers)),
         ("nsa_select", lambda: ops.nsa_select(q, kc, lse, cu, ccu, *numbers)),
         ("nsa_attend", lambda: ops.nsa_attend._init_fn(*inputs)),
         ("swiglu_gradient", lambda: swiglu.swiglu_gradient._init_fn(wide, wide[:, :FFN])),
         ("nsa_row_sums", lambda: ops.nsa_row_sums(q, gates, q, o_s, o_w)),
         ("nsa_backward", lambda: ops.nsa_backward(q, *kept, saved, *numbers, sums, planes)),
-        ("heads_together", lambda: heads.heads_together(parts, cos, cos, *maps[2:], split)),
+        ("heads_together", lambda: qkv_split.heads_together(parts, cos, cos, *maps[2:], split)),
     ):
         measured(name, call)
     dispatcher()

@@ -131,9 +131,7 @@ def test_paths_can_be_files_folders_and_globs(tmp_path, read, documents_of):
     assert names("x", "y/c.jsonl") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"y/c.jsonl"}
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "a.jsonl").write_text(json.dumps({"text": "z/a.jsonl"}) + "\n")
-    assert names("x", "z") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"z/a.jsonl"}, (
-        "equal names in two folders"
-    )
+    assert names("x", "z") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"z/a.jsonl"}, "equal names in two folders"
     (tmp_path / "z" / "a.jsonl").unlink()
     assert names("**/*.jsonl") == {b"x/a.jsonl", b"x/deep/b.jsonl", b"y/c.jsonl"}
     with pytest.raises(DataError, match="matches no file"):

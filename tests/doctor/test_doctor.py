@@ -114,12 +114,13 @@ def test_packed_documents_are_compared_with_max_seqlen_as_in_training(monkeypatc
 
 def test_long_document_kernels_are_checked_if_training_uses_them():
     pytest.importorskip("triton")
-    from tercet.attention.kernels.selected_plan import default_settings, make_plan
+    from tercet.attention.kernels.selected.plan import make_plan
+    from tercet.attention.kernels.table import selected_settings
 
     cfg = tercet.NSAConfig()
 
     def one_design(T, head, longest):
-        settings = default_settings(head, head, torch.bfloat16, cfg.select_block)
+        settings = selected_settings(head, head, torch.bfloat16, cfg.select_block)
         return make_plan((1, T, T, 12, 2, 16, head, head), 2, 3, (64, 1, 2), settings, longest).union_forward
 
     for head in (64, 128):

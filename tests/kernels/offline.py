@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tercet.attention.kernels import settings
+from tercet.attention.kernels import table
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def compiling(capability: int, *, resources: bool = True, only: str = "") -> Ite
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
-        patch.setattr(settings, "generation", lambda x: capability // 10)
-        patch.setattr(settings, "shared_memory", lambda device: (163 if capability == 80 else 227) * 1024)
+        patch.setattr(table, "generation", lambda x: capability // 10)
+        patch.setattr(table, "shared_memory", lambda device: (163 if capability == 80 else 227) * 1024)
         before = driver._active
         driver.set_active(_Absent(target))
         try:

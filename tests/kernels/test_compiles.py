@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from kernels.offline import Compiled, compiling
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import ops
-from tercet.attention.kernels.documents import Documents
+from tercet.attention.kernels.varlen import Documents
 
-selected = import_module("tercet.attention.kernels.selected")
+selected = import_module("tercet.attention.kernels.selected.launch")
 
 # sequence, query heads, KV heads, Dk, Dv
 SHAPES = {
@@ -27,26 +27,26 @@ SHAPES = {
     "paper": (4096, 32, 2, 192, 128),
 }
 # Spills that were measured and chosen, or that no setting tried avoids: (kernel, shape) -> bytes per thread.
-# "backward" is the selected branch's: fused dq at one stage beat every setting without spills.
+# kv_major_dkv: with dQ, one stage beat every setting without spills.
 CHOSEN: dict[tuple[str, str], int] = {
-    ("backward", "P"): 80,
+    ("kv_major_dkv", "P"): 80,
     # 128 registers, for a fourth block on a multiprocessor: .524 ms against .549 at C 32×2k
-    ("tile_dq", "C"): 40,
+    ("query_major_dq", "C"): 40,
     # packed: the bounds of the document, and the record it leaves for dk and dv, beside the same 128 registers; of a
     # stretch, its first query as well
-    ("tile_dq", "one head per group"): 24,
+    ("query_major_dq", "one head per group"): 24,
     # head 96 is right, not tuned; the fused backward (272) appears where queries are a stretch
-    ("backward", "head 96"): 272,
-    ("tile_dq", "head 96"): 48,
-    ("tile_forward", "head 96"): 8,
+    ("kv_major_dkv", "head 96"): 272,
+    ("query_major_dq", "head 96"): 48,
+    ("query_major_forward", "head 96"): 8,
     # 168 registers, for a third block on a multiprocessor: scores and choice 1.24 ms against 1.27 at C 1×64k
-    ("_score", "C"): 120,
+    ("scores_kernel", "C"): 120,
     # 128 registers, for a fourth block on a multiprocessor: .367 ms against .398 at C 32×2k; the loops spill nothing
-    ("_query_gradient", "C"): 40,
-    ("_query_gradient", "one head per group"): 40,
+    ("compressed_window_dq_kernel", "C"): 40,
+    ("compressed_window_dq_kernel", "one head per group"): 40,
     # without the copy engine, which takes powers of two only
-    ("_query_gradient", "head 96"): 64,
-    ("_key_gradients", "head 96"): 40,
+    ("compressed_window_dq_kernel", "head 96"): 64,
+    ("window_dkv_kernel", "head 96"): 40,
 }
 
 
@@ -146,7 +146,7 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
     documents = Documents(B, T, 0, cu, None, first, queries, -1 if longest is None else longest)
     q, k, rows = tensor(B, queries, H, 64), tensor(B, T, G, 64), tensor(B, queries, H, dtype=torch.float32)
     blocks = tensor(B, queries, G, 16, dtype=torch.int32)
-    with compiling(90, only="hopper_selected_key_gradients") as found:
+    with compiling(90, only="hopper_selected_dkv") as found:
         selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
     (c,) = found
     assert (c.stack, c.serialised) == (0, "")
@@ -157,19 +157,19 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
 
 @pytest.mark.parametrize("heads", [80, 12], ids=["80 heads per group", "blocks of 32"])
 def test_what_hoppers_selected_keys_do_not_take_is_tritons(heads: int) -> None:
-    with compiling(90, only="key_gradients", resources=False) as found:
+    with compiling(90, only="kv_major_dkv_transposed", resources=False) as found:
         q, k = torch.empty(1, 2048, heads, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 1, 64, dtype=torch.bfloat16)
         rows, blocks = torch.empty(1, 2048, heads), torch.empty(1, 2048, 1, 16, dtype=torch.int32)
         config = NSAConfig(select_block=64 if heads == 80 else 32)
         selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, config, Documents(1, 2048, 0, None, None))
-    assert [c.name for c in found] == ["key_gradients"]
+    assert [c.name for c in found] == ["kv_major_dkv_transposed"]
 
 
 @pytest.mark.parametrize("what", ["q", "dout", "records"])
 def test_rows_beyond_32_bits_are_tritons(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's kernel for the selected keys counts from the first token of all by 32 bits."""
     names: list[str] = []
-    monkeypatch.setattr(selected.launch_settings, "generation", lambda x: 9)
+    monkeypatch.setattr(selected.table, "generation", lambda x: 9)
     monkeypatch.setattr(selected.Call, "launch", lambda call, kernel, *args, **options: names.append(kernel.__name__))
 
     def chosen(tokens: int, wide: int) -> set[str]:
@@ -190,17 +190,17 @@ def test_rows_beyond_32_bits_are_tritons(what: str, monkeypatch: pytest.MonkeyPa
             rows("q"), k, k, blocks, per_row, rows("dout"), per_row, per_row, NSAConfig(),
             Documents(1, tokens, 0, None, None),
         )  # fmt: skip
-        return {name for name in names if name.endswith("key_gradients")}
+        return {name for name in names if "dkv" in name and not name.startswith("sum")}
 
     # tokens · numbers: just below 2^31, and 2^31
     below, at = ((1 << 21) - 1, 1 << 21) if what == "records" else (2048, 2048)
-    assert chosen(below, (1 << 20) - 8) == {"hopper_selected_key_gradients"}
-    assert chosen(at, 1 << 20) == {"key_gradients"}
+    assert chosen(below, (1 << 20) - 8) == {"hopper_selected_dkv"}
+    assert chosen(at, 1 << 20) == {"kv_major_dkv_transposed"}
 
 
 def test_warps_meet_before_one_writes_over_what_others_read() -> None:
     """Merging KV-major outputs, every warp reads the forced blocks' log-sum-exps, and one writes all blocks' there."""
-    with compiling(90, only="merge", resources=False) as found:
+    with compiling(90, only="merge_partials", resources=False) as found:
         q, k = torch.empty(1, 8192, 12, 64, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 64, dtype=torch.bfloat16)
         blocks = torch.empty(1, 8192, 2, 16, dtype=torch.int32)
         selected.selected_forward(q, k, k, blocks, NSAConfig(), Documents(1, 8192, 0, None, None))

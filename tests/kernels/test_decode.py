@@ -11,9 +11,11 @@ import torch
 import tercet
 from kernels.caches import filled
 from tercet.attention.kernels import decode
-from tercet.attention.kernels.decode_attend import read_stages
-from tercet.attention.kernels.decode_select import score
+from tercet.attention.kernels.decode.attend import read_stages
+from tercet.attention.kernels.decode.scores import select_blocks
 from tercet.attention.reference import block_importance
+
+pytestmark = pytest.mark.interpreter
 
 CFG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
@@ -161,7 +163,7 @@ def test_blocks_are_chosen_as_sorting_them_all_would(tokens, count, d, block):
     lse = torch.logsumexp(logits[..., :seen] * math.log(2), -1, keepdim=True) / math.log(2)
     indices = torch.full((2, groups, count), -7, dtype=torch.int32)
     lengths, arrived = torch.tensor([tokens] * 2), torch.zeros(2 * groups, dtype=torch.int32)
-    score(logits, lse, indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
+    select_blocks(logits, lse, indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
     p = torch.exp2(logits[..., :seen].double() - lse.double()).unflatten(1, (groups, -1)).sum(2)
     scores = block_importance(p, 0, current + 1, config)[..., 1 : current - 1]
     order = scores.sort(descending=True, stable=True).indices[..., : count - 3] + 1
@@ -236,13 +238,13 @@ def test_a_wide_window_leaves_no_more_parts_than_the_merge_holds():
     with torch.no_grad():
         layer(torch.randn(1, 1, 16), cache=cache)
     assert set(layer.routes.values()) == {"triton"}
-    assert cache._read_parts.shape[-1] <= 2 * decode.MOST_SPLITS
+    assert cache._read_parts.shape[-1] <= 2 * decode.step.MOST_SPLITS
 
 
 def test_a_cache_that_grows_decodes_on_the_kernels_while_its_blocks_are_not_too_many(monkeypatch):
     """Eight blocks of 16 are the most here: tokens 121 … 128 still fit, the 129th does not."""
     monkeypatch.setattr("tercet.model.cache.MOST_DECODED_BLOCKS", 8)
-    monkeypatch.setattr(decode, "MOST_DECODED_BLOCKS", 8)
+    monkeypatch.setattr("tercet.attention.kernels.decode.step.MOST_DECODED_BLOCKS", 8)
     layer = make(compression="mean")
     x = torch.randn(1, 130, 16)
     cache = layer.make_cache(1)

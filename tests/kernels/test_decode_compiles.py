@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import tercet
 from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
-from tercet.attention.kernels import decode, decode_overlap
+from tercet.attention.kernels import decode, table
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
 # batch, room, query heads, KV heads, Dk, Dv; select_block where it is not 64
@@ -60,11 +60,12 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
 def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
-    monkeypatch.setattr(decode_overlap, "ENABLED", overlap)
+    monkeypatch.setattr(table, "PDL_ENABLED", overlap)
     with compiling(90) as found:
         steps("C", torch.bfloat16, plain=True)
     assert [c.name for c in found] == [
-        "_append", "_attend", "_score", "_read", "_merge", "_append", "_attend", "_merge",
+        "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
+        "decode_merge_kernel", "decode_append_kernel", "decode_prefix_kernel", "decode_merge_kernel",
     ]  # fmt: skip
     assert [c for c in found if c.stack > TABLE] == []
 
@@ -75,7 +76,7 @@ def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_everything_compiles(capability: int, shape: str, dtype: torch.dtype, plain: bool, monkeypatch) -> None:
-    monkeypatch.setattr(decode_overlap, "FEW_PAIRS", 10**6)
+    monkeypatch.setattr(table, "PDL_MOST_PAIRS", 10**6)
     with compiling(capability) as found:
         steps(shape, dtype, plain=plain)
     assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import tercet
 from kernels.caches import filled
-from tercet.attention.kernels import decode_overlap
+from tercet.attention.kernels import table
 from tercet.attention.reference import block_importance
 from tercet.config.load import load
 from tercet.inference.decoder import CachedDecoder, UncachedDecoder
@@ -173,7 +173,7 @@ def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None
     x = torch.randn(2, 1, 64, device="cuda", dtype=torch.bfloat16)
 
     def replayed(overlap: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        monkeypatch.setattr(decode_overlap, "ENABLED", overlap)
+        monkeypatch.setattr(table, "PDL_ENABLED", overlap)
         caches = copy.deepcopy(held)
         with torch.no_grad():
             for cache in caches:

@@ -10,7 +10,9 @@ import torch
 
 import tercet
 from cases import attend, cu, inputs
-from tercet.attention.kernels.selected_plan import default_settings
+from tercet.attention.kernels.table import selected_settings
+
+pytestmark = pytest.mark.interpreter
 
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
@@ -22,9 +24,9 @@ EMPTY = (0,) * 5
 @pytest.mark.parametrize("design", ["union", pytest.param("kv-major", marks=pytest.mark.slow)])
 def test_empty_documents_at_the_end_change_no_bit(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if design == "kv-major":  # for every range, by limits that any union of blocks exceeds
-        selected = importlib.import_module("tercet.attention.kernels.selected")
-        settings = replace(default_settings(16, 16, torch.float32, 16), forward_limit=0.0, backward_limit=0.0)
-        monkeypatch.setattr(selected, "default_settings", lambda *_: settings)
+        selected = importlib.import_module("tercet.attention.kernels.selected.launch")
+        settings = replace(selected_settings(16, 16, torch.float32, 16), forward_limit=0.0, backward_limit=0.0)
+        monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
     x = inputs(
         CONFIG, sum(DOCUMENTS), groups=1, per_group=1, key_size=16, value_size=16, documents=DOCUMENTS,
         dtype=torch.float32,

@@ -12,10 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton")
 
 import tercet
-from tercet.attention.kernels import heads
+from tercet.attention.kernels import qkv_split
 from tercet.attention.layout import Packing
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rope_cache
+
+pytestmark = pytest.mark.interpreter
 
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
@@ -100,7 +102,7 @@ SIZES = [([6, 2, 16, 4], 20), ([3, 1, 96, 4], 19), ([16, 16, 8, 4], 9), ([5, 5, 
 
 
 def plainly(y: torch.Tensor, turn: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """What heads.apart gives, by indexing."""
+    """What qkv_split.split_qkv gives, by indexing."""
     n, g, size, stride, key_sets = sizes
     row = {3: ["kc", "vc", "ks", "vs", "kw", "vw"], 2: ["vc", "ks", "vs", "kw", "vw"], 1: ["k", "v"]}[key_sets]
     used = (n + len(row) * g) * size + 3 * n
@@ -128,9 +130,9 @@ def plainly(y: torch.Tensor, turn: list[torch.Tensor], sizes: list[int]) -> list
 def test_parts_and_the_gradient_are_those_of_plain_indexing(sizes: list[int], tokens: int, key_sets: int) -> None:
     torch.manual_seed(0)
     n, g, size, _ = sizes
-    y = torch.randn(2, tokens, heads.columns(n, g, size, key_sets), requires_grad=True)
+    y = torch.randn(2, tokens, qkv_split.columns(n, g, size, key_sets), requires_grad=True)
     turn = [torch.randn(tokens, 1, size // 2) for _ in range(2)]
-    found = heads.apart(y, turn, (None,) * 4, [*sizes, key_sets])
+    found = qkv_split.split_qkv(y, turn, (None,) * 4, [*sizes, key_sets])
     wanted = plainly(y, turn, [*sizes, key_sets])
     torch.testing.assert_close(list(found), wanted)
     grads = [torch.randn_like(x) for x in wanted]
@@ -138,18 +140,18 @@ def test_parts_and_the_gradient_are_those_of_plain_indexing(sizes: list[int], to
 
 
 def test_shared_keys_and_values_are_kept_once_and_their_gradients_arrive_one_by_one() -> None:
-    y = torch.randn(2, 20, heads.columns(6, 2, 16, 1), requires_grad=True)
+    y = torch.randn(2, 20, qkv_split.columns(6, 2, 16, 1), requires_grad=True)
     turn = [torch.randn(20, 1, 8) for _ in range(2)]
-    _, ks, vs, kw, vw, _, _ = heads.apart(y, turn, (None,) * 4, [6, 2, 16, 4, 1])
+    _, ks, vs, kw, vw, _, _ = qkv_split.split_qkv(y, turn, (None,) * 4, [6, 2, 16, 4, 1])
     assert (ks.data_ptr(), vs.data_ptr()) == (kw.data_ptr(), vw.data_ptr())
     assert ks.grad_fn is kw.grad_fn
     assert ks.output_nr != kw.output_nr
 
 
 def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
-    y = torch.zeros(1, 16, heads.columns(2, 1, 16, 1), dtype=torch.bfloat16, requires_grad=True)
+    y = torch.zeros(1, 16, qkv_split.columns(2, 1, 16, 1), dtype=torch.bfloat16, requires_grad=True)
     turn = [torch.ones(16, 1, 8), torch.zeros(16, 1, 8)]
-    found = heads.apart(y, turn, (None,) * 4, [2, 1, 16, 4, 1])
+    found = qkv_split.split_qkv(y, turn, (None,) * 4, [2, 1, 16, 4, 1])
     # 1 + 2^-8 is 1 in bf16, and 1 + 2^-8 + 2^-8 is not
     sizes = (0.0, 1.0, 1.0, 2.0**-8, 2.0**-8, 2.0**-8, 0.0)
     (dy,) = torch.autograd.grad(found, y, [torch.full_like(x, size) for x, size in zip(found, sizes, strict=True)])
@@ -159,9 +161,9 @@ def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
 
 
 def test_so_are_those_of_the_selected_keys_that_the_compressed_branch_reads() -> None:
-    y = torch.zeros(1, 18, heads.columns(2, 1, 16, 2), dtype=torch.bfloat16, requires_grad=True)
+    y = torch.zeros(1, 18, qkv_split.columns(2, 1, 16, 2), dtype=torch.bfloat16, requires_grad=True)
     turn = [torch.full((18, 1, 8), 1 + 2.0**-8), torch.zeros(18, 1, 8)]
-    found = heads.apart(y, turn, (None,) * 4, [2, 1, 16, 4, 2])
+    found = qkv_split.split_qkv(y, turn, (None,) * 4, [2, 1, 16, 4, 2])
     # turned, 1 is 1 + 2^-8, which is 1 in bf16; 2^-8 more is not
     sizes = (0.0, 1.0, 3.0, 0.0, 5.0, 2.0**-8, 0.0)
     (dy,) = torch.autograd.grad(found, y, [torch.full_like(x, size) for x, size in zip(found, sizes, strict=True)])
@@ -181,18 +183,18 @@ def test_so_are_those_of_the_selected_keys_that_the_compressed_branch_reads() ->
 @pytest.mark.parametrize("key_sets", [2, 1])
 def test_the_operators_keep_their_promises(key_sets: int) -> None:
     sizes = [3, 1, 16, 4, key_sets]
-    y = torch.randn(1, 20, heads.columns(3, 1, 16, key_sets))
+    y = torch.randn(1, 20, qkv_split.columns(3, 1, 16, key_sets))
     turn = [torch.randn(20, 1, 8) for _ in range(2)]
     torch.library.opcheck(torch.ops.tercet.heads_apart.default, (y, *turn, None, None, sizes))
-    grads = [torch.randn_like(x) for x in heads.apart(y, turn, (None,) * 4, sizes)]
+    grads = [torch.randn_like(x) for x in qkv_split.split_qkv(y, turn, (None,) * 4, sizes)]
     torch.library.opcheck(torch.ops.tercet.heads_together.default, (grads, *turn, None, None, sizes))
 
 
 def test_angles_of_other_tokens_are_refused() -> None:
-    y = torch.randn(2, 20, heads.columns(6, 2, 16, 3))
+    y = torch.randn(2, 20, qkv_split.columns(6, 2, 16, 3))
     turn = [torch.randn(19, 1, 8) for _ in range(2)]
     with pytest.raises(ValueError, match=r"cos has shape \[19, 1, 8\]: 20 tokens and heads of 16"):
-        heads.heads_apart(y, *turn, None, None, [6, 2, 16, 4, 3])
+        qkv_split.heads_apart(y, *turn, None, None, [6, 2, 16, 4, 3])
 
 
 TIED = {"compress_selected_keys": True, "compression": "mean", "config": APART}

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
-from tercet.attention.kernels import combine, heads
+from tercet.attention.kernels import combine, qkv_split
 from tercet.model import swiglu
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -37,16 +37,16 @@ def test_one_product_is_taken_apart_and_put_together(
     capability: int, sizes: list[int], dtype: torch.dtype, packed: bool
 ) -> None:
     tokens = 1000
-    y = torch.empty(1 if packed else 2, tokens, heads.columns(*sizes[:3], sizes[4]), dtype=dtype)
+    y = torch.empty(1 if packed else 2, tokens, qkv_split.columns(*sizes[:3], sizes[4]), dtype=dtype)
     turn = [torch.empty(tokens, 1, sizes[2] // 2)] * 2
     in_chunks = tokens // 16 * 16
     maps = [torch.empty(in_chunks, dtype=torch.int64), torch.empty(in_chunks, dtype=torch.bool)]
     maps += [torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)]
     there, is_there, back, is_back = maps if packed else [None] * 4
     with compiling(capability) as found:
-        grads = heads.apart(y, turn, (there, is_there, back, is_back), sizes)
-        heads.heads_together(grads, *turn, back, is_back, sizes)
-    assert [(c.name, c.stack) for c in found] == [("_pass", 0), ("_pass", 0)]
+        grads = qkv_split.split_qkv(y, turn, (there, is_there, back, is_back), sizes)
+        qkv_split.heads_together(grads, *turn, back, is_back, sizes)
+    assert [(c.name, c.stack) for c in found] == [("qkv_split_kernel", 0), ("qkv_split_kernel", 0)]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -54,5 +54,5 @@ def test_swiglus_gradient_and_the_sum_on_the_way(capability: int) -> None:
     o, gates = torch.empty(1, 64, 12, 64, dtype=torch.bfloat16), torch.empty(1, 64, 12, 3)
     with compiling(capability) as found:
         swiglu.swiglu_gradient._init_fn(torch.empty(8, 4096), torch.empty(8, 2048))
-        combine.row_sums([o, o, o], o, gates, mix=True)
-    assert [(c.name, c.stack) for c in found] == [("_gradient", 0), ("_row_sums", 0)]
+        combine.deltas([o, o, o], o, gates, mix=True)
+    assert [(c.name, c.stack) for c in found] == [("_gradient", 0), ("delta_kernel", 0)]

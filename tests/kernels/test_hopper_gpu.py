@@ -4,7 +4,6 @@ after compressed tokens that holds anything, windows shorter than a tile."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
-from tercet.attention.kernels.combine import by_branch, row_sums
-from tercet.attention.kernels.documents import Documents, compressed_bounds
-from tercet.attention.kernels.query_gradient import query_gradients
-from tercet.attention.kernels.settings import Launch, settings
+from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels.combine import by_branch, deltas
+from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.table import Launch, triton_launch
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents, compressed_bounds
 from tercet.bench.attention import Shape, make_inputs, relative_error
-
-compressed = importlib.import_module("tercet.attention.kernels.compressed")
-window = importlib.import_module("tercet.attention.kernels.window")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +44,7 @@ def everything(
     so many queries of each sequence, from that token on."""
 
     def of(kernel: str) -> Launch | None:
-        return settings(kernel, x.q, x.vw) if triton else None
+        return triton_launch(kernel, x.q, x.vw) if triton else None
 
     x = make_inputs(shape, config, "random", 0.0)
     cu = torch.tensor(cuts, dtype=torch.int32, device="cuda") if cuts else None
@@ -64,18 +62,21 @@ def everything(
         "window_forward": window.forward(x.q, x.kw, x.vw, config.window, documents, of("window_forward")),
     }
     (o_c, lse_c), (o_w, lse_w) = found["compressed_forward"], found["window_forward"]
-    sums, gates = (by_branch(planes, dout.shape) for planes in row_sums([o_c, o_c, o_w], dout, x.gates)[:2])
-    by_compressed, by_window = (x.kc, x.vc, lse_c, sums[0], gates[0]), (x.kw, x.vw, lse_w, sums[2], gates[2])
+    sums, gates = (by_branch(planes, dout.shape) for planes in deltas([o_c, o_c, o_w], dout, x.gates)[:2])
+    by_compressed, by_window = (
+        Branch(x.kc, x.vc, lse_c, sums[0], gates[0]),
+        Branch(x.kw, x.vw, lse_w, sums[2], gates[2]),
+    )
     found["query_gradient"] = (
-        query_gradients(x.q, dout, by_compressed, by_window, config, documents, of("query_gradient")),
-        query_gradients(x.q, dout, by_compressed, None, config, documents, of("query_gradient")),
-        query_gradients(x.q, dout, None, by_window, config, documents, of("query_gradient")),
+        compressed_window_dq(x.q, dout, by_compressed, by_window, config, documents, of("query_gradient")),
+        compressed_window_dq(x.q, dout, by_compressed, None, config, documents, of("query_gradient")),
+        compressed_window_dq(x.q, dout, None, by_window, config, documents, of("query_gradient")),
     )
-    found["compressed_key_gradients"] = compressed.key_gradients(
-        x.q, x.kc, x.vc, lse_c, dout, gates[0], sums[0], config, documents, of("compressed_key_gradients")
+    found["compressed_key_gradients"] = compressed.dkv(
+        x.q, dout, by_compressed, config, documents, of("compressed_key_gradients")
     )
-    found["window_key_gradients"] = window.key_gradients(
-        x.q, x.kw, x.vw, lse_w, dout, gates[2], sums[2], config.window, documents, of("window_key_gradients")
+    found["window_key_gradients"] = window.dkv(
+        x.q, dout, by_window, config.window, documents, of("window_key_gradients")
     )
     return found
 

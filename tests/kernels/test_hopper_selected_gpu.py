@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error, starts
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.documents import Documents
+from tercet.attention.kernels.varlen import Documents
 
-sel = import_module("tercet.attention.kernels.selected")
+sel = import_module("tercet.attention.kernels.selected.launch")
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
-GLUON, TRITON = "hopper_selected_key_gradients", "key_gradients"
+GLUON, TRITON = "hopper_selected_dkv", "kv_major_dkv_transposed"
 KERNELS = {GLUON, TRITON}
 UNION, DECIDED = 1e9, 0.75  # the latter between what these documents have and what their sum might have
 PLAIN, ODD = [0, 2001], [0, 1, 1, 300, 1003, 1100, 2001]
@@ -63,14 +63,14 @@ def run(c, limit=UNION, **changes):
         launched.append(kernel.__name__)
         real(call, kernel, *args, **options)
 
-    settings = replace(sel.default_settings(64, 64, c.q.dtype, 64), forward_limit=1e9, backward_limit=limit, **changes)
+    settings = replace(sel.selected_settings(64, 64, c.q.dtype, 64), forward_limit=1e9, backward_limit=limit, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sel.Call, "launch", launch)
         given = (c.q, c.k, c.v, c.indices)
         o, lse, saved = sel.selected_forward(*given, CONFIG, c.documents, settings)
-        row_sum = (c.dout.float() * o.float()).sum(-1)
+        delta = (c.dout.float() * o.float()).sum(-1)
         found = sel.selected_backward(
-            *given, lse, c.dout, c.gate, row_sum, CONFIG, c.documents, saved, settings
+            *given, lse, c.dout, c.gate, delta, CONFIG, c.documents, saved, settings
         )  # fmt: skip
     return (o, *found), launched
 
@@ -112,8 +112,8 @@ def test_the_gluon_kernel_gives_tritons_bits_on_documents_with_a_bound() -> None
 def test_the_gluon_kernel_gives_tritons_bits_where_the_device_decides(changes) -> None:
     c = case(ODD, 12, 2)
     assert_as_triton(c, DECIDED, **changes)
-    settings = replace(sel.default_settings(64, 64, BF16, 64), forward_limit=1e9, backward_limit=DECIDED, **changes)
-    decision = sel.selected_forward(c.q, c.k, c.v, c.indices, CONFIG, c.documents, settings)[2][2]
+    settings = replace(sel.selected_settings(64, 64, BF16, 64), forward_limit=1e9, backward_limit=DECIDED, **changes)
+    decision = sel.selected_forward(c.q, c.k, c.v, c.indices, CONFIG, c.documents, settings)[2].decision
     assert (decision[1] == 0).any()  # and so the kernel had work
 
 

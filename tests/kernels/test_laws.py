@@ -8,6 +8,8 @@ import torch
 import tercet
 from cases import Inputs, attend, cu, inputs, judge, one_branch, wrong_sets
 
+pytestmark = pytest.mark.interpreter
+
 NAMES = ("q", "kc", "vc", "ks", "vs", "kw", "vw", "gates")
 
 

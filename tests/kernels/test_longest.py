@@ -13,9 +13,12 @@ import torch
 import tercet
 from cases import Inputs, attend, compressed_length, cu, inputs
 from tercet.attention import kernels
-from tercet.attention.kernels.documents import Documents
-from tercet.attention.kernels.selected_plan import default_settings, make_plan
-from tercet.attention.kernels.settings import Launch
+from tercet.attention.kernels.selected.plan import make_plan
+from tercet.attention.kernels.table import Launch, selected_settings
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents
+
+pytestmark = pytest.mark.interpreter
 
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
@@ -40,15 +43,15 @@ def outcome(x: Inputs, **options: Any) -> tuple[torch.Tensor, torch.Tensor, tupl
 
 def plan(documents: int | None, longest: int | None, batch: int = 1) -> Any:
     shape = (batch, 65536 // batch, 65536 // batch, 12, 2, 16, 64, 64)
-    return make_plan(shape, 2, documents, (64, 1, 2), default_settings(64, 64, torch.bfloat16, 64), longest)
+    return make_plan(shape, 2, documents, (64, 1, 2), selected_settings(64, 64, torch.bfloat16, 64), longest)
 
 
 @pytest.fixture
 def two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few blocks are enough for both designs that a bound matters to documents of this size."""
-    selected = importlib.import_module("tercet.attention.kernels.selected")
-    settings = replace(default_settings(16, 16, torch.float32, 16), forward_limit=1.6, backward_limit=1.6)
-    monkeypatch.setattr(selected, "default_settings", lambda *_: settings)
+    selected = importlib.import_module("tercet.attention.kernels.selected.launch")
+    settings = replace(selected_settings(16, 16, torch.float32, 16), forward_limit=1.6, backward_limit=1.6)
+    monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
     shape = (1, TOKENS, TOKENS, 1, 1, 2, 16, 16)
     assert make_plan(shape, 4, 4, (16, 0, 1), settings, LONGEST).union_only
     assert not make_plan(shape, 4, 4, (16, 0, 1), settings).union_only
@@ -78,11 +81,11 @@ def test_a_bound_changes_no_result(two_plans: None) -> None:
 def test_where_only_the_backward_pass_may_take_either_design_results_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    selected = importlib.import_module("tercet.attention.kernels.selected")
+    selected = importlib.import_module("tercet.attention.kernels.selected.launch")
     x, bounds = sample(), cu(DOCUMENTS)
     wanted, chosen, wanted_grads = outcome(x, cu_seqlens=bounds)
-    settings = replace(default_settings(16, 16, torch.float32, 16), backward_limit=0.1)
-    monkeypatch.setattr(selected, "default_settings", lambda *_: settings)
+    settings = replace(selected_settings(16, 16, torch.float32, 16), backward_limit=0.1)
+    monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
     p = make_plan((1, TOKENS, TOKENS, 1, 1, 2, 16, 16), 4, 4, (16, 0, 1), settings)
     assert p.union_forward
     assert not p.union_only
@@ -107,7 +110,7 @@ def test_compiled_with_a_bound_it_gives_the_same_bits() -> None:
 
 
 def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    score = importlib.import_module("tercet.attention.kernels.score")
+    score = importlib.import_module("tercet.attention.kernels.scores")
     q, kc, bounds = torch.zeros(1, 65536, 1, 16), torch.zeros(1, 4096, 1, 16), cu([1024] * 64)
     launches: list[tuple[str, int]] = []
 
@@ -131,7 +134,7 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
 def test_a_promise_that_is_broken_costs_choice_and_reads_no_foreign_memory(
     monkeypatch: pytest.MonkeyPatch, promised: int, widest: int
 ) -> None:
-    score = importlib.import_module("tercet.attention.kernels.score")
+    score = importlib.import_module("tercet.attention.kernels.scores")
     compressed = importlib.import_module("tercet.attention.kernels.compressed")
     documents = (100, 20)
     x, bounds = sample(documents), cu(documents)
@@ -165,10 +168,10 @@ def test_ranges_of_queries_reach_to_the_end_of_the_longest_document() -> None:
         Documents(1, TOKENS, x.kc.shape[1], bounds, ccu, longest=longest) for longest in (LONGEST, -1)
     )
     out, lse = compressed.forward(x.q, x.kc, x.vc, CONFIG, unbounded)
-    given = (x.q, x.kc, x.vc, lse, torch.ones_like(out), None, torch.zeros_like(lse), CONFIG)
+    given = (x.q, torch.ones_like(out), Branch(x.kc, x.vc, lse, torch.zeros_like(lse), None), CONFIG)
     launch = Launch(rows=16, keys=16)
-    found = compressed.key_gradients(*given, bounded, launch)
-    torch.testing.assert_close(found, compressed.key_gradients(*given, unbounded, launch))
+    found = compressed.dkv(*given, bounded, launch)
+    torch.testing.assert_close(found, compressed.dkv(*given, unbounded, launch))
 
 
 def test_the_selected_branch_takes_one_design_where_documents_are_short() -> None:
@@ -187,7 +190,7 @@ def test_the_selected_branch_takes_one_design_where_documents_are_short() -> Non
 
 
 def test_a_stretch_of_short_documents_takes_one_design_too() -> None:
-    settings, shape = default_settings(64, 64, torch.bfloat16, 64), (1, 16384, 65536, 12, 2, 16, 64, 64)
+    settings, shape = selected_settings(64, 64, torch.bfloat16, 64), (1, 16384, 65536, 12, 2, 16, 64, 64)
     assert make_plan(shape, 2, 64, (64, 1, 2), settings, 1024).union_only
     assert not make_plan(shape, 2, 64, (64, 1, 2), settings, 2048).union_only, "its documents may be all but begun"
 

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tercet
 from cases import attend, inputs
 from tercet.attention import kernels
-from tercet.attention.kernels.settings import Launch
+from tercet.attention.kernels.table import Launch
+
+pytestmark = pytest.mark.interpreter
 
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
@@ -72,8 +74,8 @@ def test_stages_are_differentiable_one_by_one() -> None:
 
     for name, k, v, call in (
         ("compressed", "kc", "vc", lambda q, k, v: kernels.compressed_select(q, k, v, CONFIG)[0]),
-        ("selected", "ks", "vs", lambda q, k, v: kernels.selected(q, k, v, given, CONFIG)),
-        ("window", "kw", "vw", lambda q, k, v: kernels.window(q, k, v, CONFIG)),
+        ("selected", "ks", "vs", lambda q, k, v: kernels.selected_attention(q, k, v, given, CONFIG)),
+        ("window", "kw", "vw", lambda q, k, v: kernels.window_attention(q, k, v, CONFIG)),
     ):
         right = {
             "compressed": lambda q, k, v: reference.compressed_attention(q, k, v, CONFIG)[0],
@@ -106,16 +108,16 @@ def test_what_the_kernels_cannot_do_has_a_reason(changes: dict[str, int], reason
 
 
 def test_partial_sums_of_key_gradients_are_no_more_than_fill_a_device() -> None:
-    divided, launch = importlib.import_module("tercet.attention.kernels.compressed").divided, Launch(parts=48)
+    split_work, launch = importlib.import_module("tercet.attention.kernels.compressed").split_work, Launch(parts=48)
     # 65,536 tokens, 2 groups of 6 heads, tiles of 64: in 128 documents all heads apart, in 4,096 none
-    assert divided(launch, 65536, 6, 2 * (64 + 128), by_heads=True) == (6, 6)
-    assert divided(launch, 65536, 6, 2 * (64 + 160), by_heads=True) == (3, 3)
-    assert divided(launch, 65536, 6, 2 * (64 + 4096), by_heads=True) == (1, 1)
-    assert divided(launch, 65536, 16, 4, by_heads=True) == (8, 8)
-    assert divided(launch, 65536, 6, 2 * 64, by_heads=False) == (16, 1)
+    assert split_work(launch, 65536, 6, 2 * (64 + 128), by_heads=True) == (6, 6)
+    assert split_work(launch, 65536, 6, 2 * (64 + 160), by_heads=True) == (3, 3)
+    assert split_work(launch, 65536, 6, 2 * (64 + 4096), by_heads=True) == (1, 1)
+    assert split_work(launch, 65536, 16, 4, by_heads=True) == (8, 8)
+    assert split_work(launch, 65536, 6, 2 * 64, by_heads=False) == (16, 1)
     for programs in (1, 100, 2047, 2048, 5000):
         for heads in (1, 6, 7, 16):
-            parts, sets = divided(launch, 65536, heads, programs, by_heads=True)
+            parts, sets = split_work(launch, 65536, heads, programs, by_heads=True)
             assert parts == 1 or (parts - 1) * programs < 2048
             assert heads % sets == 0
 
@@ -126,7 +128,7 @@ def test_operators_registered_plainly_are_what_the_compiler_is_told() -> None:
     x, bounds = sample(), torch.tensor([0, 17, 40], dtype=torch.int32)
     ccu = CONFIG.compressed_cu_seqlens(bounds)
     q, kc, vc, ks, vs, kw, vw, gates = x.tensors()
-    numbers = (ops._sizes(CONFIG), [], 23)
+    numbers = (ops.sizes_of(CONFIG), [], 23)
     o_c, lse_c = ops.nsa_compressed(q, kc, vc, bounds, ccu, *numbers)
     blocks = ops.nsa_select(q, kc, lse_c, bounds, ccu, *numbers)
     forward = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, bounds, ccu, *numbers)
@@ -151,18 +153,18 @@ def test_operators_registered_plainly_are_what_the_compiler_is_told() -> None:
 def test_an_operator_without_a_gradient_refuses_what_needs_one() -> None:
     ops = importlib.import_module("tercet.attention.kernels.ops")
     q, kc, vc, *_, gates = sample().leaves().tensors()
-    given = (q, kc, vc, None, None, ops._sizes(CONFIG), [], None)
-    with pytest.raises(RuntimeError, match=r"nsa_compressed has no gradient of its own, and its argument 0 needs one"):
+    given = (q, kc, vc, None, None, ops.sizes_of(CONFIG), [], None)
+    with pytest.raises(RuntimeError, match=r"nsa_compressed has no gradient, and its argument 0 requires one"):
         torch.ops.tercet.nsa_compressed(*given)
     with torch.no_grad():
         out, _ = torch.ops.tercet.nsa_compressed(*given)
     assert not out.requires_grad
-    with pytest.raises(RuntimeError, match=r"nsa_row_sums has no gradient of its own, and its argument 1 needs one"):
+    with pytest.raises(RuntimeError, match=r"nsa_row_sums has no gradient, and its argument 1 requires one"):
         torch.ops.tercet.nsa_row_sums(out, gates, out, out, out)
     y, turn = torch.zeros(1, 20, 64, requires_grad=True), [torch.zeros(20, 1, 8)] * 2
-    with pytest.raises(RuntimeError, match=r"heads_apart has no gradient of its own, and its argument 0 needs one"):
+    with pytest.raises(RuntimeError, match=r"heads_apart has no gradient, and its argument 0 requires one"):
         torch.ops.tercet.heads_apart(y, *turn, None, None, [1, 1, 16, 4, 1])
-    with pytest.raises(RuntimeError, match=r"heads_together has no gradient of its own, and its argument 0 needs one"):
+    with pytest.raises(RuntimeError, match=r"heads_together has no gradient, and its argument 0 requires one"):
         torch.ops.tercet.heads_together([y], *turn, None, None, [1, 1, 16, 4, 1])
 
 

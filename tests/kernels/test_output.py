@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 import tercet
 from tercet.model.nsa import NativeSparseAttention
 
+pytestmark = pytest.mark.interpreter
+
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 TOKENS = 40
 

@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
-from tercet.attention.kernels.documents import Documents
+from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import Shape, make_inputs
 
-sel = import_module("tercet.attention.kernels.selected")
+sel = import_module("tercet.attention.kernels.selected.launch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -61,9 +61,9 @@ def test_scattered_selections_give_the_outputs_of_union_tiles_in_every_row(shape
         q, k, v, blocks = (t.flatten(0, 1)[None] for t in (q, k, v, blocks))
         cu = torch.arange(0, shape.B * shape.T + 1, shape.T, dtype=torch.int32, device="cuda")
         documents = Documents(1, shape.B * shape.T, 0, cu, None, longest=shape.T)
-    usual = sel.default_settings(shape.D, shape.D, q.dtype, CONFIG.select_block)
+    usual = sel.selected_settings(shape.D, shape.D, q.dtype, CONFIG.select_block)
     o, lse, saved = sel.selected_forward(q, k, v, blocks, CONFIG, documents)
-    assert (saved[2][0] == 1).all()  # KV-major in every range
+    assert (saved.decision[0] == 1).all()  # KV-major in every range
     unions = replace(usual, forward_limit=1e9, backward_limit=1e9)
     wanted, wanted_lse, _ = sel.selected_forward(q, k, v, blocks, CONFIG, documents, unions)
     off = (o.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)

@@ -13,23 +13,25 @@ pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error, starts
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.documents import Documents
+from tercet.attention.kernels.varlen import Documents
 
-sel = import_module("tercet.attention.kernels.selected")  # the package's own `selected` is the differentiable function
+pytestmark = pytest.mark.interpreter
+
+sel = import_module("tercet.attention.kernels.selected.launch")
 UNION, KV_MAJOR = 1e9, -1.0
 
 
 def small(limit=None, **changes):
     """Settings small enough for the interpreter; `limit` forces one design."""
     values = {
-        "rows": 16,
-        "attend_rows": 16,
-        "backward_rows": 16,
-        "fused_rows": 16,
+        "tile_rows": 16,
+        "kv_forward_rows": 16,
+        "dkv_rows": 16,
+        "dkv_dq_rows": 16,
         "segment_rows": 64,
-        "keys_down": True,
-        "union_stages": 1,
-        "attend_stages": 1,
+        "dkv_transposed": True,
+        "forward_stages": 1,
+        "kv_forward_stages": 1,
         **changes,
     }
     if limit is not None:
@@ -72,11 +74,11 @@ def run(c, settings, save=True):
     k, v = c.keys(c.k), c.keys(c.v)
     o, lse, saved = sel.selected_forward(q, k, v, indices, c.config, c.documents, settings)
     like = sel.selected_saved_like(q, k, v, indices, c.config, c.documents, settings)
-    assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
-    row_sum = (dout * o).sum(-1)
+    assert [x is None or (x.shape, x.dtype) for x in saved] == [x is None or (x.shape, x.dtype) for x in like]
+    delta = (dout * o).sum(-1)
     gate = None if c.gate is None else c.shaped(c.gate)
     grads = sel.selected_backward(
-        q, k, v, indices, lse, dout, gate, row_sum, c.config, c.documents, saved if save else (), settings
+        q, k, v, indices, lse, dout, gate, delta, c.config, c.documents, saved if save else (), settings
     )
     return tuple(x.reshape(-1, *x.shape[2:]) for x in (o, *grads)), saved
 
@@ -118,7 +120,7 @@ DESIGNS = pytest.mark.parametrize("limit", [UNION, KV_MAJOR], ids=["union", "kv_
 @DESIGNS
 def test_selected_attention_equals_a_masked_softmax(limit):
     _, saved = check(case([0, 85], 4, 2, 16, 32, CONFIG), small(limit))
-    assert (len(saved) == 2) == (limit == UNION)
+    assert (saved.decision is None) == (limit == UNION)
 
 
 @DESIGNS
@@ -157,7 +159,7 @@ def test_ranges_of_a_stretch_sum_to_the_whole(poison):
     c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, stretch=(33, 75))
     settings = small(KV_MAJOR, range_bytes=1 << 13)
     _, saved = check(c, settings)
-    assert saved[2].shape[1] >= 3
+    assert saved.decision.shape[1] >= 3
 
 
 def test_ranges_of_tokens_sum_to_the_whole():
@@ -165,21 +167,21 @@ def test_ranges_of_tokens_sum_to_the_whole():
     settings = small(KV_MAJOR, range_bytes=1 << 14)
     c = case([0, 30, 120], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
     _, saved = check(c, settings)
-    assert saved[2].shape[1] >= 3
+    assert saved.decision.shape[1] >= 3
 
 
-@pytest.mark.parametrize("keys_down", [True, False])
-def test_key_gradients_of_union_tiles_sum_over_ranges_and_pieces(keys_down):
+@pytest.mark.parametrize("dkv_transposed", [True, False])
+def test_key_gradients_of_union_tiles_sum_over_ranges_and_pieces(dkv_transposed):
     """Lists longer than a segment, several ranges, in both orientations of the scores."""
     c = case([0, 30, 120], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
-    check(c, small(UNION, range_bytes=1 << 14, segment_rows=32, keys_down=keys_down))
+    check(c, small(UNION, range_bytes=1 << 14, segment_rows=32, dkv_transposed=dkv_transposed))
 
 
 def test_each_range_decides_for_itself():
     """Sparse at the end, dense at the start: with a limit between, the first range runs as union, the last KV-major."""
     settings = small(1.5, range_bytes=1 << 14)
     _, saved = check(case([0, 130], 2, 1, 16, 16, CONFIG, seed=6), settings)
-    decision = saved[2]
+    decision = saved.decision
     assert decision[:, 0].tolist() == [0, 0]
     assert decision[:, -1].tolist() == [1, 1]
 
@@ -202,7 +204,8 @@ def with_later_blocks(c):
 @DESIGNS
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_of_given_blocks_after_the_querys_own_nothing_is_read(limit, packed):
-    """Nor do they change a list's order, on which hopper_selected.py relies, or the range that first sums a block."""
+    """Nor do they change a list's order, on which hopper/selected_dkv.py relies, or the range that first sums a
+    block."""
     c = case([0, 16, 56] if packed else [0, 28, 56], 2, 1, 16, 16, WIDE, packed, batch=1 if packed else 2, seed=12)
     later = with_later_blocks(c)
     assert (later.indices >= 0).all()
@@ -212,7 +215,7 @@ def test_of_given_blocks_after_the_querys_own_nothing_is_read(limit, packed):
     def index(c):
         call = sel.Call(*(c.shaped(x) for x in (c.q, c.k, c.v, c.indices)), c.config, c.documents, settings)
         assert call.plan.ranges > 1
-        order, lists, pieces, span = sel._build_index(call)
+        order, lists, pieces, span = sel._build_inverted_lists(call)
         return order, lists[[0, 1, 3]], pieces, span
 
     assert all(torch.equal(a, b) for a, b in zip(index(later), index(c), strict=True))

@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.documents import Documents
+from tercet.attention.kernels.varlen import Documents
 
 pytestmark = pytest.mark.gpu
-sel = import_module("tercet.attention.kernels.selected")
+sel = import_module("tercet.attention.kernels.selected.launch")
 UNION, KV_MAJOR = 1e9, -1.0
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL_BLOCKS = NSAConfig(32, 16, 32, 8, 1, 2, 64)
@@ -59,12 +59,12 @@ def case(name, seed=0):
 
 
 def run(c, limit, **changes):
-    default = sel.default_settings(c.q.shape[-1], c.v.shape[-1], c.q.dtype, c.config.select_block)
+    default = sel.selected_settings(c.q.shape[-1], c.v.shape[-1], c.q.dtype, c.config.select_block)
     settings = replace(default, forward_limit=limit, backward_limit=limit, **changes)
     q, k, v, dout, gate, indices = map(c.shaped, (c.q, c.k, c.v, c.dout, c.gate, c.indices))
     o, lse, saved = sel.selected_forward(q, k, v, indices, c.config, c.documents, settings)
-    row_sum = (dout.float() * o.float()).sum(-1)
-    grads = sel.selected_backward(q, k, v, indices, lse, dout, gate, row_sum, c.config, c.documents, saved, settings)
+    delta = (dout.float() * o.float()).sum(-1)
+    grads = sel.selected_backward(q, k, v, indices, lse, dout, gate, delta, c.config, c.documents, saved, settings)
     return [x.reshape(-1, *x.shape[2:]) for x in (o, *grads)]
 
 
@@ -87,13 +87,13 @@ def test_queries_may_be_a_stretch_of_the_keys(limit):
     leaves = [x.float().requires_grad_() for x in (c.q, c.k, c.v)]
     o = dense_masked(*leaves, c.indices, c.cu, c.config.select_block)
     (o * c.gate[..., None])[rows].backward(c.dout[rows].float())
-    settings = replace(sel.default_settings(64, 64, BF16, 64), forward_limit=limit, backward_limit=limit)
+    settings = replace(sel.selected_settings(64, 64, BF16, 64), forward_limit=limit, backward_limit=limit)
     documents = replace(c.documents, first_query=411, queries=1507 - 411)
     q, dout, gate, indices = (x[None, rows].contiguous() for x in (c.q, c.dout, c.gate, c.indices))
     k, v = c.k[None], c.v[None]
     found, lse, saved = sel.selected_forward(q, k, v, indices, c.config, documents, settings)
-    row_sum = (dout.float() * found.float()).sum(-1)
-    dq, dk, dv = sel.selected_backward(q, k, v, indices, lse, dout, gate, row_sum, c.config, documents, saved, settings)
+    delta = (dout.float() * found.float()).sum(-1)
+    dq, dk, dv = sel.selected_backward(q, k, v, indices, lse, dout, gate, delta, c.config, documents, saved, settings)
     wanted = (o[rows], leaves[0].grad[rows], leaves[1].grad, leaves[2].grad)
     for what, a, b in zip(("o", "dq", "dk", "dv"), (found, dq, dk, dv), wanted, strict=True):
         assert relative_error(a[0], b.detach()) <= 1e-2, what

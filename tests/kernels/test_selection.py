@@ -9,8 +9,10 @@ import tercet
 from cases import cu, inputs, judge, wrong_sets
 from tercet.attention.kernels import compressed_select
 from tercet.attention.kernels.compressed import forward
-from tercet.attention.kernels.documents import Documents, compressed_bounds
-from tercet.attention.kernels.score import select
+from tercet.attention.kernels.scores import select
+from tercet.attention.kernels.varlen import Documents, compressed_bounds
+
+pytestmark = pytest.mark.interpreter
 
 
 def config(**changes: int) -> tercet.NSAConfig:

@@ -11,6 +11,8 @@ from cases import cu, inputs
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
 
+pytestmark = pytest.mark.interpreter
+
 CONFIG = tercet.NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=3, select_initial=1, select_local=1, window=20
 )

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from tercet.model import ffn, swiglu
 from tercet.model.transformer import ModelConfig, Transformer
 
+pytestmark = pytest.mark.interpreter
+
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_those_of_the_formula(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_a_bound_of_the_documents_lengths_changes_no_loss(kind):
     wanted = model(tokens, bounds, tokens)
     for enough in (46, 64, 1000):
         assert torch.equal(model(tokens, bounds, tokens, max_seqlen=enough).total, wanted.total)
-    with pytest.raises(ValueError, match="max_seqlen=45 .* document 3 has 46 tokens"):
+    with pytest.raises(ValueError, match=r"max_seqlen=45 .* document 3 has 46 tokens"):
         model(tokens, bounds, tokens, max_seqlen=45)
     with pytest.raises(ValueError, match="max_seqlen=83 was given without cu_seqlens"):
         model(tokens, None, tokens, max_seqlen=83)

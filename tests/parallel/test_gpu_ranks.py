@@ -72,6 +72,7 @@ SETTINGS = (
 TWO_ON_ONE = {"parallel.strategy": "fsdp", "parallel.share_gpus": True, "checkpoint.async_save": False}
 
 
+@pytest.mark.serial
 def test_a_rank_killed_on_a_gpu_is_replaced_and_one_rank_goes_on_with_what_two_have_saved(tmp_path: Path):
     alone, folder = tmp_path / "alone", tmp_path / "run"
     assert train(load("tiny", flags=SETTINGS | {"run.dir": str(alone)}).config) == 0

@@ -16,6 +16,7 @@ def test_the_benchmark_reports_its_figures():
     assert result["pairs"] == 2
 
 
+@pytest.mark.serial
 @pytest.mark.gpu
 def test_telemetry_costs_less_than_one_percent_of_a_step_on_a_gpu():
     assert main(["--preset", "m7c", "--pairs", "20"]) == 0

@@ -317,9 +317,7 @@ def test_a_failed_save_is_reported_frees_its_space_and_keeps_the_earlier_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tercet.train.checkpoint.write_json", full)
-    with pytest.raises(
-        CheckpointError, match=r"No space left.*newest complete.*step-00000001.*free some space"
-    ):
+    with pytest.raises(CheckpointError, match=r"No space left.*newest complete.*step-00000001.*free some space"):
         save(tmp_path, 2, net, optimizer)
     assert manifest.complete_checkpoints(tmp_path) == [earlier]
     assert not list(tmp_path.glob(".writing*"))

@@ -96,6 +96,7 @@ def test_a_bad_step_is_skipped_on_the_device_without_waiting() -> None:
     assert setting.guard.total() == 1
 
 
+@pytest.mark.serial
 def test_recomputing_keeps_less_memory() -> None:
     kept = {}
     for mode in ("none", "selective", "full"):

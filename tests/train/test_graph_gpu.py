@@ -158,6 +158,7 @@ def test_empty_documents_change_no_more_than_the_order_of_sums(attention: str) -
     assert (gradients - wanted).norm() < 2**-10 * wanted.norm()
 
 
+@pytest.mark.serial
 def test_what_a_recording_has_made_is_lent_and_its_memory_used_again() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     capturer, x = CudaGraphCapturer(device), torch.ones(16 << 20, device=device)
@@ -177,6 +178,7 @@ def test_what_a_recording_has_made_is_lent_and_its_memory_used_again() -> None:
     capturer.reset()
 
 
+@pytest.mark.serial
 def test_steps_go_on_launch_by_launch_where_a_recording_may_fail() -> None:
     """In a process of its own: PyTorch's generator of the device is of no use after a capture that CUDA has ended."""
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -221,6 +223,7 @@ def test_a_replay_never_waits_for_the_device() -> None:
     assert run.guard.total() == 0
 
 
+@pytest.mark.serial
 def test_memory_is_not_taken_twice() -> None:
     """Reserved memory with recordings of both kinds, after a re-recording, beside what steps take without."""
     taken = {}

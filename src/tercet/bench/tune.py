@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.compressed import forward as compressed_forward
-from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
-from tercet.attention.kernels.documents import Documents
-from tercet.attention.kernels.query_gradient import query_gradients
-from tercet.attention.kernels.score import select
-from tercet.attention.kernels.settings import Launch, settings
-from tercet.attention.kernels.window import forward as window_forward
-from tercet.attention.kernels.window import key_gradients as window_key_gradients
+from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.scores import select
+from tercet.attention.kernels.table import Launch, triton_launch
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
 from tercet.errors import EXIT_FAILURE, EXIT_USAGE
 
@@ -67,21 +65,17 @@ def calls(shape: Shape, config: NSAConfig) -> dict[str, Callable[[Launch | None]
     dout = torch.randn_like(x.q)
     planes = (shape.H, shape.B, shape.T)
     lse = torch.full(planes, 12.0, device=x.q.device)
-    row_sum = torch.randn(planes, device=x.q.device)
+    delta = torch.randn(planes, device=x.q.device)
     gate = torch.rand(planes, device=x.q.device)
-    compressed = (x.kc, x.vc, lse, row_sum, gate)
-    window = (x.kw, x.vw, lse, row_sum, gate)
+    of_compressed = Branch(x.kc, x.vc, lse, delta, gate)
+    of_window = Branch(x.kw, x.vw, lse, delta, gate)
     return {
-        "compressed_forward": lambda s: compressed_forward(x.q, x.kc, x.vc, config, documents, s),
+        "compressed_forward": lambda s: compressed.forward(x.q, x.kc, x.vc, config, documents, s),
         "score": lambda s: (select(x.q, x.kc, lse, config, documents, s),),
-        "query_gradient": lambda s: (query_gradients(x.q, dout, compressed, window, config, documents, s),),
-        "compressed_key_gradients": lambda s: compressed_key_gradients(
-            x.q, x.kc, x.vc, lse, dout, gate, row_sum, config, documents, s
-        ),
-        "window_forward": lambda s: window_forward(x.q, x.kw, x.vw, config.window, documents, s),
-        "window_key_gradients": lambda s: window_key_gradients(
-            x.q, x.kw, x.vw, lse, dout, gate, row_sum, config.window, documents, s
-        ),
+        "query_gradient": lambda s: (compressed_window_dq(x.q, dout, of_compressed, of_window, config, documents, s),),
+        "compressed_key_gradients": lambda s: compressed.dkv(x.q, dout, of_compressed, config, documents, s),
+        "window_forward": lambda s: window.forward(x.q, x.kw, x.vw, config.window, documents, s),
+        "window_key_gradients": lambda s: window.dkv(x.q, dout, of_window, config.window, documents, s),
     }
 
 
@@ -92,7 +86,7 @@ def tune(name: str, kernels: Sequence[str], config: NSAConfig, share: tuple[int,
     place = 0
     for kernel in kernels:
         call = every[kernel]
-        shipped = settings(
+        shipped = triton_launch(
             kernel, torch.empty(1, shape.D, device="cuda", dtype=torch.bfloat16), torch.empty(1, shape.D)
         )
         wanted = call(None) if share is None else None

@@ -175,11 +175,11 @@ class NativeSparseAttention(AttentionLayer):
         Four separate projections read x four times and write its gradient four times, and the steps between them and
         the kernels (RoPE, chunks for φ, gathering gradients) are a dozen compiled launches instead of two.
         """
-        from tercet.attention.kernels import heads
+        from tercet.attention.kernels import qkv_split
 
         assert rope.compressed is not None
         weights = [self.q_proj.weight, self.kv_proj.weight, self.gate.proj.weight]
-        width = heads.columns(self.heads, self.kv_heads, self.head_dim, self.key_sets)
+        width = qkv_split.columns(self.heads, self.kv_heads, self.head_dim, self.key_sets)
         weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), self.dim))
         bias = None
         if self.q_proj.bias is not None:
@@ -188,7 +188,7 @@ class NativeSparseAttention(AttentionLayer):
         y = F.linear(x, torch.cat(weights), bias)
         maps = (None,) * 4 if packing is None else tuple(packing.tokens_to_chunks)
         sizes = [self.heads, self.kv_heads, self.head_dim, self.config.compress_stride, self.key_sets]
-        q, ks, vs, kw, vw, chunks, logits = heads.apart(y, rope.tokens, maps, sizes)
+        q, ks, vs, kw, vw, chunks, logits = qkv_split.split_qkv(y, rope.tokens, maps, sizes)
         kc, vc = compress_keys_and_values(chunks, self.compress_k, self.compress_v, packing)
         gates = self.gate.activate(logits, self.gate.proj.bias)
         return NSAInputs(q, rotate(kc, rope.compressed), vc, ks, vs, kw, vw, gates)

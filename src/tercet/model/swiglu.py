@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tercet.attention.kernels.launching import call
+from tercet.attention.kernels.launch import call
 
 _BLOCK = 1024
 

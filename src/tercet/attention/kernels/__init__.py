@@ -1,4 +1,20 @@
-"""The operator in Triton, forward and backward. Imported only where Triton can be."""
+"""The operator as GPU kernels, forward and backward, in Triton and Gluon. Imported only where Triton is installed.
+
+Start with docs/kernels.md: from the paper's equations to the kernels. `table.py` says which kernel runs when.
+
+Conventions, for all modules:
+
+- Axes: B batch, T tokens, H query heads, G KV heads (groups), h = H/G heads per group, Dk and Dv head sizes, n selected
+  blocks per query. Tensors are [B, T, heads, size]. Rows are flat: token t of sequence b is row b·T + t.
+- Log-sum-exp: fp32, base 2, of logits times Dk^-½. A row that sees no key has +inf (its output is 0, and p = 0 in the
+  backward); partial results of a decode step, which are summed, have -inf. Values per (query, head) row (log-sum-exp,
+  delta, gate) have shape [H, B, T] in the compressed and window branch and [B, T, H] in the selected branch, after the
+  order in which their tiles read them: `combine.row_shape`.
+- delta = dout · o of a branch, before its gate; gate · dout is the gradient of the branch's output.
+- Argument order: q, k, v, other tensors, config, documents, launch settings. Kernels: pointers, numbers, constants. A
+  pointer is upper case; numbers that change from batch to batch are declared do_not_specialize.
+- Kernels never use atomics for results: the same inputs give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +24,11 @@ from torch import Tensor
 from tercet.attention import layout as _layout  # noqa: F401  registers tercet::keep_selection
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
-from tercet.attention.kernels import heads as _heads  # noqa: F401  (registers tercet::heads_apart)
-from tercet.attention.kernels.ops import compressed_select, nsa
-from tercet.attention.kernels.ops import selected_attention as selected
-from tercet.attention.kernels.ops import window_attention as window
-from tercet.attention.kernels.settings import unfit_blocks
+from tercet.attention.kernels import qkv_split as _qkv_split  # noqa: F401  registers tercet::heads_apart
+from tercet.attention.kernels.autograd import compressed_select, nsa, selected_attention, window_attention
+from tercet.attention.kernels.table import unsupported_blocks
 
-__all__ = ["compressed_select", "nsa", "selected", "unsupported", "window"]
+__all__ = ["compressed_select", "nsa", "selected_attention", "unsupported", "window_attention"]
 
 
 def unsupported(
@@ -37,7 +51,7 @@ def unsupported(
     if q.dtype not in KERNEL_DTYPES or any(x.dtype != q.dtype for x in keys + values):
         found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))
         return f"q, k and v must share one of bfloat16, float16, float32: got {found}"
-    if (reason := unfit_blocks(config)) is not None:
+    if (reason := unsupported_blocks(config)) is not None:
         return reason
     if config.select_count > 256:
         return f"select_count={config.select_count} is more than 256"

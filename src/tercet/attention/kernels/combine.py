@@ -1,23 +1,25 @@
-"""The gated sum of the branches (Eq. 5), and in one pass backwards the gates' gradients, which are also the row sums
-dout·o_c that every branch's backward needs.
+"""Gated sum of the branches (Eq. 5) and, in the backward, delta and the gradients of the gates.
 
-o_c: [B, T, H, Dv], contiguous   gates: [B, T, H, 3]   row sums and gates for the backward kernels: fp32, a plane for
-each branch, [H, B, T] for the compressed and the window branch, [B, T, H] for the selected
+delta = dout · o of a branch: what every branch's backward subtracts, and also the gradient of its gate.
+
+o, out, dout: [B, T, H, Dv]   gates: [B, T, H, 3]   deltas and gates for the backward kernels: fp32 [3, B·T·H], one
+plane per branch. The row layout of each plane is the branch's own: `row_shape`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.attention.kernels.launching import call
-from tercet.attention.kernels.settings import power_of_2
+from tercet.attention.kernels.launch import call, power_of_2
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _combine(
+def combine_kernel(
     SOME, O0, O1, O2, GATES, OUT, rows, gate_t, gate_h, gate_c,
     HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
@@ -49,8 +51,8 @@ def _combine(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _row_sums(
-    DOUT, O0, O1, O2, GATES, SUMS, PLANES, DGATES, MIXED, tokens, do_t, do_h, gate_t, gate_h, gate_c,
+def delta_kernel(
+    DOUT, O0, O1, O2, GATES, DELTAS, PLANES, DGATES, MIXED, tokens, do_t, do_h, gate_t, gate_h, gate_c,
     HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, GATED: tl.constexpr, MIX: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -70,9 +72,9 @@ def _row_sums(
     o1 = tl.load(O1 + at, mask=mask, other=0.0).to(tl.float32) if HAS1 else none
     o2 = tl.load(O2 + at, mask=mask, other=0.0).to(tl.float32) if HAS2 else none
     s0, s1, s2 = tl.sum(do * o0, 1), tl.sum(do * o1, 1), tl.sum(do * o2, 1)
-    tl.store(SUMS + by_head, s0, mask=inside)
-    tl.store(SUMS + plane + row, s1, mask=inside)
-    tl.store(SUMS + 2 * plane + by_head, s2, mask=inside)
+    tl.store(DELTAS + by_head, s0, mask=inside)
+    tl.store(DELTAS + plane + row, s1, mask=inside)
+    tl.store(DELTAS + 2 * plane + by_head, s2, mask=inside)
     if GATED:
         gates = GATES + token * gate_t + head * gate_h
         g0 = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
@@ -81,7 +83,7 @@ def _row_sums(
         tl.store(PLANES + by_head, g0, mask=inside)
         tl.store(PLANES + plane + row, g1, mask=inside)
         tl.store(PLANES + 2 * plane + by_head, g2, mask=inside)
-        if MIX:  # in the order of _combine
+        if MIX:  # same order of additions as in combine_kernel
             mixed = o0 * g0[:, None] + o1 * g1[:, None] + o2 * g2[:, None]
             tl.store(MIXED + at, mixed.to(MIXED.dtype.element_ty), mask=mask)
         tl.store(DGATES + row * 3, s0.to(DGATES.dtype.element_ty), mask=inside)
@@ -93,47 +95,60 @@ _ROWS = 32
 
 
 def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:
-    """Σ g_c o_c over the branches that are there; None among the outputs is a branch left out."""
+    """Σ g_c o_c over the branches; None for a branch that did not run."""
     some = next(o for o in outputs if o is not None)
     out = torch.empty_like(some)
     B, T, H, D = some.shape
     rows = B * T * H
     strides = (0, 0, 0) if gates is None else gates.stride()[1:]
     call(
-        _combine, (-(-rows // _ROWS),), (some, *outputs, gates, out), (rows,),
+        combine_kernel, (-(-rows // _ROWS),), (some, *outputs, gates, out), (rows,),
         (*strides, *(o is not None for o in outputs), gates is not None, H, D, power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
     return out
 
 
-def row_sums(
-    outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None, *, mix: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(dout·o_c of each branch, gates of each, dgates, with `mix` the gated sum); the sums of branches left out are 0.
+class Deltas(NamedTuple):
+    deltas: Tensor  # fp32 [3, B·T·H]; 0 for a branch that did not run
+    gates: Tensor | None  # fp32 [3, B·T·H]
+    dgates: Tensor | None  # like gates
+    out: Tensor | None  # the gated sum, recomputed
 
-    Backward kernels read gates along with the row sums, so they get them in the same form: `by_branch` of both."""
+
+def deltas(outputs: list[Tensor | None], dout: Tensor, gates: Tensor | None, *, mix: bool = False) -> Deltas:
+    """`mix`: recompute the gated sum as well. Use `by_branch` on the deltas and the gates."""
     B, T, H, D = dout.shape
-    sums = torch.empty(3, B * T * H, dtype=torch.float32, device=dout.device)
+    found = torch.empty(3, B * T * H, dtype=torch.float32, device=dout.device)
     planes = dgates = mixed = None
     strides = (0, 0, 0)
     if gates is not None:
-        planes, strides = torch.empty_like(sums), gates.stride()[1:]
+        planes, strides = torch.empty_like(found), gates.stride()[1:]
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
         mixed = torch.empty((B, T, H, D), dtype=dout.dtype, device=dout.device) if mix else None
     call(
-        _row_sums, (-(-(B * T) // _ROWS) * H,), (dout, *outputs, gates, sums, planes, dgates, mixed), (B * T,),
+        delta_kernel, (-(-(B * T) // _ROWS) * H,), (dout, *outputs, gates, found, planes, dgates, mixed), (B * T,),
         (dout.stride(1), dout.stride(2), *strides, *(o is not None for o in outputs), gates is not None,
          mixed is not None, H, D, power_of_2(D), _ROWS),
         num_warps=4,
     )  # fmt: skip
-    return sums, planes, dgates, mixed
+    return Deltas(found, planes, dgates, mixed)
+
+
+def row_shape(branch: str, B: int, T: int, H: int) -> tuple[int, int, int]:
+    """Shape of a branch's values per (query, head): log-sum-exp, delta, gate.
+
+    The only place where the layouts differ. A tile of the compressed or window kernels holds consecutive queries of one
+    head; a row tile of the selected kernels holds all heads of a group for each query.
+    """
+    return (B, T, H) if branch == "selected" else (H, B, T)
 
 
 def by_branch(planes: Tensor | None, shape: torch.Size) -> list[Tensor] | list[None]:
-    """Row sums or gates of the compressed, the selected and the window branch. shape: dout's."""
+    """Deltas or gates of the compressed, selected and window branch. shape: of dout."""
     if planes is None:
         return [None] * 3
-    B, T, H, _ = shape
-    compressed, selected, window = planes.unbind(0)
-    return [compressed.view(H, B, T), selected.view(B, T, H), window.view(H, B, T)]
+    return [
+        x.view(row_shape(branch, *shape[:3]))
+        for x, branch in zip(planes.unbind(0), ("compressed", "selected", "window"), strict=True)
+    ]

@@ -1,54 +1,122 @@
-"""The kernels as PyTorch operators: forward and backward each an op, with shapes for tracing, and one autograd.
+"""The kernels as PyTorch custom ops: forward and backward are one op each, with fake implementations for tracing.
 
-`nsa_compressed` -> `nsa_select` -> `tercet::keep_selection` -> `nsa_attend`. The first two run without autograd;
-`nsa_attend` takes everything that the result depends on and owns the whole gradient, so that backward folds the
-gates in, adds dq once and materialises no gradient of a branch's output. Checkpointing policies can name each op.
+    nsa_compressed -> nsa_select -> keep_selection -> nsa_attend        (backward: nsa_row_sums, nsa_backward)
 
-Missing branches are None going in and empty tensors coming out.
+Activation checkpointing policies can name each op. Op schemas are flat, so inputs, saved tensors and results travel as
+named tuples between here and autograd.py. A branch that does not run has None inputs; the ops return empty tensors in
+place of None.
 
-`span` is empty where q holds whole sequences. Else q is a stretch of them (documents.py), and span is the tokens of the
-whole, then the first query's place among the compressed branch's tokens, the selected keys' and the window keys'. The
-keys' own bounds may then differ as well: `cu` is [3, docs + 1], a row for each branch, where they do.
+`span` is empty where q holds whole sequences. For a query range (varlen.py) it is [tokens of the whole, first query
+among the compressed branch's tokens, among the selected keys, among the window keys]. Branches may then have different
+document bounds: `cu` is [docs + 1], or [3, docs + 1] with a row per branch.
 
-`longest`: no packed document has more tokens, where the host knows. It is part of what a compiled graph is made for.
+`longest` is an upper bound on document lengths, where the host knows one. Compiled graphs specialise on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.combine import by_branch, combine, row_sums
-from tercet.attention.kernels.compressed import forward as compressed_forward
-from tercet.attention.kernels.compressed import key_gradients as compressed_key_gradients
-from tercet.attention.kernels.documents import Documents, compressed_bounds
-from tercet.attention.kernels.output import Multiplied, multiply
-from tercet.attention.kernels.query_gradient import query_gradients
-from tercet.attention.kernels.registering import operator
-from tercet.attention.kernels.score import select
-from tercet.attention.kernels.selected import SAVED, selected_backward, selected_forward, selected_saved_like
-from tercet.attention.kernels.window import forward as window_forward
-from tercet.attention.kernels.window import key_gradients as window_key_gradients
+from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels.combine import by_branch, combine, deltas, row_shape
+from tercet.attention.kernels.custom_op import operator
+from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.scores import select
+from tercet.attention.kernels.selected.launch import Saved, selected_backward, selected_forward, selected_saved_like
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents, compressed_bounds
 
 
-def flat(x: Tensor) -> Tensor:
-    """x itself where token b·T + t can be addressed by one stride, else a contiguous copy."""
-    if x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+class Tensors(NamedTuple):
+    """Tensor arguments of nsa_attend."""
+
+    q: Tensor
+    kc: Tensor | None = None
+    vc: Tensor | None = None
+    ks: Tensor | None = None
+    vs: Tensor | None = None
+    kw: Tensor | None = None
+    vw: Tensor | None = None
+    gates: Tensor | None = None
+    o_c: Tensor | None = None
+    lse_c: Tensor | None = None
+    block_indices: Tensor | None = None
+    cu: Tensor | None = None  # document bounds
+    ccu: Tensor | None = None  # bounds of their compressed tokens
+
+
+class Numbers(NamedTuple):
+    """The other arguments of every op. `config` is a list of ints at the op boundary, an NSAConfig inside."""
+
+    config: Any
+    span: list[int]
+    longest: int | None
+
+
+class Attended(NamedTuple):
+    """What nsa_attend computes. With one branch and no gates, `out` is that branch's o and o_s, o_w are None."""
+
+    out: Tensor
+    o_s: Tensor | None
+    lse_s: Tensor | None
+    o_w: Tensor | None
+    lse_w: Tensor | None
+    saved: Saved
+
+
+class Kept(NamedTuple):
+    """Tensors that nsa_backward reads, besides the selected branch's index tensors (Saved)."""
+
+    q: Tensor
+    kc: Tensor | None = None
+    vc: Tensor | None = None
+    ks: Tensor | None = None
+    vs: Tensor | None = None
+    kw: Tensor | None = None
+    vw: Tensor | None = None
+    gates: Tensor | None = None
+    o_c: Tensor | None = None
+    lse_c: Tensor | None = None
+    o_s: Tensor | None = None
+    lse_s: Tensor | None = None
+    o_w: Tensor | None = None
+    lse_w: Tensor | None = None
+    block_indices: Tensor | None = None
+    cu: Tensor | None = None
+    ccu: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Of the first eight Tensors."""
+
+    q: Tensor | None
+    kc: Tensor | None
+    vc: Tensor | None
+    ks: Tensor | None
+    vs: Tensor | None
+    kw: Tensor | None
+    vw: Tensor | None
+    gates: Tensor | None
+
+
+TENSORS, KEPT, GRADIENTS = len(Tensors._fields), len(Kept._fields), len(Gradients._fields)
+
+
+def flat(x: Tensor | None) -> Tensor | None:
+    """x itself if one stride addresses token b·T + t, else a contiguous copy."""
+    if x is None or (x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))):
         return x
     return x.contiguous()
 
 
-def _flat(*tensors: Tensor | None) -> list:
-    return [None if x is None else flat(x) for x in tensors]
-
-
-def _sizes(config: NSAConfig) -> list[int]:
-    """What `_config` makes a config of. By name: on Python 3.11 astuple copies deeply, and breaks graphs."""
+def sizes_of(config: NSAConfig) -> list[int]:
+    """The config at the op boundary. Not dataclasses.astuple: on Python 3.11 it deep-copies and breaks graphs."""
     return [
         config.compress_block, config.compress_stride, config.select_block, config.select_count,
         config.select_initial, config.select_local, config.window,
@@ -60,29 +128,36 @@ def _config(sizes: tuple[int, ...]) -> NSAConfig:
     return NSAConfig(*sizes)
 
 
+def _numbers(config: Sequence[int], span: list[int], longest: int | None) -> Numbers:
+    return Numbers(_config(tuple(config)), span, longest)
+
+
 def _documents(
-    q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None, span: Sequence[int] = (),
-    longest: int | None = None, branch: int = 0, keys: Tensor | None = None,
+    q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None, numbers: Numbers, branch: int = 0,
+    keys: Tensor | None = None,
 ) -> Documents:  # fmt: skip
-    """As a branch's kernels see them: 0 compressed, 1 selected, 2 window, the latter two with their keys."""
-    compressed, longest = 0 if kc is None else kc.shape[1], -1 if longest is None else longest
+    """As a branch's kernels see them: 0 compressed, 1 selected, 2 window; the latter two with their keys."""
+    _, span, longest = numbers
+    length, longest = 0 if kc is None else kc.shape[1], -1 if longest is None else longest
     if not span:
-        return Documents(q.shape[0], q.shape[1], compressed, cu, ccu, longest=longest)
-    length = span[0] if keys is None else keys.shape[1]
+        return Documents(q.shape[0], q.shape[1], length, cu, ccu, longest=longest)
+    tokens = span[0] if keys is None else keys.shape[1]
     bounds = cu if cu is None or cu.dim() == 1 else cu[branch]
-    return Documents(q.shape[0], length, compressed, bounds, ccu, span[1 + branch], q.shape[1], longest)
+    return Documents(q.shape[0], tokens, length, bounds, ccu, span[1 + branch], q.shape[1], longest)
 
 
-def _rows_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_like(q: Tensor, v: Tensor, branch: str) -> tuple[Tensor, Tensor]:
+    """Fake output and log-sum-exp."""
     B, T, H = q.shape[:3]
-    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(H, B, T, dtype=torch.float32)
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(row_shape(branch, B, T, H), dtype=torch.float32)
 
 
-def _none(q: Tensor) -> Tensor:
-    return q.new_empty(0)
+def _filled(q: Tensor, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Empty tensors in place of None, which an op cannot return."""
+    return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-# ------------------------------------------------------------ where documents' compressed tokens begin
+# ------------------------------------------------------------ bounds of the compressed tokens
 
 
 @operator(lambda cu, block, stride: torch.empty_like(cu))
@@ -90,10 +165,20 @@ def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
     return compressed_bounds(cu, block, stride)
 
 
-# ------------------------------------------------------------ compressed attention and the selection
+# ------------------------------------------------------------ compressed attention and selection
 
 
-@operator(lambda q, kc, vc, *_: _rows_like(q, vc))
+def compressed_attention(q, kc, vc, cu, ccu, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    q, kc, vc = flat(q), flat(kc), flat(vc)
+    return compressed.forward(q, kc, vc, numbers.config, _documents(q, kc, cu, ccu, numbers))
+
+
+def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
+    q, kc = flat(q), flat(kc)
+    return select(q, kc, lse, numbers.config, _documents(q, kc, cu, ccu, numbers))
+
+
+@operator(lambda q, kc, vc, *_: _rows_like(q, vc, "compressed"))
 def nsa_compressed(
     q: Tensor,
     kc: Tensor,
@@ -104,8 +189,7 @@ def nsa_compressed(
     span: list[int],
     longest: int | None,
 ) -> tuple[Tensor, Tensor]:
-    q, kc, vc = _flat(q, kc, vc)
-    return compressed_forward(q, kc, vc, _config(tuple(config)), _documents(q, kc, cu, ccu, span, longest))
+    return compressed_attention(q, kc, vc, cu, ccu, _numbers(config, span, longest))
 
 
 def _selection_like(q, kc, lse, cu, ccu, config, span, longest):
@@ -124,11 +208,32 @@ def nsa_select(
     span: list[int],
     longest: int | None,
 ) -> Tensor:
-    q, kc = _flat(q, kc)
-    return select(q, kc, lse, _config(tuple(config)), _documents(q, kc, cu, ccu, span, longest))
+    return select_blocks(q, kc, lse, cu, ccu, _numbers(config, span, longest))
 
 
-# ------------------------------------------------------------ the rest of the forward pass
+# ------------------------------------------------------------ the rest of the forward
+
+
+def attend(x: Tensors, numbers: Numbers) -> Attended:
+    """Selected and window attention, and the gated sum with the compressed branch's output."""
+    q, ks, vs, kw, vw, gates = flat(x.q), flat(x.ks), flat(x.vs), flat(x.kw), flat(x.vw), flat(x.gates)
+    config = numbers.config
+    o_s = lse_s = o_w = lse_w = None
+    saved = Saved()
+    if ks is not None:
+        documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 1, ks)
+        o_s, lse_s, saved = selected_forward(q, ks, vs, x.block_indices.contiguous(), config, documents)
+    if kw is not None:
+        documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 2, kw)
+        o_w, lse_w = window.forward(q, kw, vw, config.window, documents)
+    if _alone(x):
+        return Attended(o_s if o_w is None else o_w, None, lse_s, None, lse_w, saved)
+    return Attended(combine([x.o_c, o_s, o_w], gates), o_s, lse_s, o_w, lse_w, saved)
+
+
+def _alone(x: Tensors) -> bool:
+    """Whether the output is that of the selected or of the window branch alone, without a gate."""
+    return x.gates is None and x.o_c is None and (x.ks is None) != (x.kw is None)
 
 
 @torch.library.custom_op("tercet::nsa_attend", mutates_args=())
@@ -150,69 +255,89 @@ def nsa_attend(
     span: list[int],
     longest: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, o of selected, its lse, o of window, its lse, and the index tensors that selected attention can
-    use again). Without gates and with one branch, out is that o."""
-    sizes = _config(tuple(config))
-    found = _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, longest)
-    return tuple(_none(q) if x is None else x for x in found)
-
-
-def _attend(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, sizes, span, longest):
-    q, ks, vs, kw, vw, gates = _flat(q, ks, vs, kw, vw, gates)
-    o_s = lse_s = o_w = lse_w = None
-    saved: tuple[Tensor, ...] = ()
-    if ks is not None:
-        documents = _documents(q, kc, cu, ccu, span, longest, 1, ks)
-        o_s, lse_s, saved = selected_forward(q, ks, vs, block_indices.contiguous(), sizes, documents)
-    if kw is not None:
-        o_w, lse_w = window_forward(q, kw, vw, sizes.window, _documents(q, kc, cu, ccu, span, longest, 2, kw))
-    outputs = [o_c, o_s, o_w]
-    if gates is None and sum(o is not None for o in outputs) == 1 and o_c is None:
-        out, o_s, o_w = (o_s if o_s is not None else o_w), None, None
-    else:
-        out = combine(outputs, gates)
-    return out, o_s, lse_s, o_w, lse_w, *saved, *(None,) * (SAVED - len(saved))
+    """An Attended, its `saved` unpacked."""
+    x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu)
+    *found, saved = attend(x, _numbers(config, span, longest))
+    return _filled(q, (*found, *saved))
 
 
 @nsa_attend.register_fake
-def _(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, config, span, longest):
-    out, lse = _rows_like(q, next(v for v in (vc, vs, vw) if v is not None))
-    alone = gates is None and o_c is None and (ks is None) != (kw is None)
-    o_s = _none(q) if ks is None or alone else torch.empty_like(out)
-    o_w = _none(q) if kw is None or alone else torch.empty_like(out)
-    lse_s = _none(q) if ks is None else q.new_empty(q.shape[:3], dtype=torch.float32)
-    lse_w = _none(q) if kw is None else lse
-    saved = ()
-    if ks is not None:
-        documents = _documents(q, kc, cu, ccu, span, longest, 1, ks)
-        saved = selected_saved_like(q, ks, vs, block_indices, _config(tuple(config)), documents)
-    return out, o_s, lse_s, o_w, lse_w, *saved, *(_none(q) for _ in range(SAVED - len(saved)))
+def _(*arguments):
+    x, (config, span, longest) = Tensors(*arguments[:TENSORS]), arguments[TENSORS:]
+    q, alone = x.q, _alone(x)
+    out, lse_w = _rows_like(q, next(v for v in (x.vc, x.vs, x.vw) if v is not None), "window")
+    lse_s = q.new_empty(row_shape("selected", *q.shape[:3]), dtype=torch.float32)
+    saved = Saved()
+    if x.ks is not None:
+        numbers = _numbers(config, span, longest)
+        documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 1, x.ks)
+        saved = selected_saved_like(q, x.ks, x.vs, x.block_indices, numbers.config, documents)
+    found = (
+        out,
+        None if x.ks is None or alone else torch.empty_like(out),
+        None if x.ks is None else lse_s,
+        None if x.kw is None or alone else torch.empty_like(out),
+        None if x.kw is None else lse_w,
+    )
+    return _filled(q, (*found, *saved))
 
 
 # ------------------------------------------------------------ backward
 
 
-def _row_sums_like(dout, gates, o_c, o_s, o_w):
-    sums = dout.new_empty(3, dout.shape[0] * dout.shape[1] * dout.shape[2], dtype=torch.float32)
-    return sums, torch.empty_like(sums), gates.new_empty(gates.shape), dout.new_empty(dout.shape)
+def _deltas_like(dout, gates, o_c, o_s, o_w):
+    found = dout.new_empty(3, dout.shape[0] * dout.shape[1] * dout.shape[2], dtype=torch.float32)
+    return found, torch.empty_like(found), gates.new_empty(gates.shape), dout.new_empty(dout.shape)
 
 
-@operator(_row_sums_like)
+@operator(_deltas_like)
 def nsa_row_sums(
     dout: Tensor, gates: Tensor, o_c: Tensor | None, o_s: Tensor | None, o_w: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(row sums, gates by branch, gradient of the gates, the gated sum again), all that the backward pass asks of the
-    branches' outputs: apart from the rest, so that they can be let go before it."""
-    dout, gates = _flat(dout, gates)
-    return row_sums([o_c, o_s, o_w], dout, gates, mix=True)
+    """combine.Deltas with the gated sum: all that the backward needs of the branches' outputs, so that they can be
+    freed before the rest of it runs."""
+    return tuple(deltas([o_c, o_s, o_w], flat(dout), flat(gates), mix=True))
 
 
-def _gradients_like(
-    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, config,
-    span, longest, sums=None, planes=None,
-):  # fmt: skip
-    like = (q, kc, vc, ks, vs, kw, vw, gates if sums is None else None)
-    return tuple(_none(q) if x is None else x.new_empty(x.shape) for x in like)
+def gradients(
+    dout: Tensor, x: Kept, saved: Sequence[Tensor | None], numbers: Numbers, delta: Tensor | None = None,
+    planes: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """A branch runs if its keys are given. With `delta` and `planes` (gates), as nsa_row_sums computes them, the
+    branches' outputs are not needed, and the gradient of the gates is None."""
+    config, span, _ = numbers
+    dout, q, kc, vc, ks, vs, kw, vw, gates = map(flat, (dout, *x[:GRADIENTS]))
+    dgates = None
+    if delta is None:
+        delta, planes, dgates, _ = deltas([x.o_c, x.o_s, x.o_w], dout, gates)
+    (delta_c, delta_s, delta_w), (g_c, g_s, g_w) = by_branch(delta, dout.shape), by_branch(planes, dout.shape)
+    dkc = dvc = dks = dvs = dkw = dvw = dq = None
+    of_compressed = None if kc is None else Branch(kc, vc, x.lse_c, delta_c, g_c)
+    of_window = None if kw is None else Branch(kw, vw, x.lse_w, delta_w, g_w)
+    documents = _documents(q, kc, x.cu, x.ccu, numbers)
+    windows = _documents(q, kc, x.cu, x.ccu, numbers, 2, kw) if span else documents
+    if span and kc is not None and kw is not None:
+        # two calls: the window's keys may start elsewhere, so that positions differ
+        dq = compressed_window_dq(q, dout, of_compressed, None, config, documents)
+        dq += compressed_window_dq(q, dout, None, of_window, config, windows)
+    elif kc is not None or kw is not None:
+        dq = compressed_window_dq(q, dout, of_compressed, of_window, config, windows if kc is None else documents)
+    if of_compressed is not None:
+        dkc, dvc = compressed.dkv(q, dout, of_compressed, config, documents)
+    if of_window is not None:
+        dkw, dvw = window.dkv(q, dout, of_window, config.window, windows)
+    if ks is not None:
+        blocks = _documents(q, kc, x.cu, x.ccu, numbers, 1, ks) if span else documents
+        dq, dks, dvs = selected_backward(
+            q, ks, vs, x.block_indices.contiguous(), x.lse_s, dout, g_s, delta_s, config, blocks, saved, dq=dq
+        )
+    return Gradients(dq, dkc, dvc, dks, dvs, dkw, dvw, dgates)
+
+
+def _gradients_like(dout, *arguments):
+    x, sums = Kept(*arguments[:KEPT]), arguments[KEPT + 1 + len(Numbers._fields) :]
+    like = x[:GRADIENTS] if not sums or sums[0] is None else (*x[: GRADIENTS - 1], None)
+    return _filled(x.q, [None if y is None else y.new_empty(y.shape) for y in like])
 
 
 @operator(_gradients_like)
@@ -242,234 +367,6 @@ def nsa_backward(
     sums: Tensor | None = None,
     planes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, kc, vc, ks, vs, kw, vw, gates. A branch is there when its keys are. With `sums` and `planes`, as
-    nsa_row_sums made them, the branches' outputs are not asked for, and the gates' gradient is not given."""
-    grads = _gradients(
-        dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved,
-        _config(tuple(config)), span, longest, sums, planes,
-    )  # fmt: skip
-    return tuple(_none(q) if x is None else x for x in grads)
-
-
-def _gradients(
-    dout, q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu, saved, sizes,
-    span, longest, sums=None, planes=None,
-):  # fmt: skip
-    dout, q, kc, vc, ks, vs, kw, vw, gates = _flat(dout, q, kc, vc, ks, vs, kw, vw, gates)
-    dgates = None
-    if sums is None:
-        sums, planes, dgates, _ = row_sums([o_c, o_s, o_w], dout, gates)
-    sums, (g_c, g_s, g_w) = by_branch(sums, dout.shape), by_branch(planes, dout.shape)
-    dkc = dvc = dks = dvs = dkw = dvw = dq = None
-    by_compressed = None if kc is None else (kc, vc, lse_c, sums[0], g_c)
-    by_window = None if kw is None else (kw, vw, lse_w, sums[2], g_w)
-    documents = _documents(q, kc, cu, ccu, span, longest)
-    windows = _documents(q, kc, cu, ccu, span, longest, 2, kw) if span else documents
-    if span and kc is not None and kw is not None:
-        # positions may differ: the window's keys need not begin where the documents do
-        dq = query_gradients(q, dout, by_compressed, None, sizes, documents)
-        dq += query_gradients(q, dout, None, by_window, sizes, windows)
-    elif kc is not None or kw is not None:
-        dq = query_gradients(q, dout, by_compressed, by_window, sizes, windows if kc is None else documents)
-    if kc is not None:
-        dkc, dvc = compressed_key_gradients(q, kc, vc, lse_c, dout, g_c, sums[0], sizes, documents)
-    if kw is not None:
-        dkw, dvw = window_key_gradients(q, kw, vw, lse_w, dout, g_w, sums[2], sizes.window, windows)
-    if ks is not None:
-        blocks = _documents(q, kc, cu, ccu, span, longest, 1, ks) if span else documents
-        dq, dks, dvs = selected_backward(
-            q, ks, vs, block_indices.contiguous(), lse_s, dout, g_s, sums[1], sizes, blocks, saved, dq=dq
-        )
-    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
-
-
-def _keep(ctx, inputs, output) -> None:
-    q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu, *ctx.numbers = inputs
-    out, o_s, lse_s, o_w, lse_w, *saved = output
-    # a branch alone and without gates: its output is the result
-    if ks is not None and (o_s is None or o_s.numel() == 0):
-        o_s = out
-    if kw is not None and (o_w is None or o_w.numel() == 0):
-        o_w = out
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s if ks is not None else None, lse_s,
-        o_w if kw is not None else None, lse_w, block_indices, cu, ccu, *saved,
-    )  # fmt: skip
-
-
-_KEPT = 17  # tensors before `saved`
-
-
-@once_differentiable
-def _attend_gradient(ctx, dout, *_unused):
-    if dout is None:
-        return (None,) * 16
-    kept = ctx.saved_tensors
-    grads = torch.ops.tercet.nsa_backward(dout, *kept[:_KEPT], list(kept[_KEPT:]), *ctx.numbers)
-    return *(None if x is None else g for x, g in zip(kept[:8], grads, strict=True)), *(None,) * 8
-
-
-nsa_attend.register_autograd(_attend_gradient, setup_context=_keep)
-
-
-class _Attend(torch.autograd.Function):
-    """nsa_attend and nsa_backward without the dispatcher, which costs more than the kernels on short sequences."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _attend(*inputs)
-        _keep(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        kept = ctx.saved_tensors
-        if dout is None:
-            return (None,) * 16
-        return *_gradients(dout, *kept[:_KEPT], list(kept[_KEPT:]), *ctx.numbers), *(None,) * 8
-
-
-def _watched() -> bool:
-    """Whether someone looks at operators: the compiler, or a dispatch mode such as a checkpointing policy."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-class _Compressed(torch.autograd.Function):
-    """nsa_compressed with its gradient, for compressed attention by itself."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = torch.ops.tercet.nsa_compressed(*inputs)
-        q, kc, vc, cu, ccu, *ctx.numbers = inputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, _lse):
-        q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
-        if dout is None:
-            return (None,) * 8
-        none = (None,) * 5
-        dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(
-            dout, q, kc, vc, *none, o_c, lse_c, *none, cu, ccu, [], *ctx.numbers
-        )
-        return dq, dkc, dvc, *(None,) * 5
-
-
-# ------------------------------------------------------------ what the package calls
-
-
-def nsa(
-    q: Tensor,
-    kc: Tensor,
-    vc: Tensor,
-    ks: Tensor,
-    vs: Tensor,
-    kw: Tensor,
-    vw: Tensor,
-    gates: Tensor,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    branches: tuple[str, ...] = ("compressed", "selected", "window"),
-    block_indices: Tensor | None = None,
-    span: Sequence[int] = (),
-    select: bool = False,
-    output: tuple[Tensor, Tensor | None] | None = None,
-    compressed_cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`output`: (weight, bias) of a product with the result, [B, T, size of its rows]. Compiled, what is multiplied is
-    not kept: see output.py. `compressed_cu_seqlens`: the bounds of compressed tokens, where the caller has them.
-    `max_seqlen`: no packed document is longer."""
-    choose = block_indices is None and (select or "selected" in branches)
-    watched = _watched()
-    ops = torch.ops.tercet if watched else _Direct
-    sizes = _sizes(config) if watched else config
-    numbers = (sizes, list(span), max_seqlen)
-    o_c = lse_c = None
-    ccu = _bounds(cu_seqlens, config, ops) if compressed_cu_seqlens is None else compressed_cu_seqlens
-    traced = output is not None and torch.compiler.is_compiling()
-    # the gradient of these belongs to nsa_attend: autograd must not follow it twice
-    with torch.no_grad():
-        if choose or "compressed" in branches:
-            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
-        if choose:
-            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
-            if not traced:  # what is asked to make the sum again is not itself made again (NativeSparseAttention)
-                block_indices = ops.keep_selection(block_indices)
-    if "compressed" not in branches:
-        kc = vc = o_c = lse_c = None
-    if "selected" not in branches:
-        ks = vs = None
-    if "window" not in branches:
-        kw = vw = None
-    inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, *numbers)
-    if traced:
-        return Multiplied.apply(*output, *inputs), block_indices
-    found = ops.nsa_attend(*inputs)
-    out = found[0] if watched else found
-    return out if output is None else multiply(out, *output), block_indices
-
-
-class _Direct:
-    """The operators' bodies, called when nobody watches."""
-
-    nsa_compressed_bounds = staticmethod(compressed_bounds)
-    nsa_attend = _Attend.apply
-
-    @staticmethod
-    def nsa_compressed(q, kc, vc, cu, ccu, config, span, longest):
-        q, kc, vc = _flat(q, kc, vc)
-        return compressed_forward(q, kc, vc, config, _documents(q, kc, cu, ccu, span, longest))
-
-    @staticmethod
-    def nsa_select(q, kc, lse, cu, ccu, config, span, longest):
-        q, kc = _flat(q, kc)
-        return select(q, kc, lse, config, _documents(q, kc, cu, ccu, span, longest))
-
-    @staticmethod
-    def keep_selection(block_indices):
-        return block_indices
-
-
-def compressed_select(
-    q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
-    numbers = (_sizes(config), list(span), None)
-    ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
-    out, lse = _Compressed.apply(q, kc, vc, cu_seqlens, ccu, *numbers)
-    with torch.no_grad():
-        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, *numbers)
-        return out, torch.ops.tercet.keep_selection(block_indices)
-
-
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None,
-    span: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    none = (None,) * 3
-    return torch.ops.tercet.nsa_attend(
-        q, None, None, k, v, None, None, *none, block_indices, cu_seqlens, None, _sizes(config), list(span), None
-    )[0]
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
-) -> Tensor:
-    none = (None,) * 4
-    return torch.ops.tercet.nsa_attend(
-        q, None, None, None, None, k, v, *none, cu_seqlens, None, _sizes(config), list(span), None
-    )[0]
-
-
-def _bounds(cu_seqlens: Tensor | None, config: NSAConfig, ops) -> Tensor | None:
-    """Of the compressed tokens, which are those of the whole sequences."""
-    if cu_seqlens is None:
-        return None
-    whole = cu_seqlens if cu_seqlens.dim() == 1 else cu_seqlens[0]
-    return ops.nsa_compressed_bounds(whole, config.compress_block, config.compress_stride)
+    """The Gradients. `sums`, `planes`: the deltas and gates of nsa_row_sums."""
+    x = Kept(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu)
+    return _filled(q, gradients(dout, x, saved, _numbers(config, span, longest), sums, planes))

@@ -1,14 +1,27 @@
 """Tiles in registers, shared by the kernels of the compressed and the window branch.
 
-A query tile holds M consecutive queries of one head, a key tile N consecutive keys of that head's group: all rows of a
-tile are used whatever the number of heads, and the copy engine can load either. Vectors of D numbers lie in tiles of
-DP, the next power of two. Values of a row (lse, row sums, gates) lie head by head: fp32 [H, rows].
+A query tile holds M consecutive queries of one head; a key tile holds N consecutive keys of that head's group. So every
+row of a tile is used whatever the number of heads, and TMA can load either. Vectors of D numbers are padded to DP, the
+next power of two. Values per (query, head) row (log-sum-exp, delta, gate) are fp32 [H, B·T].
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class Branch(NamedTuple):
+    """What the backward reads of the compressed or the window branch. do = gate · dout."""
+
+    k: Tensor
+    v: Tensor
+    lse: Tensor  # fp32 [H, B, T]
+    delta: Tensor  # fp32 [H, B, T]: dout · o
+    gate: Tensor | None  # fp32 [H, B, T]
 
 
 @triton.jit
@@ -17,11 +30,11 @@ def load_tile(
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, WHOLE: tl.constexpr,
     CLEAN: tl.constexpr = False,
 ):  # fmt: skip
-    """N consecutive rows of X (pointing at the head) from flat row `row` on, of which `count` are wanted.
+    """Rows `row` to `row + N - 1` of X, which points at the head; only the first `count` are needed.
 
-    Plain loads give zeros for the others, unless WHOLE promises that there are none. The copy engine gives whatever
-    stands there, zeros past the end: right where that is finite, for their weight is 0. After the last document's
-    compressed tokens padding may hold anything: CLEAN puts zeros there."""
+    Plain loads return zeros for the others; WHOLE says that there are none. TMA returns whatever is in memory (zeros
+    past the end of the tensor), which is fine if it is finite, since its weight is 0. Padding after the last document's
+    compressed tokens may hold anything: CLEAN zeroes it."""
     i = tl.arange(0, N)
     if TMA:
         x = XD.load([row, head * D])
@@ -39,7 +52,7 @@ def load_tile(
 
 @triton.jit
 def load_rows(X, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
-    """[rows, DP] of X, which already points at the head; zeros outside."""
+    """[rows, DP] of X, which points at the head; zeros outside."""
     d = tl.arange(0, DP)
     if D == DP:
         mask = inside[:, None]
@@ -59,8 +72,8 @@ def store_rows(X, row, stride, inside, value, D: tl.constexpr, DP: tl.constexpr)
 
 
 @triton.jit
-def attend(q, k, v, seen, m, l, acc, scale, MASK: tl.constexpr):
-    """One step of the online softmax in powers of two; `seen` says which keys a row sees, where MASK."""
+def softmax_step(q, k, v, seen, m, l, acc, scale, MASK: tl.constexpr):
+    """One step of the online softmax, in base 2. With MASK, `seen` says which keys a row sees."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASK:
         s = tl.where(seen, s, -1e30)
@@ -74,7 +87,7 @@ def attend(q, k, v, seen, m, l, acc, scale, MASK: tl.constexpr):
 
 @triton.jit
 def finish(O, LSE, row, inside, head, m, l, acc, rows, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr):
-    """Writes o and lse (log2) of a query tile; a row that saw no key gets exactly 0 and +inf."""
+    """Write o and the log-sum-exp of a query tile. A row that saw no key gets exactly 0 and +inf."""
     some = l > 0
     share = tl.where(some, l, 1.0)
     store_rows(O + head * DV, row, H * DV, inside, acc / share[:, None], DV, DVP)
@@ -84,8 +97,10 @@ def finish(O, LSE, row, inside, head, m, l, acc, rows, H: tl.constexpr, DV: tl.c
 
 @triton.jit
 def in_window(position, i, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BEGIN: tl.constexpr):
-    """Which of the keys i … i+N-1 are in the windows of M queries: a place in the tile against a limit of each row, for
-    that costs one instruction. Windows that hold both tiles are cut at one end only, at their begin or at their end."""
+    """Which of keys i … i+N-1 are in the windows of M queries.
+
+    Compares the column with a limit per row, which takes one instruction. A window longer than both tiles is cut at one
+    end only: at its start (BEGIN) or at its end."""
     n = tl.arange(0, N)[None, :]
     last = (position - i)[:, None]
     if W < M + N:
@@ -96,41 +111,41 @@ def in_window(position, i, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BE
 
 
 @triton.jit
-def query_gradient(q, do, k, v, seen, lse, gate, gated_sum, acc, scale, MASK: tl.constexpr):
-    """acc += ds k, with ds = p (g do·v - g rowsum): the gate costs one fused multiply-add."""
+def dq_step(q, do, k, v, seen, lse, gate, gated_delta, acc, scale, MASK: tl.constexpr):
+    """acc += ds k, with ds = p (gate · dout·v - gate · delta): the gate costs one fused multiply-add."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     if MASK:
         s = tl.where(seen, s, -1e30)
     p = tl.exp2(s * scale - lse[:, None])
-    ds = p * (dp * gate[:, None] - gated_sum[:, None])
+    ds = p * (dp * gate[:, None] - gated_delta[:, None])
     return tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
 
 
 @triton.jit
-def key_gradient(q, do, k, v, seen, lse, gate, row_sum, dk, dv, scale, MASK: tl.constexpr, GATED: tl.constexpr):
-    """dk, dv of a key tile from one query tile, keys down the rows: Sᵀ feeds both products without a transpose."""
+def dkv_step(q, do, k, v, seen, lse, gate, delta, dk, dv, scale, MASK: tl.constexpr, GATED: tl.constexpr):
+    """Add one query tile to dk and dv of a key tile. Computes Sᵀ, which feeds both products without a transpose."""
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
-    dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # before the exponentials, which then run beside it
+    dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # before the exponentials, to overlap with them
     p = tl.exp2(s * scale - lse[None, :])
     if GATED:
         p *= gate[None, :]
     if MASK:
         p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-    ds = p * (dp - row_sum[None, :])
+    ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
 @triton.jit
 def load_queries(
-    Q, DO, LSE, SUM, GATE, QD, DOD, row, count, head, rows, q_t, q_h, do_t, do_h,
+    Q, DO, LSE, DELTA, GATE, QD, DOD, row, count, head, rows, q_t, q_h, do_t, do_h,
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr,
     GATED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """All that a backward pass reads of a query tile from flat row `row` on, of which `count` are wanted; the others
-    get lse = +inf, hence p = 0. WHOLE promises that there are none."""
+    """(q, dout, lse, delta, gate) of the query tile at row `row`; only the first `count` queries are needed. The others
+    get lse = +inf, hence p = 0. WHOLE says that there are none."""
     wide = head.to(tl.int64)
     q = load_tile(Q + wide * q_h, QD, row, count, head, q_t, DK, DKP, M, TMA, WHOLE)
     do = load_tile(DO + wide * do_h, DOD, row, count, head, do_t, DV, DVP, M, TMA, WHOLE)
@@ -138,15 +153,15 @@ def load_queries(
     at = wide * rows + row
     if WHOLE:
         lse = tl.load(LSE + at + i)
-        row_sum = tl.load(SUM + at + i)
+        delta = tl.load(DELTA + at + i)
     else:
         lse = tl.load(LSE + at + i, mask=i < count, other=float("inf"))
-        row_sum = tl.load(SUM + at + i, mask=i < count, other=0.0)
-    # fp32 like the others: a two-byte load would not be pipelined
+        delta = tl.load(DELTA + at + i, mask=i < count, other=0.0)
+    # fp32 like the others: Triton does not pipeline two-byte loads
     if GATED and WHOLE:
         gate = tl.load(GATE + at + i)
     elif GATED:
         gate = tl.load(GATE + at + i, mask=i < count, other=0.0)
     else:
         gate = tl.full([M], 1.0, tl.float32)
-    return q, do, lse, row_sum, gate
+    return q, do, lse, delta, gate

@@ -1,0 +1,292 @@
+"""The operator as differentiable functions: what `tercet.attention` calls.
+
+`nsa_attend` takes everything that the result depends on and owns the whole gradient: compressed attention and selection
+before it run under no_grad. So the backward folds the gates in, adds up dq once, and never materialises the gradient of
+a branch's output.
+
+The ops are called through the dispatcher only if someone watches them: torch.compile, or a dispatch mode such as a
+checkpointing policy. Otherwise their bodies are called directly, since the dispatcher costs more than the kernels on
+short sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels.ops import (
+    GRADIENTS,
+    KEPT,
+    TENSORS,
+    Kept,
+    Numbers,
+    Tensors,
+    attend,
+    compressed_attention,
+    gradients,
+    nsa_attend,
+    select_blocks,
+    sizes_of,
+)
+from tercet.attention.kernels.selected.launch import Saved
+from tercet.attention.kernels.varlen import compressed_bounds
+
+_INPUTS = TENSORS + len(Numbers._fields)  # of nsa_attend
+_NO_GRADIENT = (None,) * (_INPUTS - GRADIENTS)  # for the inputs after the first eight
+
+
+def _keep(ctx, x: Tensors, numbers: Sequence[Any], found: Sequence[Tensor | None], saved: Sequence[Tensor | None]):
+    """Save what the backward reads. found: the first five fields of an Attended."""
+    out, o_s, lse_s, o_w, lse_w = found
+    # one branch without gates: its output is the result
+    if x.ks is None:
+        o_s = None
+    elif o_s is None or o_s.numel() == 0:
+        o_s = out
+    if x.kw is None:
+        o_w = None
+    elif o_w is None or o_w.numel() == 0:
+        o_w = out
+    ctx.numbers = numbers
+    ctx.set_materialize_grads(False)
+    kept = Kept(*x[:GRADIENTS], x.o_c, x.lse_c, o_s, lse_s, o_w, lse_w, x.block_indices, x.cu, x.ccu)
+    ctx.save_for_backward(*kept, *saved)
+
+
+# ------------------------------------------------------------ through the dispatcher
+
+
+def _keep_op(ctx, inputs, output) -> None:
+    _keep(
+        ctx, Tensors(*inputs[:TENSORS]), inputs[TENSORS:], output[: -len(Saved._fields)], output[-len(Saved._fields) :]
+    )
+
+
+@once_differentiable
+def _op_backward(ctx, dout, *_unused):
+    if dout is None:
+        return (None,) * _INPUTS
+    kept = ctx.saved_tensors
+    grads = torch.ops.tercet.nsa_backward(dout, *kept[:KEPT], list(kept[KEPT:]), *ctx.numbers)
+    return *(None if x is None else g for x, g in zip(kept[:GRADIENTS], grads, strict=True)), *_NO_GRADIENT
+
+
+nsa_attend.register_autograd(_op_backward, setup_context=_keep_op)
+
+
+class _Compressed(torch.autograd.Function):
+    """nsa_compressed with its gradient, for compressed attention alone."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = torch.ops.tercet.nsa_compressed(*inputs)
+        q, kc, vc, cu, ccu, *ctx.numbers = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _lse):
+        q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
+        not_differentiable = (None,) * (2 + len(Numbers._fields))
+        if dout is None:
+            return None, None, None, *not_differentiable
+        kept = Kept(q=q, kc=kc, vc=vc, o_c=o_c, lse_c=lse_c, cu=cu, ccu=ccu)
+        dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(dout, *kept, [], *ctx.numbers)
+        return dq, dkc, dvc, *not_differentiable
+
+
+def project(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Output projection: [B, T, H, Dv] -> [B, T, rows of the weight], in the dtype of out."""
+    return F.linear(out.flatten(2), weight.to(out.dtype), None if bias is None else bias.to(out.dtype))
+
+
+class _AttendAndProject(torch.autograd.Function):
+    """project(nsa_attend(...)) without saving the projection's input, for torch.compile.
+
+    The branches' outputs are saved for the gradients of gates and scores. Their gated sum, the projection's input,
+    would be one more tensor of q's size per layer (1.1 GiB in the M7C model at 65,536 tokens). The backward reads the
+    branches' outputs anyway, for delta, and recomputes the gated sum in the same pass. That requires one function to
+    own both gradients. Deltas come first and the projection's gradient right after them, so that the branches' outputs
+    and the gated sum are freed before the kernels allocate their workspace.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, *inputs: Any) -> Tensor:
+        out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*inputs)
+        tensors, ctx.numbers = inputs[:TENSORS], inputs[TENSORS:]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.given = [x is not None for x in tensors]
+        ctx.save_for_backward(weight, *(x for x in tensors if x is not None), o_s, lse_s, o_w, lse_w, *saved)
+        return project(out, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = upstream
+        weight, *kept = ctx.saved_tensors
+        # tensors that were None were not saved
+        places = [sum(ctx.given[:i]) for i in range(TENSORS + 1)]
+        x = Tensors(*(kept[places[i]] if given else None for i, given in enumerate(ctx.given)))
+        o_s, lse_s, o_w, lse_w, *saved = kept[places[-1] :]
+        rows = dy.flatten(0, 1)
+        dout = rows @ weight.to(dy.dtype)
+        dout = dout.view(*x.q.shape[:3], -1)
+        delta, planes, dgates, mixed = torch.ops.tercet.nsa_row_sums(
+            dout, x.gates, x.o_c, None if x.ks is None else o_s, None if x.kw is None else o_w
+        )
+        d_weight = (rows.t() @ mixed.flatten(2).flatten(0, 1)).to(weight.dtype)
+        d_bias = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
+        # without the branches' outputs: their deltas are enough
+        kept_ = Kept(
+            *x[:GRADIENTS], lse_c=x.lse_c, lse_s=None if x.ks is None else lse_s, lse_w=None if x.kw is None else lse_w,
+            block_indices=x.block_indices, cu=x.cu, ccu=x.ccu,
+        )  # fmt: skip
+        grads = torch.ops.tercet.nsa_backward(dout, *kept_, saved, *ctx.numbers, delta, planes)
+        of_tensors = (*grads[: GRADIENTS - 1], dgates)
+        found = (None if y is None else grad for y, grad in zip(x[:GRADIENTS], of_tensors, strict=True))
+        return d_weight, d_bias, *found, *_NO_GRADIENT
+
+
+# ------------------------------------------------------------ without the dispatcher
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        x, numbers = Tensors(*inputs[:TENSORS]), Numbers(*inputs[TENSORS:])
+        *found, saved = attend(x, numbers)
+        _keep(ctx, x, numbers, found, saved)
+        return found[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        kept = ctx.saved_tensors
+        if dout is None:
+            return (None,) * _INPUTS
+        return *gradients(dout, Kept(*kept[:KEPT]), kept[KEPT:], ctx.numbers), *_NO_GRADIENT
+
+
+class _Direct:
+    """The ops' bodies under the ops' names."""
+
+    nsa_compressed_bounds = staticmethod(compressed_bounds)
+    nsa_attend = _Attend.apply
+
+    @staticmethod
+    def nsa_compressed(q, kc, vc, cu, ccu, *numbers):
+        return compressed_attention(q, kc, vc, cu, ccu, Numbers(*numbers))
+
+    @staticmethod
+    def nsa_select(q, kc, lse, cu, ccu, *numbers):
+        return select_blocks(q, kc, lse, cu, ccu, Numbers(*numbers))
+
+    @staticmethod
+    def keep_selection(block_indices):
+        return block_indices
+
+
+def _watched() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+# ------------------------------------------------------------ entry points
+
+
+def nsa(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    kw: Tensor,
+    vw: Tensor,
+    gates: Tensor,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    branches: tuple[str, ...] = ("compressed", "selected", "window"),
+    block_indices: Tensor | None = None,
+    span: Sequence[int] = (),
+    select: bool = False,
+    output: tuple[Tensor, Tensor | None] | None = None,
+    compressed_cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(output, block_indices) of the gated branches.
+
+    `output`: (weight, bias) of the output projection, applied to the result; compiled, its input is not saved.
+    `compressed_cu_seqlens`: bounds of the compressed tokens, if the caller has them. `max_seqlen`: an upper bound on
+    document lengths. `span`: see ops.py.
+    """
+    choose = block_indices is None and (select or "selected" in branches)
+    watched = _watched()
+    ops = torch.ops.tercet if watched else _Direct
+    numbers = (sizes_of(config) if watched else config, list(span), max_seqlen)
+    o_c = lse_c = None
+    ccu = _bounds(cu_seqlens, config, ops) if compressed_cu_seqlens is None else compressed_cu_seqlens
+    traced = output is not None and torch.compiler.is_compiling()
+    # nsa_attend owns the gradient of these
+    with torch.no_grad():
+        if choose or "compressed" in branches:
+            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
+        if choose:
+            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
+            # checkpointing saves the selection by this op's name; _AttendAndProject is never recomputed
+            if not traced:
+                block_indices = ops.keep_selection(block_indices)
+    if "compressed" not in branches:
+        kc = vc = o_c = lse_c = None
+    if "selected" not in branches:
+        ks = vs = None
+    if "window" not in branches:
+        kw = vw = None
+    inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, *numbers)
+    if traced:
+        return _AttendAndProject.apply(*output, *inputs), block_indices
+    found = ops.nsa_attend(*inputs)
+    out = found[0] if watched else found
+    return out if output is None else project(out, *output), block_indices
+
+
+def compressed_select(
+    q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """(output of the compressed branch, block_indices)."""
+    numbers = (sizes_of(config), list(span), None)
+    ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
+    out, lse = _Compressed.apply(q, kc, vc, cu_seqlens, ccu, *numbers)
+    with torch.no_grad():
+        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, *numbers)
+        return out, torch.ops.tercet.keep_selection(block_indices)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None,
+    span: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    x = Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=cu_seqlens)
+    return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), None)[0]
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
+) -> Tensor:
+    x = Tensors(q, kw=k, vw=v, cu=cu_seqlens)
+    return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), None)[0]
+
+
+def _bounds(cu_seqlens: Tensor | None, config: NSAConfig, ops) -> Tensor | None:
+    """Bounds of the compressed tokens, which are those of whole sequences."""
+    if cu_seqlens is None:
+        return None
+    whole = cu_seqlens if cu_seqlens.dim() == 1 else cu_seqlens[0]
+    return ops.nsa_compressed_bounds(whole, config.compress_block, config.compress_stride)

@@ -1,0 +1,273 @@
+"""Attention of one query per row, split over many programs; each writes one part (common.Parts) for the merge.
+
+A tile's rows are the h heads of a group, padded to what a matrix product takes. How many keys a program reads follows
+from the row's length on the device: the grid is the same for every length, as a CUDA graph requires.
+
+q: [B, H, Dk]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import table
+from tercet.attention.kernels.decode.common import Parts, row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.launch import LOG2E, call, padded
+from tercet.attention.kernels.table import overlap_launches
+
+
+@triton.jit
+def _queries(Q, b, g, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    r = tl.arange(0, RP)
+    d = tl.arange(0, DP)
+    at = ((b.to(tl.int64) * G + g) * HEADS + r) * D
+    return tl.load(Q + at[:, None] + d[None, :], mask=(r < HEADS)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _vectors(X, slot, some, stride, D: tl.constexpr, DP: tl.constexpr):
+    """[slots, DP]; X points at the row's head."""
+    d = tl.arange(0, DP)
+    if D == DP:
+        mask = some[:, None]
+    else:
+        mask = some[:, None] & (d < D)[None, :]
+    return tl.load(X + slot[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _step(s, v, some, m, l, acc):
+    """One step of the online softmax; s: scores in base 2."""
+    s = tl.where(some[None, :], s, float("-inf"))
+    # finite even if a whole tile is masked: -inf - -inf is NaN
+    top = tl.maximum(tl.maximum(m, tl.max(s, 1)), -1e30)
+    fade = tl.exp2(m - top)
+    p = tl.exp2(s - top[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return top, l * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _write_part(
+    O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, RP)
+    d = tl.arange(0, DVP)
+    at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
+    share = tl.where(l > 0, l, 1.0)
+    tl.store(LSE + at, tl.where(l > 0, m + tl.log2(share), float("-inf")), mask=r < HEADS)
+    tl.store(READ + (b.to(tl.int64) * G + g) * parts + part, read)
+    # a part that read nothing writes no o; the merge ignores it
+    tl.store(O + at[:, None] * DV + d[None, :], acc / share[:, None],
+             mask=((r < HEADS) & (l > 0))[:, None] & (d < DV)[None, :])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots", "room", "splits", "parts"])
+def decode_prefix_kernel(
+    Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, splits, parts, scale,
+    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
+    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Keys 0, 1, … of a cache tensor: all tokens up to the query (L = S = 1), or the compressed tokens that it sees.
+    SCORES: write the scores, for the selection. Without OUT values are not read."""
+    split = tl.program_id(0)
+    g = tl.program_id(1)
+    b = tl.program_id(2)
+    after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
+    real = row_is_active(COUNTS, b, MASKED)
+    wait_for_previous_launch(OVERLAP)
+    if real:
+        seen = tl.where(after < L, 0, (after - L) // S + 1)
+        share = tl.cdiv(tl.cdiv(seen, N), splits) * N
+        first = split * share
+        end = tl.minimum(first + share, seen)
+        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
+        r = tl.arange(0, RP)
+        i = tl.arange(0, N)
+        at = (b.to(tl.int64) * slots + first) * G + g
+        K += at * DK
+        V += at * DV
+        m = tl.full([RP], float("-inf"), tl.float32)
+        l = tl.zeros([RP], tl.float32)
+        acc = tl.zeros([RP, DVP], tl.float32)
+        logits = LOGITS
+        if SCORES:
+            logits = LOGITS + ((b.to(tl.int64) * G + g) * HEADS + r)[:, None] * room + i[None, :]
+        for j in tl.range(first, end, N):
+            some = j + i < end
+            k = _vectors(K, i, some, G * DK, DK, DKP)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if SCORES:
+                tl.store(logits + j, s, mask=(r < HEADS)[:, None] & some[None, :])
+            if OUT:
+                v = _vectors(V, i, some, G * DV, DV, DVP)
+                m, l, acc = _step(s, v, some, m, l, acc)
+            else:
+                s = tl.where(some[None, :], s, float("-inf"))
+                top = tl.maximum(m, tl.max(s, 1))
+                l = l * tl.exp2(m - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
+                m = top
+            K += N * G * DK
+            V += N * G * DV
+        _write_part(O, LSE, READ, b, g, split, parts, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
+    else:
+        tl.store(READ + (b.to(tl.int64) * G + g) * parts + split, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "window_slots", "after", "selected_parts", "parts"])
+def decode_selected_window_kernel(
+    Q, KS, VS, KW, VW, INDICES, LENGTHS, COUNTS, O, LSE, READ,
+    slots, window_slots, after, selected_parts, parts, scale,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, WINDOW: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr,
+    SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The selected blocks, PER of them per program, and the window, PER·N keys per program. AHEAD: the previous launch
+    was not the one that wrote q and the tokens."""
+    part = tl.program_id(0)
+    g = tl.program_id(1)
+    b = tl.program_id(2)
+    t = tl.load(LENGTHS + b).to(tl.int32)
+    real = row_is_active(COUNTS, b, MASKED)
+    # the first launch wrote q and the window's keys: if another came in between, they are complete without waiting
+    wait_for_previous_launch(OVERLAP and not AHEAD)
+    if real:
+        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
+        m = tl.full([RP], float("-inf"), tl.float32)
+        l = tl.zeros([RP], tl.float32)
+        acc = tl.zeros([RP, DVP], tl.float32)
+        read = 0
+        if SELECTED:
+            if part < selected_parts:
+                wait_for_previous_launch(OVERLAP and AHEAD)
+                i = tl.arange(0, BLOCK)
+                pair = b.to(tl.int64) * G + g
+                at = b.to(tl.int64) * slots * G + g
+                end = tl.minimum(tl.minimum(part * PER + PER, COUNT), t // BLOCK + 1)
+                for slot in tl.range(part * PER, end):
+                    block = tl.load(INDICES + pair * COUNT + slot)
+                    some = block * BLOCK + i <= t
+                    row = block.to(tl.int64) * (BLOCK * G)
+                    k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
+                    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    v = _vectors(VS + (at + row) * DV, i, some, G * DV, DV, DVP)
+                    m, l, acc = _step(s, v, some, m, l, acc)
+                    read += tl.sum(some.to(tl.int32), 0)
+        if WINDOWED:
+            if part >= selected_parts:
+                i = tl.arange(0, N)
+                held = tl.minimum(t + 1, WINDOW)
+                at = b.to(tl.int64) * window_slots * G + g
+                if not RING:  # the window is the end of the selected branch's keys
+                    at += (t + 1 - held).to(tl.int64) * G
+                # softmax does not depend on the order of keys: read the ring as it is
+                first = (part - selected_parts) * (PER * N)
+                for j in tl.range(first, tl.minimum(first + PER * N, held), N):
+                    some = j + i < held
+                    k = _vectors(KW + at * DK, j + i, some, G * DK, DK, DKP)
+                    v = _vectors(VW + at * DV, j + i, some, G * DV, DV, DVP)
+                    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    m, l, acc = _step(s, v, some, m, l, acc)
+                    read += tl.sum(some.to(tl.int32), 0)
+        wait_for_previous_launch(OVERLAP and AHEAD)
+        _write_part(O, LSE, READ, b, g, after + part, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
+    else:
+        wait_for_previous_launch(OVERLAP and AHEAD)
+        tl.store(READ + (b.to(tl.int64) * G + g) * parts + after + part, 0)
+
+
+def tile_keys(q: Tensor, value_size: int) -> int:
+    """Keys per tile: fewer for fp32 and long vectors."""
+    bytes_ = max(padded(q.shape[-1]), padded(value_size)) * q.element_size()
+    return 64 if bytes_ <= 256 else 32 if bytes_ <= 512 else 16
+
+
+def attend_prefix(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
+    config: NSAConfig | None, logits: Tensor | None, *, out: bool = True,
+) -> None:  # fmt: skip
+    """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts."""
+    batch, heads, size = q.shape
+    slots, groups, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
+    early = overlap_launches(q, batch * groups)
+    call(
+        decode_prefix_kernel, (splits, groups, batch),
+        (q, keys, values, lengths, counts, parts.o, parts.lse, parts.read, logits),
+        (slots, 0 if logits is None else logits.shape[2], splits, parts.count),
+        (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
+         value_size, padded(value_size), tile_keys(q, value_size), counts is not None,
+         logits is not None, out, early),
+        num_warps=4, num_stages=3, launch_pdl=early,
+    )  # fmt: skip
+
+
+def attend_selected_window(
+    q: Tensor, selected: tuple[Tensor, Tensor] | None, window: tuple[Tensor, Tensor] | None, ring: bool,
+    indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
+    after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig,
+) -> None:  # fmt: skip
+    """Selected blocks and window, as the parts from `after` on. indices: int32 [B, G, n]."""
+    batch, heads, size = q.shape
+    keys, values = selected or window  # type: ignore[misc]
+    ks, vs = selected or (None, None)
+    kw, vw = window or (None, None)
+    groups, value_size = keys.shape[2], values.shape[3]
+    stages = read_stages(q.device, q.dtype, heads // groups, size, value_size, config)
+    assert stages is not None  # step.unsupported has rejected it
+    early = overlap_launches(q, batch * groups)
+    call(
+        decode_selected_window_kernel, (selected_parts + window_parts, groups, batch),
+        (q, ks, vs, kw, vw, indices, lengths, counts, parts.o, parts.lse, parts.read),
+        (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1], after, selected_parts, parts.count),
+        (size**-0.5 * LOG2E, config.select_block, config.select_count, config.window, groups, heads // groups,
+         padded(heads // groups), size, padded(size), value_size,
+         padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
+         counts is not None, early, after > 0),
+        num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=early,
+    )  # fmt: skip
+
+
+def read_stages(
+    device: torch.device, dtype: torch.dtype, heads: int, size: int, value_size: int, config: NSAConfig
+) -> int | None:
+    """Pipeline stages of `attend_selected_window`: as many as fit shared memory; None if not even one tile fits.
+
+    heads: per group."""
+    most = 2 if _wide(dtype, size, value_size) else 3
+    limit = table.shared_memory(device)
+    return next((n for n in range(most, 1, -1) if read_bytes(dtype, heads, size, value_size, config, n) <= limit), None)
+
+
+def read_bytes(dtype: torch.dtype, heads: int, size: int, value_size: int, config: NSAConfig, stages: int = 2) -> int:
+    """Upper bound on its shared memory: stages - 1 tiles of keys and values; the queries; and the larger of
+    probabilities and accumulator, which pass through it to change layout."""
+    n, dk, dv = window_tile(config), padded(size), padded(value_size)
+    tiles = n * (dk + dv) * dtype.itemsize * (stages - 1)
+    return tiles + padded(heads) * (dk * dtype.itemsize + max(n, dv) * 4)
+
+
+def _wide(dtype: torch.dtype, size: int, value_size: int) -> bool:
+    return dtype.itemsize * max(padded(size), padded(value_size)) > 512
+
+
+def window_tile(config: NSAConfig) -> int:
+    """Keys per tile of the window: a selected block's, so that all parts are alike."""
+    return max(16, config.select_block)
+
+
+def empty_parts(q: Tensor, groups: int, value_size: int, count: int) -> Parts:
+    batch, heads, _ = q.shape
+    return Parts(
+        torch.empty(batch, heads, count, value_size, dtype=torch.float32, device=q.device),
+        torch.empty(batch, heads, count, dtype=torch.float32, device=q.device),
+        torch.empty(batch, groups, count, dtype=torch.int32, device=q.device),
+    )

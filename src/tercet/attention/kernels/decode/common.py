@@ -1,0 +1,56 @@
+"""What the decode kernels share, and programmatic dependent launch (PDL, Hopper and newer).
+
+A launch costs a microsecond or two before its first instruction, as much as a kernel of a decode step takes on short
+contexts. With PDL the programs of the next launch are placed as soon as all programs of this one have started, and wait
+there (`table.overlap_launches` says when it is used). Two rules keep that correct:
+
+- A program waits before it writes anything, before it lets the next launch start, and before it ends. So whoever waits
+  for a launch waits for all launches before it.
+- Before waiting, a program reads only what was written two or more launches ago.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    groups: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Partial results of a step: compressed (dense: all) keys first, then selected blocks, then the window."""
+
+    o: Tensor  # fp32 [B, H, parts, Dv], normalised over the keys of the part
+    lse: Tensor  # fp32 [B, H, parts], base 2; -inf where the part read no keys
+    read: Tensor  # int32 [B, G, parts]: keys read
+
+    @property
+    def count(self) -> int:
+        return self.lse.shape[2]
+
+
+@triton.jit
+def row_is_active(COUNTS, b, MASKED: tl.constexpr):
+    """Whether row b gets a token in this step."""
+    if MASKED:
+        return tl.load(COUNTS + b) > 0
+    else:
+        return True
+
+
+@triton.jit
+def wait_for_previous_launch(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()

@@ -1,0 +1,161 @@
+"""A decode step: the sequence of its launches, how work is split over programs, and what is not supported."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
+from tercet.attention.kernels import table
+from tercet.attention.kernels.decode.append import Held, Norms, append
+from tercet.attention.kernels.decode.attend import (
+    attend_prefix,
+    attend_selected_window,
+    empty_parts,
+    read_bytes,
+    read_stages,
+    tile_keys,
+    window_tile,
+)
+from tercet.attention.kernels.decode.common import Heads
+from tercet.attention.kernels.decode.compress import CompressionWeights
+from tercet.attention.kernels.decode.merge import merge_parts
+from tercet.attention.kernels.decode.scores import select_blocks
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_SPLITS = 128
+
+
+def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: NSAConfig | None) -> str | None:
+    """Why the kernels cannot run a step with such a cache; None if they can. config: None for dense attention."""
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"the kernels need a CUDA device: the cache is on {device.type}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(device)} is older"
+    if dtype not in _DTYPES:
+        return f"the cache is {str(dtype).removeprefix('torch.')}: it must be bfloat16, float16 or float32"
+    for name, size in (("Dk", heads.key_size), ("Dv", heads.value_size)):
+        if size > 256:
+            return f"{name}={size} is more than 256"
+    if heads.heads // heads.groups > 128:
+        return f"{heads.heads // heads.groups} heads per group are more than 128"
+    if config is None:
+        return None
+    if (reason := table.unsupported_blocks(config)) is not None:
+        return reason
+    sizes = heads.heads // heads.groups, heads.key_size, heads.value_size
+    if read_stages(device, dtype, *sizes, config) is None:
+        return (
+            f"a block of select_block={config.select_block} with Dk={heads.key_size}, Dv={heads.value_size} in "
+            f"{str(dtype).removeprefix('torch.')} takes {read_bytes(dtype, *sizes, config)} bytes of shared memory, "
+            f"and there are {table.shared_memory(device)}"
+        )
+    return None
+
+
+def too_long(tokens: int, config: NSAConfig) -> str | None:
+    """Why the kernels cannot run with a cache of this capacity; None if they can."""
+    if config.num_blocks(tokens) > MOST_DECODED_BLOCKS:
+        most = f"{MOST_DECODED_BLOCKS} blocks of select_block={config.select_block}"
+        return f"room for {tokens} tokens is more than {most}"
+    return None
+
+
+def nsa_step(
+    q: Tensor, kv: Tensor, gates: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *,
+    branches: tuple[str, ...], shared: bool, softmax_gate: bool, norms: Norms | None,
+    phi: tuple[CompressionWeights, CompressionWeights], per: int | None = None, splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
+
+    q, kv, gates (logits): projections of x, [B, 1, …]. counts: int32 [B], 0 for rows without a new token."""
+    batch, device = q.shape[0], q.device
+    rotated = append(
+        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads=heads.heads, groups=heads.groups,
+        key_size=heads.key_size, value_size=heads.value_size, shared=shared, norms=norms, phi=phi,
+    )  # fmt: skip
+    pairs = batch * heads.groups
+    a = 0
+    if held.compressed is not None:
+        a = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile_keys(rotated, heads.value_size))
+    if per is None:
+        per = _blocks_per_part(device, pairs, config)
+    selected_parts = -(-config.select_count // per) if "selected" in branches else 0
+    window_parts = -(-config.window // (per * window_tile(config))) if "window" in branches else 0
+    parts = empty_parts(rotated, heads.groups, heads.value_size, a + selected_parts + window_parts)
+    indices = None
+    if held.compressed is not None:
+        logits = None
+        if "selected" in branches:
+            # rows of logits start at multiples of 16 bytes
+            room = -(-max(1, config.num_compressed(held.tokens)) // 4) * 4
+            logits = torch.empty(batch, heads.heads, room, dtype=torch.float32, device=device)
+        keys, values = held.compressed
+        attend_prefix(
+            rotated, keys, values, held.lengths, counts, parts, a, config, logits, out="compressed" in branches
+        )
+        if logits is not None:
+            assert held.arrived is not None
+            indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
+            arrived = held.arrived[-pairs:]
+            blocks = config.num_blocks(held.tokens)
+            select_blocks(logits, parts.lse, indices, held.lengths, counts, arrived, a, blocks, config)
+    if selected_parts + window_parts:
+        ring = held.window is not None
+        window = None if not window_parts else held.window if ring else held.selected
+        selected = held.selected if selected_parts else None
+        attend_selected_window(
+            rotated, selected, window, ring, indices, held.lengths, counts, parts, a, selected_parts,
+            window_parts, per, config,
+        )  # fmt: skip
+    ends = (a, a + selected_parts, parts.count)
+    out = merge_parts(parts, gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
+    return out[:, None], parts.read, indices
+
+
+def dense_step(
+    q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, heads: Heads, *, norms: Norms | None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [B, 1, H·Dv], keys read) of full attention: reads every key up to the new token of each row."""
+    batch = q.shape[0]
+    assert held.selected is not None
+    rotated = append(
+        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads=heads.heads, groups=heads.groups,
+        key_size=heads.key_size, value_size=heads.value_size, shared=True, norms=norms, phi=None,
+    )  # fmt: skip
+    pairs = batch * heads.groups
+    a = splits or _splits(q.device, pairs, held.tokens, tile_keys(rotated, heads.value_size))
+    parts = empty_parts(rotated, heads.groups, heads.value_size, a)
+    attend_prefix(rotated, *held.selected, held.lengths, counts, parts, a, None, None)
+    out = merge_parts(parts, None, held.lengths, counts, (a, a, a), q.dtype)
+    return out[:, None], parts.read
+
+
+def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
+    """Programs per (row, KV head): two per multiprocessor, and no more than there are tiles."""
+    return max(1, min(MOST_SPLITS, -(-keys // tile), 2 * _multiprocessors(device) // pairs))
+
+
+def _blocks_per_part(device: torch.device, pairs: int, config: NSAConfig) -> int:
+    """Blocks per program: one while multiprocessors are idle, four where programs would queue; more if the merge could
+    not hold that many parts."""
+    programs = pairs * (config.select_count + -(-config.window // window_tile(config)))
+    per = 1 if programs <= 4 * _multiprocessors(device) else 4
+    while -(-config.select_count // per) + -(-config.window // (per * window_tile(config))) > MOST_SPLITS:
+        per *= 2
+    return per
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors_of(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 8
+    return _multiprocessors_of(torch.cuda.current_device() if device.index is None else device.index)

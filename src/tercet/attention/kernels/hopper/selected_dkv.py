@@ -1,0 +1,222 @@
+"""dK/dV of the selected branch: the same bits as kv_major.kv_major_dkv_transposed. Words: selected/__init__.py.
+
+A program holds a block's K and V and loops over the (entry, head) rows of its piece. Rows past the end repeat the last
+entry and get weight 0. Rows are scattered in memory, so that TMA cannot fetch them: four warps only gather, step by
+step as slots become free, and four others multiply and exponentiate. dPᵀ runs during the exponentials; dV and dK
+overlap with the next step's Sᵀ.
+
+Each slot has two barriers: every gathering thread arrives at `full` when its copies have landed; one thread arrives at
+`empty` when all multiplying warps are done with the slot.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tercet.attention.kernels.hopper.common import barrier
+
+LANES = 4  # threads that copy a row: fewer threads compute fewer addresses and copy more from each
+GATHERING = 40  # registers of a gathering thread; multiplying threads get the rest
+
+
+@gluon.constexpr_function
+def _bases(M):
+    """A thread's columns in a score tile of M columns: two adjacent ones of every eight; two numbers for each."""
+    return [[0, 1], [1, 0]] + [[8 << i, 0] for i in range((M // 8).bit_length() - 1)]
+
+
+@gluon.jit
+def _tokens(ORDER, x, start, last, h: gl.constexpr, SLOTS: gl.constexpr):
+    """The queries of a piece's rows."""
+    return (gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.uint32) // SLOTS).to(gl.int32)
+
+
+@gluon.jit
+def _gather(
+    ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last, steps,
+    QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr, G: gl.constexpr, h: gl.constexpr,
+    M: gl.constexpr, n: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """The gathering warps: q, dout, and the records in two halves."""
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    by_record: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    SLOTS: gl.constexpr = G * n
+    H: gl.constexpr = G * h
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    c = gl.arange(0, 2, layout=gl.SliceLayout(0, by_record))
+    x = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
+    y = gl.arange(0, M, layout=gl.SliceLayout(1, by_record))
+    # load the entries of a step while the copies of the previous step run
+    t = _tokens(ORDER, x, start, last, h, SLOTS)
+    own = _tokens(ORDER, y, start, last, h, SLOTS)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for _ in range(steps):
+        mbarrier.wait(empty.index(slot), phase)
+        hh = x % h
+        at = (t * QT + hh * QH)[:, None] + d[None, :]
+        async_copy.async_copy_global_to_shared(q_s.index(slot), q_base + at)
+        if QT != OT or QH != OH:
+            at = (t * OT + hh * OH)[:, None] + d[None, :]
+        async_copy.async_copy_global_to_shared(do_s.index(slot), do_base + at)
+        record = record_base + ((own * H + y % h) * 4)[:, None] + c[None, :]
+        async_copy.async_copy_global_to_shared(first_s.index(slot), record)
+        async_copy.async_copy_global_to_shared(second_s.index(slot), record + 2)
+        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+        x += M
+        y += M
+        t = _tokens(ORDER, x, start, last, h, SLOTS)
+        own = _tokens(ORDER, y, start, last, h, SLOTS)
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
+def _multiply(
+    k_s, v_s, q_s, do_s, first_s, second_s, full, empty, steps, partly, wholly, count, ahead, scale,
+    M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: dk and dv of the piece."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
+    column: gl.constexpr = gl.SliceLayout(0, scores)
+    # two numbers for each of the columns that a thread holds
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=_bases(M), lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], warp_bases=[[0, 0], [0, 0]],
+        block_bases=[], shape=[M, 2],
+    )  # fmt: skip
+    dtype: gl.constexpr = k_s.dtype
+    zeros = gl.zeros([BS, M], gl.float32, layout=scores)
+    none = gl.zeros([BS, D], gl.float32, layout=sums)
+    key = gl.arange(0, BS, layout=gl.SliceLayout(1, scores))
+    m = gl.arange(0, M, layout=column)
+    dk = warpgroup_mma_init(none)
+    dv = warpgroup_mma_init(none)
+    slot = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for j in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        s = warpgroup_mma(k_s, q_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_s, do_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        lse, gate = gl.split(first_s.index(slot).load(pairs))
+        score, dv_, dk_ = warpgroup_mma_wait(1, deps=(s, dv, dk))
+        # the previous step is done with its slot
+        barrier()
+        mbarrier.arrive(empty.index(before), count=1, pred=j > 0)
+        p = gl.exp2(score * scale - gl.convert_layout(lse, column, assert_trivial=True)[None, :])
+        p = p * gl.convert_layout(gate, column, assert_trivial=True)[None, :]
+        delta, query = gl.split(second_s.index(slot).load(pairs))
+        if ((j >= partly) & (j < wholly)) | (j == steps - 1):
+            number = gl.convert_layout(query.to(gl.int32, bitcast=True), column, assert_trivial=True)
+            past = gl.where(j * M + m < count, number + ahead, -1)
+            p = gl.where(past[None, :] >= key[:, None], p, 0.0)
+        delta = gl.convert_layout(delta, column, assert_trivial=True)
+        # registers that feed a product must be written while none runs
+        dp_, p = warpgroup_mma_wait(0, deps=(dp, p))
+        weights = gl.convert_layout(p.to(dtype), operand)
+        ds = gl.convert_layout((p * (dp_ - delta[None, :])).to(dtype), operand)
+        dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
+        dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
+        before = slot
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    dv_, dk_ = warpgroup_mma_wait(0, deps=(dv, dk))
+    return dk_, dv_
+
+
+@gluon.jit(do_not_specialize=["r", "seen", "lists", "slots", "L", "queries", "first_query"])
+def hopper_selected_dkv(
+    Q, K, V, DOUT, RECORDS, ORDER, PIECE, LISTS, DECISION, SUMS,
+    r, seen, lists, slots, L, T, queries, first_query, scale, qb, ob, kb, kt, kg, vb, vt, vg,
+    QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
+    G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
+    SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, GATHERING: gl.constexpr,
+    DECIDE: gl.constexpr, QUERY_RANGE: gl.constexpr,
+):  # fmt: skip
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = Q.dtype.element_ty
+    at = r.to(gl.int64) * slots + gl.program_id(0)
+    start = gl.load(PIECE + at) - 1
+    if DECIDE:
+        start = gl.where(gl.load(DECISION + r) == 0, start, -1)
+    if start >= 0:
+        lst = gl.load(PIECE + (lists // (G * L)).to(gl.int64) * slots + at)
+        list_end = gl.load(LISTS + lists + lst)
+        last = gl.minimum(start + SEGMENT, list_end) - 1
+        first = gl.load(LISTS + 2 * lists + lst)
+        forced = gl.load(LISTS + 3 * lists + lst)
+        g = lst // L % G
+        b = first // T
+        b64 = b.to(gl.int64)
+        count = (last - start + 1) * h
+        steps = (count + M - 1) // M
+        # Only the block's own queries see it in part. They are the first of the forced entries, which come last: steps
+        # from `partly` to before `wholly` need the causal mask.
+        partly = gl.maximum(forced - start, 0) * h // M
+        wholly = (gl.maximum(forced - start + BS, 0) * h + M - 1) // M
+        rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], rows)
+        do_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], rows)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        # log-sum-exp and gate; delta and query number
+        first_s = gl.allocate_shared_memory(gl.float32, [STAGES, M, 2], plain)
+        second_s = gl.allocate_shared_memory(gl.float32, [STAGES, M, 2], plain)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=128)
+            mbarrier.init(empty.index(i), count=1)
+        # 64 bits once per piece, 32 per row
+        head = g.to(gl.int64) * h
+        q_base = Q + (b64 * qb + head * QH)
+        do_base = DOUT + (b64 * ob + head * OH)
+        record_base = RECORDS + head * 4
+        # position of query 0 relative to the block's first token, for all queries of the block's sequence
+        ahead = -first
+        if QUERY_RANGE:
+            ahead += b * (T - queries) + first_query
+        # the block's K and V stay in shared memory
+        i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_key))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, by_key))
+        inside = (first + i < (b + 1) * T)[:, None]
+        at_k = K + (first.to(gl.int64) * kt + b64 * kb + g.to(gl.int64) * kg)
+        at_v = V + (first.to(gl.int64) * vt + b64 * vb + g.to(gl.int64) * vg)
+        k = gl.load(at_k + (i * kt)[:, None] + d[None, :], mask=inside, other=0.0)
+        v = gl.load(at_v + (i * vt)[:, None] + d[None, :], mask=inside, other=0.0)
+        tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BS, D], dtype)
+        k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
+        v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
+        fence_async_shared()
+        barrier()
+        dk, dv = gl.warp_specialize(
+            [
+                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, full, empty, steps, partly, wholly, count, ahead,
+                             scale, M, BS, D, STAGES)),
+                (_gather, (ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last,
+                           steps, QT, QH, OT, OH, G, h, M, n, D, STAGES, LANES)),
+            ],
+            [4], [GATHERING],
+        )  # fmt: skip
+        # a list of one piece adds to its sum directly: earlier ranges were earlier launches
+        whole = list_end - gl.load(LISTS + lst) <= SEGMENT
+        place = gl.where(whole, slots + lst % (G * L), gl.program_id(0))
+        key = gl.arange(0, BS, layout=gl.SliceLayout(1, sums))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, sums))
+        out = SUMS + place.to(gl.int64) * (BS * 2 * D) + (key * (2 * D))[:, None] + d[None, :]
+        if whole & (first < seen):
+            dk += gl.load(out)
+            dv += gl.load(out + D)
+        gl.store(out, dk)
+        gl.store(out + D, dv)

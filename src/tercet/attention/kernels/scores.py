@@ -1,0 +1,372 @@
+"""Block importance (Eq. 9, 10) and the exact selection of the best blocks (Eq. 11). No gradients.
+
+A second pass over q and kc with the log-sum-exp of the first: p comes out normalised, the heads of a group are added in
+registers, and only scores of [queries, G, blocks] are written, for as many queries at a time as the scratch holds. A
+program holds all heads of its queries in a few row tiles and loops over the keys; re-reading the queries for every key
+tile would miss the cache where heads are many. Pooling p over blocks is a product with a constant matrix on the tensor
+cores. p is split into two fp16 numbers for it: a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
+
+scores: fp32 [queries, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+from tercet.attention.kernels.table import Launch, triton_launch
+from tercet.attention.kernels.tiles import load_tile
+from tercet.attention.kernels.tma import descriptors
+from tercet.attention.kernels.varlen import Documents, locate_queries, visible
+
+SCRATCH_BYTES = 256 << 20
+_SIDE_BY_SIDE = 4  # most rows that one program selects for at once
+WIDEST = 1024  # most scores that one program selects from; longer rows take two rounds
+_PER_BATCH = [
+    "docs",
+    "length",
+    "per_sequence",
+    "first_query",
+    "queries",
+    "tile0",
+    "blocks",
+    "compressed_length",
+    "rows",
+]
+
+
+@triton.jit
+def _pool(p, weights, carry, NBP: tl.constexpr, SPLIT: tl.constexpr):
+    """Pool p over blocks. `carry`: what the previous tile adds to the first block."""
+    high = p.to(weights.dtype)
+    pool = tl.dot(high, weights, input_precision="ieee")
+    if SPLIT:
+        pool = tl.dot((p - high.to(tl.float32)).to(weights.dtype), weights, pool)
+    return pool + tl.where(tl.arange(0, NBP)[None, :] == 0, carry[:, None], 0.0)
+
+
+@triton.jit
+def _heads_tile(
+    Q, LSE, row0, first, size, g, tile, rows, q_t, q_h, shift,
+    HEADS: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+):  # fmt: skip
+    """A row tile, QT queries of each of HT heads, and its lse - shift; idle rows get +inf, hence p = 0."""
+    r = tl.arange(0, HT * QT)
+    h = tile * HT + r // QT
+    t = r % QT
+    head = g * HEADS + h
+    inside = (h < HEADS) & (first + t < size)
+    d = tl.arange(0, DKP)
+    row = (row0 + first + t).to(tl.int64)
+    mask = inside[:, None]
+    if DK != DKP:
+        mask = mask & (d < DK)[None, :]
+    q = tl.load(Q + (row * q_t + head * q_h)[:, None] + d[None, :], mask=mask, other=0.0)
+    lse = tl.load(LSE + head.to(tl.int64) * rows + row, mask=inside, other=float("inf"))
+    return q, lse - shift
+
+
+@triton.jit
+def _score_step(
+    K, KD, qs, lses, c0, j, end, g, k_t, seen, weights, spill, carry, out, store, blocks, scale,
+    DK: tl.constexpr, DKP: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, HT: tl.constexpr,
+    QT: tl.constexpr, TILES: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    k = load_tile(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA, not MASK)
+    kt = tl.trans(k)
+    p = tl.exp2(tl.dot(qs[0], kt, input_precision="ieee") * scale - lses[0][:, None])
+    for x in tl.static_range(1, TILES):
+        p += tl.exp2(tl.dot(qs[x], kt, input_precision="ieee") * scale - lses[x][:, None])
+    if MASK:
+        p = tl.where(tl.arange(0, N)[None, :] < (seen - j)[:, None], p, 0.0)
+    score = _pool(p, weights, carry, NBP, SPLIT)
+    carry = tl.sum(p * spill[None, :], 1)
+    score = tl.sum(tl.reshape(score, [HT, QT, NBP]), 0)
+    b = tl.arange(0, NBP)
+    tl.store(out + j // N * NB, score, mask=store & (j // N * NB + b < blocks)[None, :])
+    return carry
+
+
+@triton.jit(do_not_specialize=_PER_BATCH)
+def scores_kernel(
+    Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
+    rows, q_t, q_h, k_t, k_h, scale, shift,
+    L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr,
+    TILES: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    g = tl.program_id(1)
+    doc, _, row0, size, first = locate_queries(
+        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
+    )
+    last = tl.minimum(first + QT, size) - 1
+    # a query with at most COUNT blocks selects them all and needs no scores
+    if (first < size) & (last // BLOCK >= COUNT):
+        if PACKED:
+            c0 = tl.load(CCU + doc)
+        else:
+            c0 = doc * compressed_length
+        qs = ()
+        lses = ()
+        for x in tl.static_range(0, TILES):
+            q, lse = _heads_tile(Q, LSE, row0, first, size, g, x, rows, q_t, q_h, shift, HEADS, HT, QT, DK, DKP)
+            qs = qs + (q,)
+            lses = lses + (lse,)
+        # blocks that are forced for every query of the tile need no scores
+        end = tl.minimum(visible(last, L, S), (last // BLOCK - LOCAL + 1) * (BLOCK // S))
+        seen = tl.minimum(visible(first + tl.arange(0, HT * QT) % QT, L, S), end)
+        whole = tl.minimum(visible(first, L, S), end) // N * N
+        K += g.to(tl.int64) * k_h
+        NB: tl.constexpr = N * S // BLOCK
+        NBP: tl.constexpr = NB if NB > 16 else 16
+        i = tl.arange(0, N)
+        b = tl.arange(0, NBP)
+        overlap = tl.minimum((i * S + L)[:, None], (b * BLOCK + BLOCK)[None, :]) - tl.maximum(
+            (i * S)[:, None], (b * BLOCK)[None, :]
+        )
+        overlap = tl.where((b < NB)[None, :], tl.maximum(overlap, 0), 0)
+        weights = (overlap.to(tl.float32) / L).to(tl.float16 if SPLIT else tl.float32)
+        spill = tl.maximum(i * S + L - N * S, 0).to(tl.float32) / L  # what reaches into the next tile's first block
+        carry = tl.zeros([HT * QT], tl.float32)
+        blocks = tl.multiple_of(blocks, 4)
+        t = tl.arange(0, QT)
+        out = SCORES + ((local_tile * QT + t).to(tl.int64) * G + g)[:, None] * blocks + b[None, :]
+        store = (first + t < size)[:, None] & (b < NB)[None, :]
+        for j in tl.range(0, whole, N):
+            carry = _score_step(
+                K, KD, qs, lses, c0, j, end, g, k_t, seen, weights, spill, carry, out, store, blocks, scale,
+                DK, DKP, N, NB, NBP, HT, QT, TILES, TMA, SPLIT, False)  # fmt: skip
+        for j in tl.range(whole, end, N):
+            carry = _score_step(
+                K, KD, qs, lses, c0, j, end, g, k_t, seen, weights, spill, carry, out, store, blocks, scale,
+                DK, DKP, N, NB, NBP, HT, QT, TILES, TMA, SPLIT, True)  # fmt: skip
+
+
+@triton.jit
+def largest(key, wanted):
+    """Mask of each row's `wanted` largest keys, lowest index first among equals. key: int32, -1 for none.
+
+    Binary search for the value of the smallest key taken: a dozen counts, whatever the number wanted. Taking the
+    maximum `wanted` times costs as much at 13 and grows with it. Several rows overlap the latency of each other's
+    counts."""
+    high = tl.max(key, 1)
+    low = tl.minimum(high, 0)
+    while tl.max(high - low, 0) > 0:
+        middle = low + (high - low + 1) // 2
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        # a finished row has low = high = middle, and keeps them
+        high = tl.where((low < high) & (count < wanted), middle - 1, tl.where(count == wanted, middle, high))
+        low = tl.where(count >= wanted, middle, low)
+    above = key > low[:, None]
+    missing = wanted - tl.sum(above.to(tl.int32), 1)
+    equal = key == low[:, None]
+    return above | (equal & (key >= 0) & (tl.cumsum(equal.to(tl.int32), 1) <= missing[:, None]))
+
+
+@triton.jit
+def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr):
+    """Scores as integers of the same order; -1 for forced and absent blocks.
+
+    A row has `blocks` scores. That suffices unless a packed document is longer than the caller's upper bound; then
+    blocks beyond count as 0, which selects worse but reads no other row's memory."""
+    if PACKED:
+        there = tl.minimum(end, blocks)
+    else:  # the host knows the length; a bound would cost registers
+        there = end
+    score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=0.0)
+    score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
+    return tl.where((block >= INITIAL) & (block < end[:, None]), score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _choose_range(
+    SCORES, OUT, end, blocks, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    block = tl.arange(0, NP)[None, :]
+    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
+    to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
+    tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH[:7])
+def select_kernel(
+    SCORES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+    QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    # R queries of one tile
+    row = tl.program_id(0) * R
+    g = tl.program_id(1)
+    _, _, rows, size, first = locate_queries(
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
+    )
+    first += row % QT
+    if first < size:
+        position = first + tl.arange(0, R)
+        inside = position < size
+        current = position // BLOCK
+        few = current < COUNT
+        out = INDICES + ((rows + position).to(tl.int64) * G + g) * COUNT
+        slot = tl.arange(0, CP)[None, :]
+        WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+        all_there = tl.where(slot <= current[:, None], slot, -1)
+        forced = tl.where(slot < INITIAL, slot, current[:, None] - COUNT + 1 + slot)
+        known = few[:, None] | (slot < INITIAL) | (slot >= COUNT - LOCAL)
+        tl.store(
+            out[:, None] + slot, tl.where(few[:, None], all_there, forced),
+            mask=inside[:, None] & (slot < COUNT) & known,
+        )  # fmt: skip
+        last = (tl.minimum(first + R, size) - 1) // BLOCK
+        if (WANTED > 0) & (last >= COUNT):
+            scores = SCORES + ((row + tl.arange(0, R)).to(tl.int64) * G + g) * tl.multiple_of(blocks, 4)
+            end = tl.where(inside & (current >= COUNT), current - LOCAL + 1, 0)
+            last -= LOCAL - 1
+            if (NP >= 128) & (last <= NP // 4):
+                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP // 4 if NP >= 128 else NP, PACKED)
+            elif (NP >= 128) & (last <= NP // 2):
+                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP // 2 if NP >= 128 else NP, PACKED)
+            else:
+                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP, PACKED)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH[:7])
+def shortlist_kernel(
+    SCORES, KEYS, PLACES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    # first round of long rows: the best of each NP scores, in ascending order, with their scores
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    chunk = tl.program_id(2)
+    _, _, _, size, first = locate_queries(
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
+    )
+    position = first + row % QT
+    WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+    end = position // BLOCK - LOCAL + 1
+    if (position < size) & (position // BLOCK >= COUNT):
+        slot = tl.arange(0, WP)
+        out = ((row.to(tl.int64) * G + g) * CHUNKS + chunk) * WANTED
+        block = (chunk * NP + tl.arange(0, NP))[None, :]
+        alone = tl.arange(0, 1)
+        scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4) + alone
+        key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED)
+        taken = largest(key, WANTED)
+        place = tl.cumsum(taken.to(tl.int32), 1) - 1
+        number = tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
+        tl.store(KEYS + out + slot, -1, mask=(slot >= number) & (slot < WANTED))
+        tl.store(KEYS + out + place, key, mask=taken)
+        tl.store(PLACES + out + place, block, mask=taken)
+
+
+@triton.jit(do_not_specialize=_PER_BATCH[:6])
+def select_shortlisted_kernel(
+    KEYS, PLACES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
+    G: tl.constexpr, QT: tl.constexpr, LISTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+    QUERY_RANGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    _, _, rows, size, first = locate_queries(
+        CU, docs, tile0 + row // QT, length, per_sequence, first_query, queries, QT, PACKED, QUERY_RANGE
+    )
+    position = first + row % QT
+    if position < size:
+        current = position // BLOCK
+        out = INDICES + ((rows + position).to(tl.int64) * G + g) * COUNT
+        slot = tl.arange(0, CP)
+        WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
+        if current < COUNT:
+            tl.store(out + slot, tl.where(slot <= current, slot, -1), mask=slot < COUNT)
+        else:
+            forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
+            tl.store(out + slot, forced, mask=(slot < COUNT) & ((slot < INITIAL) | (slot >= COUNT - LOCAL)))
+            i = tl.arange(0, NP)[None, :]
+            listed = (row.to(tl.int64) * G + g) * LISTED + i
+            key = tl.load(KEYS + listed, mask=i < LISTED, other=-1)
+            taken = largest(key, WANTED)
+            block = tl.load(PLACES + listed, mask=taken, other=0)
+            tl.store(out + INITIAL + tl.cumsum(taken.to(tl.int32), 1) - 1, block, mask=taken)
+
+
+def select(
+    q: Tensor, k: Tensor, lse: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None,
+    scratch_bytes: int = SCRATCH_BYTES, widest: int = WIDEST,
+) -> Tensor:  # fmt: skip
+    """block_indices of every query, from the compressed keys and the log-sum-exp of compressed attention."""
+    B, T, H, DK = q.shape
+    G = k.shape[2]
+    heads = H // G
+    count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
+    launch = launch or triton_launch("score", q, k)
+    keys = max(launch.keys, block // config.compress_stride)
+    # the heads of a group in at most launch.held row tiles, of `together` heads of `queries` queries each
+    together = min(launch.rows, power_of_2(-(-heads // launch.held)))
+    held = -(-heads // together)
+    queries = launch.rows // together
+    wanted = count - initial - local
+    indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
+    blocks = config.num_blocks(min(documents.first_query + documents.queries, documents.longest))
+    tiles = documents.query_tiles(queries)
+    chunks = -(-(blocks - local) // widest) if blocks > count and wanted else 1
+    per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
+    step = max(1, min(tiles, scratch_bytes // per_tile))
+    scored = wanted > 0 and blocks > count
+    blocks = -(-blocks // 4) * 4  # rows of scores start at multiples of 16 bytes
+    scores = torch.empty(step * queries * G * blocks if scored else 0, dtype=torch.float32, device=q.device)
+    listed = chunks * wanted
+    if chunks > 1:
+        shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
+    (kd,) = descriptors(launch.tma, keys, k)
+    # scale p by 2^15 / heads: the sum over heads fits fp16, which then keeps 11 bits of values down to 2^-29 of it
+    shift = 15.0 - math.ceil(math.log2(heads))
+    cu, *bounds = documents.query_tokens(queries)
+    sizes = (block, count, initial, local)
+    for tile0 in range(0, tiles, step):
+        here = min(step, tiles - tile0)
+        if scored:
+            call(
+                scores_kernel, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
+                (*bounds, tile0, blocks, documents.compressed_length, B * T),
+                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E, shift,
+                config.compress_block, config.compress_stride, block, count, local, G, heads, DK, padded(DK),
+                together, queries, held, keys, documents.packed, documents.query_range, kd is not None,
+                q.dtype != torch.float32),
+                **launch.options,
+            )  # fmt: skip
+        slots = power_of_2(count)
+        if chunks > 1:
+            call(
+                shortlist_kernel, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
+                (*bounds, tile0, blocks),
+                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed, documents.query_range),
+                num_warps=1,
+            )  # fmt: skip
+            call(
+                select_shortlisted_kernel, (here * queries, G), (shortlist[0], shortlist[1], indices, cu),
+                (*bounds, tile0),
+                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed, documents.query_range),
+                num_warps=1,
+            )  # fmt: skip
+        else:
+            # at least as many as wanted, also if documents are longer than the upper bound
+            wide = power_of_2(max(32, wanted + initial, blocks - local))
+            side = min(_SIDE_BY_SIDE, queries, max(1, 512 // wide))
+            call(
+                select_kernel, (here * queries // side, G), (scores, indices, cu),
+                (*bounds, tile0, blocks if scored else 0),
+                (*sizes, slots, G, queries, side, wide, documents.packed, documents.query_range), num_warps=1,
+            )  # fmt: skip
+    return indices

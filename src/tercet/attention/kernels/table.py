@@ -1,0 +1,313 @@
+"""Which kernel runs, and with which launch settings. The launch code reads this table; `docs/kernels.md` prints it.
+
+Each row of TABLE says: for this stage, on these architectures, at these head sizes, the kernel in this module runs with
+these settings. The first row that fits a call wins. Nothing is searched at run time: the first call compiles one
+variant and Triton's cache keeps it. `tercet bench tune` measures candidates for the Triton rows.
+
+The selected branch has one more level. Its settings (SELECTED) follow from dtype, head sizes and select_block; which of
+its two designs runs then depends on the selection itself (selected/__init__.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import hopper
+from tercet.attention.kernels.launch import padded
+from tercet.attention.kernels.tma import describable
+
+
+@dataclass(frozen=True)
+class Launch:
+    rows: int = 64  # M: queries per tile
+    keys: int = 64  # N: keys per tile
+    warps: int = 4
+    stages: int = 2
+    tma: bool = False  # load whole tiles with TMA, where strides allow it
+    parts: int = 16  # most query ranges that share one dK/dV tile of the compressed branch
+    registers: int = 0  # cap per thread, to fit more programs on a multiprocessor; 0: let the compiler choose
+    held: int = 2  # most row tiles that hold the heads of a group, for the scores
+
+    @property
+    def options(self) -> dict[str, int]:
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
+
+    @property
+    def gluon_options(self) -> dict[str, int]:
+        """Gluon kernels manage their stages themselves."""
+        options = {"num_warps": self.warps}
+        return options | {"maxnreg": self.registers} if self.registers else options
+
+
+class Row(NamedTuple):
+    stages: tuple[str, ...]
+    module: str  # of this package; "" for the stage's own Triton kernel (TRITON)
+    majors: tuple[int, ...]  # compute capability; empty: any
+    heads: tuple[int, ...]  # the larger of Dk and Dv, padded to a power of two, at least 64
+    launch: Launch
+    gluon: bool = False  # needs Dk = Dv, bf16 or fp16, and tensors that TMA can load
+    float32: bool = False
+    packed: bool = True  # also for packed documents
+    query_range: bool = True  # also where q holds only part of the tokens
+
+
+# Stage -> module of its Triton kernel, which takes every call.
+TRITON = {
+    "compressed_forward": "compressed",
+    "score": "scores",
+    "window_forward": "window",
+    "query_gradient": "dq",
+    "compressed_key_gradients": "compressed",
+    "window_key_gradients": "window",
+}
+ALL = tuple(TRITON)
+FORWARD = ("compressed_forward", "window_forward")
+DKV = ("compressed_key_gradients", "window_key_gradients")
+
+TABLE: tuple[Row, ...] = (
+    # float32 is for checks, not for speed: its tiles are four times the bytes of a bf16 pair
+    Row(ALL, "", (), (64, 128, 256), Launch(rows=32, keys=32, stages=1), float32=True),
+    # Hopper, in Gluon
+    Row(FORWARD, "hopper.forward", (9,), (64, 128), Launch(), gluon=True, query_range=False),
+    # at head 64 Triton's dQ is as fast at 2k and 8k, and faster at 64k
+    Row(("query_gradient",), "hopper.dq", (9,), (128,), Launch(), gluon=True, packed=False, query_range=False),
+    Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48), gluon=True),
+    Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
+    Row(DKV, "hopper.dkv", (9,), (128,), Launch(rows=32, stages=3), gluon=True),
+    # 128 registers: the mean over the warps that gather and those that multiply
+    Row(("selected_key_gradients",), "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128), gluon=True),
+    # Hopper and Blackwell, in Triton
+    Row(FORWARD, "", (9, 10), (64,), Launch(stages=2, tma=True)),
+    Row(FORWARD, "", (9, 10), (128,), Launch(stages=3, tma=True)),
+    Row(FORWARD, "", (9, 10), (256,), Launch()),
+    Row(("score",), "", (9, 10), (64,), Launch(stages=2, tma=True, held=6, registers=168)),
+    Row(("score",), "", (9, 10), (128,), Launch(stages=2, tma=True)),
+    Row(("score",), "", (9, 10), (256,), Launch(stages=2)),
+    Row(("query_gradient",), "", (9, 10), (64,), Launch(stages=2, tma=True, registers=128)),
+    Row(("query_gradient",), "", (9, 10), (128,), Launch(stages=2, tma=True)),
+    Row(("query_gradient",), "", (9, 10), (256,), Launch(warps=8, stages=1)),
+    Row(("compressed_key_gradients",), "", (9, 10), (64,), Launch(stages=3, tma=True, parts=48)),
+    Row(("window_key_gradients",), "", (9, 10), (64,), Launch(rows=32, stages=3, tma=True)),
+    Row(DKV, "", (9, 10), (128,), Launch(rows=32, stages=3, tma=True)),
+    Row(DKV, "", (9, 10), (256,), Launch(rows=32, warps=8, stages=1)),
+    # Ampere and the rest: no TMA, less shared memory. Conservative; compiled in the tests, never timed.
+    Row(ALL, "", (), (64, 128), Launch()),
+    Row(ALL, "", (), (256,), Launch(keys=32, warps=8, stages=1)),
+)
+
+
+@lru_cache(maxsize=1024)
+def _rows(
+    stage: str, major: int, head: int, float32: bool, packed: bool, query_range: bool
+) -> tuple[Row | None, Row | None]:
+    """(Gluon row, Triton row) of a call."""
+    found = [
+        row
+        for row in TABLE
+        if stage in row.stages
+        and (not row.majors or major in row.majors)
+        and head in row.heads
+        and row.float32 == float32
+        and (row.packed or not packed)
+        and (row.query_range or not query_range)
+    ]
+    gluon = next((row for row in found if row.gluon), None) if hopper.GLUON_INSTALLED else None
+    return gluon, next((row for row in found if not row.gluon), None)
+
+
+def gluon_launch(stage: str, *tensors: Tensor, packed: bool = False, query_range: bool = False) -> Launch | None:
+    """Launch settings if the stage's Gluon kernel takes the call; `tensors` are those it loads in tiles, q first."""
+    q = tensors[0]
+    size = q.shape[-1]
+    row, _ = _rows(stage, generation(q), size, q.dtype == torch.float32, packed, query_range)
+    if row is None or any(x.shape[-1] != size or not describable(x) for x in tensors):
+        return None
+    return row.launch
+
+
+def triton_launch(stage: str, q: Tensor, v: Tensor) -> Launch:
+    """Launch settings of the stage's Triton kernel."""
+    head = max(64, padded(max(q.shape[-1], v.shape[-1])))
+    _, row = _rows(stage, generation(q), head, q.dtype == torch.float32, False, False)
+    assert row is not None
+    return row.launch
+
+
+# ------------------------------------------------------------ the selected branch
+
+
+@dataclass(frozen=True)
+class SelectedSettings:
+    """Tile sizes, launch settings and limits of the selected branch. Measured on an H200."""
+
+    # query-major (query_major.py)
+    tile_rows: int = 64  # (query, head) rows per tile
+    forward_stages: int = 3
+    forward_registers: int = 0  # cap per thread; 0: let the compiler choose
+    dq_stages: int = 2
+    dq_registers: int = 0
+    # KV-major (kv_major.py): rows per step of the forward, of dK/dV, and of dK/dV with dQ
+    kv_forward_rows: int = 64
+    kv_forward_stages: int = 1
+    dkv_rows: int = 64
+    dkv_stages: int = 2
+    dkv_dq_rows: int = 64
+    dkv_dq_stages: int = 1
+    dkv_transposed: bool = False  # dK/dV without dQ computes Sᵀ (kv_major.dkv_transposed)
+    segment_rows: int = 2048  # most rows per piece
+    # both
+    warps: int = 4
+    gluon: bool = True  # use hopper/selected_dkv.py where it takes the call
+    tma: bool = True  # load K and V with TMA, where the device has it and strides allow it
+    # KV-major runs where a tile list has more blocks on average than this multiple of select_count
+    forward_limit: float = 3.0
+    backward_limit: float = 2.9
+    range_bytes: int = 1 << 30  # most scratch of the KV-major design, per range
+
+
+# (condition, settings); the first that holds wins. float32 is for checks, not for speed.
+SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
+    (
+        "float32",
+        SelectedSettings(
+            tile_rows=32, kv_forward_rows=32, dkv_rows=32, dkv_dq_rows=32, forward_stages=1, dq_stages=1, dkv_stages=1
+        ),
+    ),
+    ("head > 128 or select_block > 64", SelectedSettings(warps=8, forward_stages=2, dq_stages=1, dkv_stages=1)),
+    (
+        "head ≤ 64",
+        SelectedSettings(
+            dkv_transposed=True,
+            dkv_stages=3,
+            forward_stages=2,
+            dq_registers=128,
+            kv_forward_stages=3,
+            dkv_dq_stages=2,
+            segment_rows=4096,
+            forward_limit=2.6,
+            backward_limit=1.6,
+        ),
+    ),
+    ("head ≤ 128", SelectedSettings()),
+)
+
+
+@lru_cache(maxsize=64)
+def selected_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
+    holds = {
+        "float32": dtype == torch.float32,
+        "head > 128 or select_block > 64": max(dk, dv) > 128 or select_block > 64,
+        "head ≤ 64": max(dk, dv) <= 64,
+        "head ≤ 128": True,
+    }
+    return next(settings for condition, settings in SELECTED if holds[condition])
+
+
+# ------------------------------------------------------------ decode
+
+# Launches of a decode step overlap (programmatic dependent launch, decode/common.py) up to this many pairs of a row and
+# a KV head. With 32 pairs and more, programs placed early spread unevenly over the multiprocessors and cost time.
+PDL_ENABLED = True
+PDL_MOST_PAIRS = 8
+
+
+def overlap_launches(x: Tensor, pairs: int) -> bool:
+    """Whether the launches of a decode step overlap."""
+    return PDL_ENABLED and pairs <= PDL_MOST_PAIRS and generation(x) >= 9
+
+
+# ------------------------------------------------------------ devices and limits
+
+
+def generation(x: Tensor) -> int:
+    """Major compute capability; 0 in Triton's interpreter."""
+    return _major(x.device.index) if x.is_cuda else 0
+
+
+@lru_cache(maxsize=64)
+def _major(device: int) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use. The interpreter has Hopper's limit, so that it rejects what Hopper would."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return _shared_memory(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def unsupported_blocks(config: NSAConfig) -> str | None:
+    """Why the kernels cannot run with these block sizes; None if they can."""
+    for name in ("compress_block", "compress_stride", "select_block"):
+        size = getattr(config, name)
+        if size & (size - 1):
+            return f"{name}={size} is not a power of two"
+    if not 16 <= config.select_block <= 128:
+        return f"select_block={config.select_block} is not within 16 … 128"
+    return None
+
+
+# ------------------------------------------------------------ as a page
+
+_TITLES = {
+    "compressed_forward": "compressed forward",
+    "score": "block scores",
+    "window_forward": "window forward",
+    "query_gradient": "dQ of compressed and window",
+    "compressed_key_gradients": "compressed dK/dV",
+    "window_key_gradients": "window dK/dV",
+    "selected_key_gradients": "selected dK/dV",
+}
+# stage, selection pattern, module: the rows that depend on the selection
+_SELECTED_STAGES = (
+    ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
+    ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
+    ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
+    ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
+    ("selected dK/dV", "mean tile list ≤ backward limit; head 64, select_block 64, sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
+    ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
+)
+
+
+def render() -> str:
+    """The tables of docs/kernels.md, as Markdown."""
+    lines = ["| stage | sm | head | calls | module | settings |", "|---|---|---|---|---|---|"]
+    for row in TABLE:
+        stages = "all but selected" if row.stages == ALL else ", ".join(_TITLES[stage] for stage in row.stages)
+        calls = "float32" if row.float32 else "bf16, fp16"
+        calls += "" if row.packed else "; not packed"
+        calls += "" if row.query_range else "; whole sequences"
+        majors = ", ".join(f"{major}0" for major in row.majors) or "any"
+        heads = ", ".join(map(str, row.heads))
+        module = f"`{row.module}`" if row.module else ", ".join(dict.fromkeys(f"`{TRITON[s]}`" for s in row.stages))
+        module = "Triton" if row.stages == ALL else module
+        lines.append(f"| {stages} | {majors} | {heads} | {calls} | {module} | {_changed(row.launch)} |")
+    lines += ["", "| stage | selection pattern | module |", "|---|---|---|"]
+    lines += [f"| {stage} | {pattern} | {module} |" for stage, pattern, module in _SELECTED_STAGES]
+    lines += ["", "| selected branch | " + " | ".join(name for name, _ in SELECTED) + " |"]
+    lines.append("|---" * (1 + len(SELECTED)) + "|")
+    for field in fields(SelectedSettings):
+        values = " | ".join(str(getattr(settings, field.name)) for _, settings in SELECTED)
+        lines.append(f"| {field.name} | {values} |")
+    decode = "Decode uses the same kernels everywhere. On sm_90 and newer the launches of a step overlap"
+    lines += ["", f"{decode} for up to", f"{PDL_MOST_PAIRS} (row, KV head) pairs."]
+    return "\n".join(lines) + "\n"
+
+
+def _changed(launch: Launch) -> str:
+    """The fields that differ from the defaults."""
+    changed = {f.name: getattr(launch, f.name) for f in fields(launch) if getattr(launch, f.name) != f.default}
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items()) or "defaults"

@@ -1,0 +1,68 @@
+"""The table of kernels covers every call that the kernels take, and the page prints it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tercet.attention.kernels import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+BEGIN, END = "<!-- kernel-table:begin -->\n", "<!-- kernel-table:end -->\n"
+
+
+def test_the_page_prints_the_table() -> None:
+    committed = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    assert committed.strip() == table.render().strip(), "write table.render() between the markers of docs/kernels.md"
+
+
+@pytest.mark.parametrize("major", [0, 8, 9, 10, 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [8, 16, 64, 96, 128, 192, 256])
+def test_every_stage_has_a_triton_kernel(major: int, dtype: torch.dtype, size: int, monkeypatch) -> None:
+    monkeypatch.setattr(table, "generation", lambda x: major)
+    x = torch.empty(1, 4, 2, size, dtype=dtype)
+    for stage in table.ALL:
+        launch = table.triton_launch(stage, x, x)
+        assert not launch.tma or major in (9, 10)
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "call", "taken"),
+    [
+        ("compressed_forward", 64, {}, True),
+        ("compressed_forward", 64, {"packed": True}, True),
+        ("compressed_forward", 64, {"query_range": True}, False),
+        ("query_gradient", 128, {}, True),
+        ("query_gradient", 128, {"packed": True}, False),
+        ("query_gradient", 64, {}, False),
+        ("window_key_gradients", 128, {"packed": True, "query_range": True}, True),
+        ("selected_key_gradients", 64, {}, True),
+        ("selected_key_gradients", 128, {}, False),
+        ("score", 64, {}, False),
+        ("window_forward", 96, {}, False),
+    ],
+)
+def test_gluon_kernels_take_their_calls_on_hopper_alone(stage, size, call, taken, monkeypatch) -> None:
+    x = torch.empty(1, 4, 2, size, dtype=torch.bfloat16)
+    for major in (8, 9, 10):
+        monkeypatch.setattr(table, "generation", lambda x, major=major: major)
+        assert (table.gluon_launch(stage, x, x, **call) is not None) == (taken and major == 9)
+        assert table.gluon_launch(stage, x.float(), x.float(), **call) is None
+        assert table.gluon_launch(stage, x, x[..., : size // 2], **call) is None  # Dk ≠ Dv
+        assert table.gluon_launch(stage, x, x.transpose(1, 2), **call) is None  # not a layout that TMA loads
+
+
+def test_settings_of_the_selected_branch_follow_from_dtype_and_sizes() -> None:
+    def found(*call) -> str:
+        return next(name for name, settings in table.SELECTED if settings is table.selected_settings(*call))
+
+    assert found(64, 64, torch.float32, 64) == "float32"
+    assert found(64, 64, torch.bfloat16, 64) == "head ≤ 64"
+    assert found(64, 64, torch.bfloat16, 128) == "head > 128 or select_block > 64"
+    assert found(192, 128, torch.bfloat16, 64) == "head > 128 or select_block > 64"
+    assert found(96, 128, torch.bfloat16, 64) == "head ≤ 128"
