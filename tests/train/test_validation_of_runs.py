@@ -62,7 +62,7 @@ def saved_steps(folder: Path) -> list[int]:
     ("which", "said"),
     [
         ("jsonl", "jsonl: no document for validation with validation_fraction=1e-06: change that fraction, or add"),
-        ("shards", "no document of 3 in"),
+        ("shards", "none of the 3 documents in"),
         ("a part", "poems: no document for validation with validation_fraction=1e-06"),
         ("no fraction", "validation_fraction=0 keeps no document for validation: raise it"),
     ],
