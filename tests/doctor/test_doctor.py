@@ -121,7 +121,7 @@ def test_long_document_kernels_are_checked_if_training_uses_them():
 
     def one_design(T, head, longest):
         settings = selected_settings(head, head, torch.bfloat16, cfg.select_block)
-        return make_plan((1, T, T, 12, 2, 16, head, head), 2, 3, (64, 1, 2), settings, longest).union_forward
+        return make_plan((1, T, T, 12, 2, 16, head, head), 2, 3, (64, 1, 2), settings, longest).query_major_forward_only
 
     for head in (64, 128):
         T = kernels.check_length(cfg, "bfloat16", packed=True)
