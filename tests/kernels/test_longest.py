@@ -116,13 +116,13 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
 
     def record(kernel: Any, grid: Any, pointers: Any, free: tuple[int, ...], *_: Any, **__: Any) -> None:
         name = kernel.fn.__name__
-        launches.append((name, free[-1 if name == "_choose" else -3]))  # blocks in a row of scores
+        launches.append((name, free[-1 if name == "select_kernel" else -3]))  # blocks in a row of scores
 
     monkeypatch.setattr(score, "call", record)
     for longest, expected in (
-        (-1, [("_score", 1024), ("_choose", 1024)] * 2),  # two ranges of queries
-        (2048, [("_score", 32), ("_choose", 32)]),
-        (1024, [("_choose", 0)]),  # all are selected: nothing is scored, and nothing read
+        (-1, [("scores_kernel", 1024), ("select_kernel", 1024)] * 2),  # two ranges of queries
+        (2048, [("scores_kernel", 32), ("select_kernel", 32)]),
+        (1024, [("select_kernel", 0)]),  # all are selected: nothing is scored, and nothing read
     ):
         launches.clear()
         documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
