@@ -1,4 +1,4 @@
-"""Inputs for the operator: random tensors of any shape, configs and document splits for property tests."""
+"""Inputs for the operator: random tensors, and configs and document splits for property tests."""
 
 # q: [B, T, H, Dk]   kc, vc: [B, Tc, G, Dk|Dv]   ks, vs, kw, vw: [B, T, G, Dk|Dv]   gates: [B, T, H, 3]
 
@@ -28,7 +28,7 @@ SMALL = {
 
 
 def config(**changes: int) -> tercet.NSAConfig:
-    """So small that T = 40 has everything: empty compressed rows, blocks left out, a full window."""
+    """So small that T = 40 covers every case: empty compressed rows, omitted blocks, a full window."""
     return tercet.NSAConfig(**{**SMALL, **changes})
 
 
@@ -78,7 +78,7 @@ def inputs(
     seed: int = 0,
     sharpness: float = 1.5,
 ) -> Inputs:
-    """Random inputs; with `documents` (lengths that sum to `tokens`) each has its own compressed tokens."""
+    """Random inputs. With `documents` (lengths that sum to `tokens`), each has its own compressed tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -162,7 +162,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *, packed: bool | None = None, dtype: torch.dtype = torch.float64) -> Case:
-    """A config with inputs to match: any length from 1, any heads per group, any Dk and Dv, packed or not."""
+    """A config with matching inputs: any length from 1, any heads per group, any Dk and Dv, packed or not."""
     cfg = draw(configs())
     if packed is None:
         packed = draw(st.booleans())

@@ -38,13 +38,13 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session", params=["reference"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """The backends that the laws hold on any machine; the kernels meet the same laws in tests/kernels."""
+    """Backends that the laws are tested on everywhere; tests/kernels runs the same laws on the kernels."""
     return str(request.param)
 
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU the numbers of cu_seqlens are read, as that costs no synchronisation there: read them no more."""
+    """Do not read cu_seqlens on the host, as on a GPU. On a CPU it is read, since that needs no synchronisation."""
     for name in ("check_cu_seqlens", "check_packed_compressed"):
         monkeypatch.setattr(f"tercet.attention.checks.{name}", lambda *_, **__: None)
     monkeypatch.setattr("tercet.attention.layout._read_bounds", lambda *_: None)
@@ -52,7 +52,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN: by torch's own switch, which also reaches allocations inside operators."""
+    """Fill uninitialised memory with NaN, using torch's switch, which also covers allocations inside operators."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()

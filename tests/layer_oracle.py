@@ -1,4 +1,4 @@
-"""The layer around the operator in float64 numpy, from its parameters alone: projections, norms, φ, RoPE, gates."""
+"""The NSA layer around the operator in float64 numpy: projections, norms, φ, RoPE, gates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gelu(x: Array) -> Array:
 
 
 def phi(module: Any, x: Array, cfg: Any, cu_seqlens: Any) -> tuple[Array, list[int]]:
-    """The mean, and for "mlp" the learnt correction from the l placed tokens, block by block."""
+    """The mean and, for "mlp", the learned correction from the l tokens with positions, block by block."""
     means, last = oracle.compress_mean(x, cfg, cu_seqlens)
     if module.kind == "mean" or not last:
         return means, last
@@ -62,7 +62,7 @@ def gates_of(layer: Any, x: Array) -> Array:
 
 
 def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, scaling: float = 1.0):
-    """(y, the operator's Answer) of NativeSparseAttention; every branch that the layer leaves out has gate 0."""
+    """(y, the operator's Answer) of NativeSparseAttention; omitted branches have gate 0."""
     x = _numpy(x)
     cfg, groups, key_size, value_size = layer.config, layer.kv_heads, layer.head_dim, layer.value_dim
     batch, tokens, _ = x.shape

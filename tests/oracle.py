@@ -1,7 +1,7 @@
-"""Native Sparse Attention written with loops, in float64: what every backend is held to.
+"""Native Sparse Attention in float64 loops: the oracle that every backend is tested against.
 
-Nothing here is taken from the package, nothing is vectorised over tokens, heads or blocks, and there is no
-mask: each query asks, key by key, whether it may see that key. Slow, and meant to be read beside the paper.
+Shares no code with the package, vectorises nothing over tokens, heads or blocks, and uses no masks: each query checks
+key by key whether it may see that key. Slow, and meant to be read next to the paper.
 """
 
 # q: [B, T, H, Dk]   kc, vc: [B, Tc, G, Dk|Dv]   ks, vs, kw, vw: [B, T, G, Dk|Dv]   gates: [B, T, H, 3]
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Selection:
-    """What one (batch, token, group) selected, and from which scores; blocks count within the document."""
+    """Selection of one (batch, token, group) and its scores; blocks are counted within the document."""
 
     current: int
     scores: list[float]
@@ -30,20 +30,20 @@ class Selection:
     chosen: list[int]
 
     def boundary(self) -> tuple[float, float] | None:
-        """Scores of the worst free block taken and the best one left out; None where there was no choice."""
+        """Scores of the worst selected and the best omitted free block; None if there was no choice."""
         taken = [self.scores[j] for j in self.chosen if j not in self.forced]
         left = [self.scores[j] for j in range(self.current + 1) if j not in self.chosen and j not in self.forced]
         return (min(taken), max(left)) if taken and left else None
 
     def near_tie(self, relative: float) -> bool:
-        """Whether rounding may decide otherwise. Two scores of exactly 0 are a true tie instead."""
+        """Whether rounding may change the selection. Two scores of exactly 0 are a true tie instead."""
         edge = self.boundary()
         if edge is None or edge[0] == 0.0:
             return False
         return edge[0] - edge[1] <= relative * edge[0]
 
     def accepts(self, chosen: list[int], relative: float) -> bool:
-        """Whether another implementation's set is right: this one, or one that differs by a near-tie only."""
+        """Whether another implementation's set is correct: equal, or different only by a near-tie."""
         if chosen == self.chosen:
             return True
         if chosen != sorted(set(chosen)) or len(chosen) != len(self.chosen) or not self.forced <= set(chosen):
@@ -66,7 +66,7 @@ class Answer:
 
 
 def visible_compressed(t: int, l: int, d: int) -> list[int]:
-    """Compressed tokens whose every raw token has been read by query t."""
+    """Compressed tokens whose raw tokens are all at or before query t."""
     seen = []
     i = 0
     while i * d + l - 1 <= t:
@@ -77,12 +77,12 @@ def visible_compressed(t: int, l: int, d: int) -> list[int]:
 
 @cache
 def overlap(i: int, j: int, l: int, d: int, block: int) -> int:
-    """Raw tokens that compressed token i and selection block j have in common, counted one by one."""
+    """Raw tokens shared by compressed token i and selection block j, counted one by one."""
     return sum(1 for s in range(i * d, i * d + l) if j * block <= s < (j + 1) * block)
 
 
 def softmax_attend(q: Array, keys: list[Array], values: list[Array], width: int) -> tuple[Array, list[float]]:
-    """One query over the keys given; no key at all is an exact zero."""
+    """One query over the given keys; exactly zero without keys."""
     if not keys:
         return np.zeros(width), []
     logits = [float(np.dot(q, k)) / math.sqrt(len(q)) for k in keys]
@@ -132,8 +132,8 @@ def importance(probabilities: list[Any], current: int, cfg: Any) -> list[Any]:
 
 
 def nsa(q, kc, vc, ks, vs, kw, vw, gates, cfg, cu_seqlens=None, block_indices=None) -> Answer:
-    """The operator, steps 1 to 7. With `block_indices` [B, T, G, n] those sets are read instead of the
-    selected ones (the selection is still worked out and returned, so that it can be judged)."""
+    """The operator, steps 1 to 7. With `block_indices` [B, T, G, n] those blocks are read instead of the selected ones;
+    the selection is still computed and returned, for comparison."""
     q, kc, vc, ks, vs, kw, vw, gates = (np.asarray(x, dtype=np.float64) for x in (q, kc, vc, ks, vs, kw, vw, gates))
     batch, tokens, heads, _ = q.shape
     groups, width = ks.shape[2], vs.shape[3]
@@ -212,7 +212,7 @@ def _query(b, t, start, compressed_start, q, kc, vc, ks, vs, kw, vw, gates, cfg,
 
 
 def causal_attention(q, k, v) -> Array:
-    """Full causal attention, one query at a time; the dense limits of NSA are compared with it."""
+    """Full causal attention, one query at a time, for the dense limits of NSA."""
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     batch, tokens, heads, _ = q.shape
     per_group = heads // k.shape[2]
@@ -231,7 +231,7 @@ def causal_attention(q, k, v) -> Array:
 
 
 def rope(x, positions, theta: float = 10000.0, scaling: float = 1.0) -> Array:
-    """Half-rotation as in Llama: component i turns with component i + D/2. x: [B, T, heads, D]."""
+    """Half-rotation as in Llama: component i rotates with component i + D/2. x: [B, T, heads, D]."""
     x = np.asarray(x, dtype=np.float64)
     batch, tokens, heads, size = x.shape
     half = size // 2

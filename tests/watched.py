@@ -1,4 +1,4 @@
-"""Small real runs with everything that watches them, for tests of telemetry and reports."""
+"""Small real runs with full telemetry, for tests of telemetry and reports."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tercet.report.verdict import Verdict, judge
 from tercet.train.interval import Interval
 from tercet.train.trainer import train
 
-# As the defaults, over fewer steps: a real run of 500 would take the tests too long.
+# The defaults with fewer steps: a run of 500 would take too long for a test.
 FEW = Thresholds(min_steps=40, checkpoint_blocked=1.0)
 SENTENCE = "the quick brown fox jumps over the lazy dog; a needle in a haystack, found again and again. "
 
 
 def corpus(folder: Path) -> Path:
-    """Text with something to learn, as JSON lines."""
+    """Learnable text, as JSON lines."""
     path = folder / "corpus.jsonl"
     if not path.exists():
         lines = [json.dumps({"text": SENTENCE[i % 37 :] + SENTENCE * (3 + i % 4)}) for i in range(400)]
@@ -35,7 +35,7 @@ def corpus(folder: Path) -> Path:
 
 
 def settings(folder: Path, data: Path, **changes: Any) -> Any:
-    """A small run that learns, logs every other step, saves, validates and selects freely."""
+    """A small run that learns, logs every other step, saves, validates, and has blocks to choose from."""
     base = {
         "run__dir": str(folder),
         "model__nsa__select_count": 5,
@@ -59,7 +59,7 @@ def settings(folder: Path, data: Path, **changes: Any) -> Any:
 
 @contextmanager
 def even_clock() -> Iterator[None]:
-    """Steps take 20 ms and wait for nothing: what else runs on this machine must not decide a test."""
+    """Steps appear to take 20 ms and never wait for data, whatever else runs on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Interval, "seconds_per_step", lambda self: 0.02)
         patch.setattr(Loader, "wait_seconds", property(lambda self: 0.0))
@@ -67,7 +67,7 @@ def even_clock() -> Iterator[None]:
 
 
 def run(folder: Path, data: Path, *, resume: str | None = None, **changes: Any) -> tuple[Run, int | str]:
-    """Train, whatever comes of it; the run folder, and the exit code or the error's sentence."""
+    """Train; returns the run folder, and the exit code or the error message."""
     try:
         result: int | str = train(settings(folder, data, **changes), origins={}, resume=resume)
     except TercetError as error:
@@ -84,14 +84,14 @@ def gate(judged: Verdict, name: str) -> Any:
 
 
 def rules(run: Run) -> set[str]:
-    """Health rules that fired while the run ran."""
+    """Health rules that fired during the run."""
     from tercet.telemetry.events import HealthFired
 
     return {e.rule for rank in run.events for e in run.of(HealthFired, rank)}
 
 
 def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
-    """The run's folder under another name, with its events changed by hand."""
+    """A copy of the run folder with modified events."""
     shutil.copytree(run.folder, target)
     path = target / "events_rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -101,7 +101,7 @@ def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] =
 
 
 def dense_baseline(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
-    """The run's folder as dense attention would have left it."""
+    """A copy of the run folder as a dense model would have written it."""
 
     def dense(lines: list[dict[str, Any]]) -> None:
         for line in lines:

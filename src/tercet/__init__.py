@@ -1,4 +1,4 @@
-"""Tercet: train language models whose attention is Native Sparse Attention (arXiv 2502.11089).
+"""Tercet: train language models with Native Sparse Attention (arXiv 2502.11089).
 
 Names are resolved on first use, so that `import tercet` and the command line start without loading torch.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tercet.version import __version__
 
-# public name -> the module that defines it
+# public name -> module that defines it
 _HOME = {
     "NSAConfig": "tercet.attention.config",
     "nsa_attention": "tercet.attention.functional",
@@ -29,7 +29,7 @@ _HOME = {
 
 __all__ = ["__version__", *sorted(_HOME)]
 
-# What type checkers read: the names as _HOME has them.
+# The names of _HOME for type checkers.
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from tercet.attention.config import NSAConfig

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tercet.shell import program
+from tercet.shell import program, python
 
 
 def tercet(*words: object) -> str:
@@ -48,6 +48,11 @@ def resume(folder: str | Path) -> str:
 
 def report(folder: str | Path, *, baseline: str | Path | None = None) -> str:
     return tercet("report", folder, *([] if baseline is None else ["--baseline", baseline]))
+
+
+def replay_step(dump: str | Path) -> str:
+    """Replay a non-finite step from its dump."""
+    return f"{python()} -m tercet.train.dump {shlex.quote(str(dump))}"
 
 
 def generate(folder: str | Path) -> str:

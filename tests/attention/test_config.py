@@ -1,4 +1,4 @@
-"""NSAConfig: the block arithmetic, and every rule refused by field, value and rule."""
+"""NSAConfig: the block arithmetic, and errors that name field, value and rule."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda v: str(v) if isinstance(v, dict) else "")
-def test_a_broken_rule_is_refused_in_one_line_that_names_field_value_and_rule(changes, words):
+def test_an_invalid_config_raises_one_line_with_field_value_and_rule(changes, words):
     with pytest.raises(ValueError) as refused:
         tercet.NSAConfig(**changes)
     message = str(refused.value)
@@ -81,17 +81,17 @@ def test_a_broken_rule_is_refused_in_one_line_that_names_field_value_and_rule(ch
     ],
     ids=str,
 )
-def test_what_the_rules_allow_is_accepted_up_to_their_edge(changes):
+def test_configs_at_the_limits_are_accepted(changes):
     cfg = tercet.NSAConfig(**changes)
     assert all(getattr(cfg, name) == value for name, value in changes.items())
 
 
-def test_an_unknown_field_is_refused():
+def test_an_unknown_field_is_rejected():
     with pytest.raises(TypeError, match="windw"):
         tercet.NSAConfig(windw=3)
 
 
-def test_the_default_block_arithmetic_by_hand():
+def test_the_default_block_arithmetic():
     cfg = tercet.NSAConfig()
     assert [cfg.num_visible(t) for t in (0, 30, 31, 46, 47, 63, 2047)] == [0, 0, 1, 1, 2, 3, 127]
     assert [cfg.num_compressed(n) for n in (1, 31, 32, 47, 48, 64, 2048)] == [0, 0, 1, 1, 2, 3, 127]
@@ -99,7 +99,7 @@ def test_the_default_block_arithmetic_by_hand():
 
 
 @given(cfg=configs(), length=st.integers(1, 90))
-def test_the_block_arithmetic_counts_what_loops_count(cfg, length):
+def test_the_block_arithmetic_equals_a_count_by_loops(cfg, length):
     seen = [len(oracle.visible_compressed(t, cfg.compress_block, cfg.compress_stride)) for t in range(length)]
     assert [cfg.num_visible(t) for t in range(length)] == seen
     assert cfg.num_compressed(length) == seen[-1]
@@ -107,7 +107,7 @@ def test_the_block_arithmetic_counts_what_loops_count(cfg, length):
 
 
 @given(cfg=configs(), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_compressed_bounds_count_what_loops_count(cfg, lengths):
+def test_compressed_bounds_equal_a_count_by_loops(cfg, lengths):
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     bounds = cfg.compressed_cu_seqlens(cu)
     assert bounds.dtype == torch.int32

@@ -1,4 +1,4 @@
-"""Bad input to the operator: one line each, that names the thing, its value and the rule."""
+"""Invalid inputs to the operator: one-line errors that name the argument, its value and the rule."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def refusal(call: Callable[[], object], *words: str) -> str:
     return message
 
 
-def test_what_is_changed_below_is_right_to_begin_with():
+def test_the_unmodified_inputs_are_valid():
     assert attend(X, CFG).shape == (2, 21, 4, 6)
     assert attend(PACKED, CFG, cu_seqlens=cu((9, 12)), validate=True).shape == (1, 21, 4, 6)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_rank_is_refused(name: str):
+def test_a_wrong_rank_is_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name)[0]}), CFG), NAMES[name], "4")
 
 
 @pytest.mark.parametrize("name", ["kc", "vc"])
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_wrong_number_of_compressed_tokens_is_refused(name: str, change: int):
+def test_a_wrong_number_of_compressed_tokens_is_rejected(name: str, change: int):
     v = getattr(X, name)
     wrong = torch.cat([v, v[:, :1]], 1) if change > 0 else v[:, :-1]
     right = X.kc.shape[1]
@@ -57,65 +57,65 @@ def test_a_wrong_number_of_compressed_tokens_is_refused(name: str, change: int):
 
 
 @pytest.mark.parametrize("name", ["ks", "vs", "kw", "vw", "gates"])
-def test_a_wrong_length_is_refused(name: str):
+def test_a_wrong_length_is_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name)[:, :-2]}), CFG), NAMES[name], "19", "21")
 
 
 @pytest.mark.parametrize("name", ["kc", "vc", "ks", "vs", "kw", "vw", "gates"])
-def test_a_wrong_batch_is_refused(name: str):
+def test_a_wrong_batch_is_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name)[:1]}), CFG), NAMES[name])
 
 
 @pytest.mark.parametrize("name", ["kc", "ks", "kw"])
-def test_a_key_size_that_is_not_that_of_the_queries_is_refused(name: str):
+def test_a_key_size_other_than_the_query_size_is_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name)[..., :5]}), CFG), NAMES[name], "5", "8")
 
 
 @pytest.mark.parametrize("name", ["vc", "vs", "vw"])
-def test_value_sizes_that_differ_are_refused(name: str):
+def test_value_sizes_that_differ_are_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name)[..., :5]}), CFG), "5", "6")
 
 
 @pytest.mark.parametrize("name", ["kc", "vc", "ks", "vs", "kw", "vw"])
-def test_a_group_number_that_differs_is_refused(name: str):
+def test_a_group_number_that_differs_is_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name)[:, :, :1]}), CFG))
 
 
-def test_heads_that_are_no_multiple_of_the_groups_are_refused():
+def test_heads_must_be_a_multiple_of_kv_heads():
     x = X.with_(q=X.q[:, :, :3], gates=X.gates[:, :, :3])
     refusal(lambda: attend(x, CFG), "heads=3", "kv_heads=2")
 
 
 @pytest.mark.parametrize("last", [1, 2, 4])
-def test_gates_of_the_wrong_last_size_are_refused(last: int):
+def test_gates_of_the_wrong_last_size_are_rejected(last: int):
     gates = torch.rand(2, 21, 4, last)
     refusal(lambda: attend(X.with_(gates=gates), CFG), "gates", str(last), "3")
 
 
-def test_gates_of_the_wrong_heads_are_refused():
+def test_gates_of_the_wrong_heads_are_rejected():
     refusal(lambda: attend(X.with_(gates=X.gates[:, :, :2]), CFG), "gates")
 
 
 @pytest.mark.parametrize("name", ["kc", "vc", "ks", "vs", "kw", "vw"])
-def test_mixed_dtypes_are_refused(name: str):
+def test_mixed_dtypes_are_rejected(name: str):
     wrong = X.with_(**{name: getattr(X, name).double()})
     refusal(lambda: attend(wrong, CFG), NAMES[name], "float64", "float32")
 
 
 @pytest.mark.parametrize("name", ["q", "kc", "vc", "ks", "vs", "kw", "vw", "gates"])
-def test_mixed_devices_are_refused(name: str):
+def test_mixed_devices_are_rejected(name: str):
     refusal(lambda: attend(X.with_(**{name: getattr(X, name).to("meta")}), CFG), NAMES[name], "meta", "cpu")
 
 
-def test_whole_numbers_are_refused():
+def test_integer_tensors_are_rejected():
     refusal(lambda: attend(X.map(lambda v: v.long()), CFG), "int64")
 
 
-def test_packed_documents_take_a_batch_of_one():
+def test_packed_documents_need_batch_one():
     refusal(lambda: attend(X, CFG, cu_seqlens=cu((9, 12))), "cu_seqlens", "2", "1")
 
 
-def test_packed_documents_with_too_few_compressed_tokens_are_refused_when_validated():
+def test_packed_documents_with_too_few_compressed_tokens_are_rejected_when_validated():
     short: Inputs = PACKED.with_(kc=PACKED.kc[:, :-1], vc=PACKED.vc[:, :-1])
     words = ("k_compressed", str(short.kc.shape[1]), str(PACKED.kc.shape[1]))
     refusal(lambda: attend(short, CFG, cu_seqlens=cu((9, 12)), validate=True), *words)
@@ -132,7 +132,7 @@ def test_packed_documents_with_too_few_compressed_tokens_are_refused_when_valida
     ],
     ids=str,
 )
-def test_documents_that_do_not_rise_from_0_to_the_last_token_are_refused_when_validated(bounds, words):
+def test_wrong_values_of_cu_seqlens_are_rejected_when_validated(bounds, words):
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     refusal(lambda: attend(PACKED, CFG, cu_seqlens=cu_seqlens, validate=True), "cu_seqlens", *words)
 
@@ -146,16 +146,16 @@ def test_documents_that_do_not_rise_from_0_to_the_last_token_are_refused_when_va
     ],
     ids=["rank", "dtype", "no document"],
 )
-def test_cu_seqlens_of_the_wrong_form_are_refused_always(bounds: torch.Tensor, word: str):
+def test_malformed_cu_seqlens_are_always_rejected(bounds: torch.Tensor, word: str):
     refusal(lambda: attend(PACKED, CFG, cu_seqlens=bounds), "cu_seqlens", word)
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones():
+def test_an_unknown_backend_is_rejected_with_the_known_ones():
     refusal(lambda: attend(X, CFG, backend="cuda"), "cuda", "auto", "reference", "triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_triton_without_a_device_is_refused_with_the_reason():
+def test_triton_without_a_device_is_rejected_with_the_reason():
     with pytest.raises((ValueError, RuntimeError)) as refused:
         attend(X, CFG, backend="triton")
     assert "\n" not in str(refused.value)
@@ -164,7 +164,7 @@ def test_triton_without_a_device_is_refused_with_the_reason():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_auto_tells_what_each_branch_ran_and_why_not_something_faster():
+def test_auto_reports_routes_and_reasons():
     out, aux = attend(X, CFG, "auto", return_aux=True)
     assert {"compressed", "selected", "window"} <= set(aux.routes)
     for branch in ("compressed", "selected", "window"):
@@ -173,11 +173,11 @@ def test_auto_tells_what_each_branch_ran_and_why_not_something_faster():
     assert any(word in str(aux.routes).lower() for word in ("cpu", "cuda"))
 
 
-def test_a_config_that_is_no_nsa_config_is_refused():
+def test_config_must_be_an_nsa_config():
     refusal(lambda: attend(X, SMALL), "config")  # type: ignore[arg-type]
 
 
-def test_a_packing_made_for_another_call_is_refused():
+def test_a_packing_made_for_another_call_is_rejected():
     config, tokens = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6), 12
     bounds = torch.tensor([0, tokens], dtype=torch.int32)
     count = config.num_compressed(tokens)
@@ -196,7 +196,7 @@ def test_a_packing_made_for_another_call_is_refused():
         tercet.nsa_attention(*call, config=config, cu_seqlens=bounds, packing=Packing(bounds, tokens, count, config))
 
 
-def test_a_document_longer_than_max_seqlen_is_refused_where_it_can_be_read():
+def test_a_document_longer_than_max_seqlen_is_rejected_on_the_cpu():
     documents = (9, 14, 7)
     x = inputs(CFG, 30, documents=documents)
     packed = {"cu_seqlens": cu(documents)}
@@ -217,7 +217,7 @@ def test_a_document_longer_than_max_seqlen_is_refused_where_it_can_be_read():
 
 
 @pytest.mark.parametrize("blocks", [[0, 2, 2, -1], [0, 2, 1, -1], [-1, 0, 1, 2], [0, -1, 1, -1]], ids=str)
-def test_given_blocks_out_of_order_are_refused_when_validated(blocks: list[int]):
+def test_given_blocks_out_of_order_are_rejected_when_validated(blocks: list[int]):
     given = torch.tensor([0, 1, 2, 5], dtype=torch.int32).repeat(2, 21, 2, 1)
     attend(X, CFG, block_indices=given, validate=True)  # 5 is after every query's own block: it is not read
     given[1, 20, 1] = torch.tensor(blocks)
@@ -227,7 +227,7 @@ def test_given_blocks_out_of_order_are_refused_when_validated(blocks: list[int])
     )  # fmt: skip
 
 
-def test_nothing_to_attend_to_is_refused():
+def test_empty_inputs_are_rejected():
     config = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6)
     call = [torch.randn(1, 0, 2, 4), *[torch.randn(1, 0, 1, 4)] * 6, torch.randn(1, 0, 2, 3)]
     with pytest.raises(ValueError, match=r"q has shape \[1, 0, 2, 4\]"):

@@ -1,4 +1,4 @@
-"""Stages asked for some of a sequence's queries give those rows of the whole."""
+"""Stages on a query range equal those rows of the whole sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(bounds):
 
 @pytest.mark.parametrize("bounds", [None, [0, 50, 75, 90, LENGTH]])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_stretch_of_queries_gives_its_rows_of_the_whole(bounds, on_device, request):
+def test_a_query_range_equals_those_rows_of_the_whole(bounds, on_device, request):
     if on_device:
         request.getfixturevalue("as_on_a_device")
     q, k, v, compressed, packing = make(bounds)
@@ -53,7 +53,7 @@ def test_a_stretch_of_queries_gives_its_rows_of_the_whole(bounds, on_device, req
     )
 
 
-def test_keys_that_do_not_reach_the_queries_are_refused():
+def test_keys_that_do_not_reach_the_queries_are_rejected():
     q, k, v, _, _ = make(None)
     with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
         functional.window_attention(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))

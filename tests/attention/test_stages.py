@@ -1,4 +1,4 @@
-"""Each public stage alone: against the oracle, by float64 gradcheck, and put together into the whole operator."""
+"""Each public stage: against the oracle, by float64 gradcheck, and combined into the whole operator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_stages_equal_the_oracle_branch_by_branch(case: Case):
 
 @settings(max_examples=25)
 @given(case=cases())
-def test_the_scores_are_the_oracles_and_select_blocks_chooses_from_them(case: Case):
+def test_scores_equal_the_oracle_and_select_blocks_selects_from_them(case: Case):
     x, cfg, bounds = case.x, case.cfg, cu(case.documents)
     out, scores = tercet.compressed_attention(x.q, x.kc, x.vc, config=cfg, cu_seqlens=bounds, return_scores=True)
     answer = judge(x, cfg, bounds)
@@ -54,7 +54,7 @@ def test_the_scores_are_the_oracles_and_select_blocks_chooses_from_them(case: Ca
     assert wrong_sets(answer, indices, 1e-9) == []
 
 
-def test_select_blocks_takes_scores_made_by_hand():
+def test_select_blocks_on_given_scores():
     cfg = config(select_count=4, select_initial=1, select_local=1)
     scores = torch.tensor([0.9, 0.1, 0.3, 0.3, 0.2, 0.3, 0.0, 0.0]).expand(1, 32, 1, 8)
     indices = tercet.select_blocks(scores, config=cfg)
@@ -139,8 +139,8 @@ def test_given_indices_are_read_instead_of_selecting():
     [(None, False), ((13, 1, 26), False), ((13, 1, 26), True)],
     ids=["plain", "packed", "packed, bounds not read"],
 )
-def test_of_given_blocks_after_the_querys_own_nothing_is_read(documents, device, request):
-    """Every block for every query is full causal attention, and so are the same lists cut at each query's own block."""
+def test_given_blocks_after_the_querys_own_are_not_read(documents, device, request):
+    """Giving every query every block is full causal attention, and equals lists cut at each query's own block."""
     if device:
         request.getfixturevalue("as_on_a_device")
     cfg = config(select_count=10)
@@ -162,7 +162,7 @@ def test_of_given_blocks_after_the_querys_own_nothing_is_read(documents, device,
 
 
 @pytest.mark.parametrize("left_out", ["compressed", "selected", "window"])
-def test_leaving_a_branch_out_equals_a_gate_of_zero_and_leaves_selection_as_it_was(left_out: str):
+def test_omitting_a_branch_equals_a_zero_gate_and_keeps_the_selection(left_out: str):
     cfg = config()
     x = inputs(cfg, 40)
     names = ("compressed", "selected", "window")

@@ -1,5 +1,5 @@
-"""Where Triton is not installed (macOS), everything but the kernels works, and asking for them says what to do. Where
-it is broken, or the GPU too old for it, nothing asks for it unasked."""
+"""Without Triton (macOS) everything but the kernels works, and requesting them says what to install. A broken Triton or
+a GPU that is too old is never touched unless requested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ except RuntimeError as error:
 """
 
 
-def test_the_layer_trains_and_the_missing_kernels_are_named() -> None:
+def test_without_triton_the_layer_trains_and_names_the_missing_package() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('backend="triton" cannot run here: Triton is not installed')
@@ -59,7 +59,7 @@ for attention in ("dense", "nsa"):
 """
 
 
-def test_a_broken_triton_stops_nothing_on_a_cpu(tmp_path: Path) -> None:
+def test_a_broken_triton_does_not_affect_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so: undefined symbol')")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(

@@ -105,7 +105,7 @@ def test_none_in_a_file_resets_an_optional_value(tmp_path):
         ("[train]\nlr = -1\n", r"train.lr=-1 \(file .*\): must be above 0"),
         ("[train]\nlr = nan\n", r"train.lr=nan \(file .*\): must be a finite number"),
         ("[model]\nkv_heads = 5\n", r"heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3, 4, 6, 12"),
-        ("[model]\nhead_dim = 63\n", r"head_dim=63 is odd: RoPE rotates pairs, take 64"),
+        ("[model]\nhead_dim = 63\n", r"head_dim=63 is odd: RoPE rotates pairs, use 64"),
         ('[model]\nattention = "flash"\n', r"model.attention='flash' \(file .*\): must be 'nsa' or 'dense'"),
         ('[model]\nattention = ["nsa"]\n', r"attention names 1 layers but layers=12"),
         ('[model]\nbranches = ["window", "window"]\n', r"branches=.*each once"),

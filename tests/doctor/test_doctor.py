@@ -119,15 +119,15 @@ def test_long_document_kernels_are_checked_if_training_uses_them():
 
     cfg = tercet.NSAConfig()
 
-    def one_design(T, head, longest):
+    def query_major_only(T, head, longest):
         settings = selected_settings(head, head, torch.bfloat16, cfg.select_block)
         return make_plan((1, T, T, 12, 2, 16, head, head), 2, 3, (64, 1, 2), settings, longest).query_major_forward_only
 
     for head in (64, 128):
         T = kernels.check_length(cfg, "bfloat16", packed=True)
-        assert not one_design(T, head, T - T // 4 - 31)
+        assert not query_major_only(T, head, T - T // 4 - 31)
         T = kernels.check_length(cfg, "bfloat16", packed=True, seq_len=2048)
-        assert one_design(T, head, T - T // 4 - 31), "a short check compiles only what the run will launch"
+        assert query_major_only(T, head, T - T // 4 - 31), "a short check compiles only what the run will launch"
     assert kernels.check_length(cfg, "bfloat16", packed=True, seq_len=8192) == 8192
     assert kernels.check_length(cfg, "float32", packed=True) == 3072
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.model.sampling import NOTHING, Sampling, choose, uniforms
+from tercet.model.sampling import INVALID_TOKEN, Sampling, sample_token, uniform_draws
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
 def drawn(sampling: Sampling, count: int = 4000, seen: torch.Tensor | None = None) -> torch.Tensor:
     """How often each token was drawn."""
-    uniform = uniforms(0, 1, count)[0]
-    tokens = choose(LOGITS.expand(count, -1), sampling, uniform, None if seen is None else seen.expand(count, -1))
+    uniform = uniform_draws(0, 1, count)[0]
+    tokens = sample_token(LOGITS.expand(count, -1), sampling, uniform, None if seen is None else seen.expand(count, -1))
     return torch.bincount(tokens, minlength=5) / count
 
 
@@ -23,7 +23,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 
 
 def test_greedy_takes_the_likeliest_and_the_first_of_equals():
-    assert choose(torch.tensor([[1.0, 5.0, 5.0]]), Sampling(temperature=0)).item() == 1
+    assert sample_token(torch.tensor([[1.0, 5.0, 5.0]]), Sampling(temperature=0)).item() == 1
 
 
 def test_a_tiny_temperature_is_nearly_greedy():
@@ -52,7 +52,7 @@ def test_a_repetition_penalty_makes_seen_tokens_less_likely_whatever_their_sign(
 
 def test_the_last_number_before_one_still_draws_a_possible_token():
     almost = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert choose(LOGITS[None], Sampling(top_k=2), almost).item() == 3
+    assert sample_token(LOGITS[None], Sampling(top_k=2), almost).item() == 3
 
 
 def test_logits_that_are_no_numbers_choose_nothing():
@@ -60,9 +60,11 @@ def test_logits_that_are_no_numbers_choose_nothing():
         for temperature in (0.0, 1.0):
             logits = LOGITS.clone()
             logits[2] = broken
-            chosen = choose(torch.stack((LOGITS, logits)), Sampling(temperature), torch.tensor([0.5, 0.5]).double())
-            assert chosen[1].item() == NOTHING
-            assert chosen[0].item() != NOTHING
+            chosen = sample_token(
+                torch.stack((LOGITS, logits)), Sampling(temperature), torch.tensor([0.5, 0.5]).double()
+            )
+            assert chosen[1].item() == INVALID_TOKEN
+            assert chosen[0].item() != INVALID_TOKEN
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": -1}, {"top_p": 1.5}, {"repetition_penalty": 0}])

@@ -1,4 +1,4 @@
-"""Law "causality": what comes after t changes nothing at t, selection included."""
+"""Law "causality": tokens after t change neither output nor selection at t."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cases import Case, Inputs, attend, cases, compressed_length, config, cu, in
 
 
 def with_another_future(x: Inputs, t: int, seen: int) -> Inputs:
-    """Everything after row t is replaced, and every compressed token that t does not see."""
+    """Replace everything after row t, and every compressed token that t does not see."""
 
     def change(tensor, keep):
         changed = tensor.clone()

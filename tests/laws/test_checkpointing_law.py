@@ -1,4 +1,4 @@
-"""Law "checkpointing": recomputing activations changes no gradient, and the selection is kept, never made anew."""
+"""Law "checkpointing": recomputing activations changes no gradient; the selection is saved, never recomputed."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_gradients_of_three_layers_are_the_same_bits(documents, run):
 
 
 def spoiled_selection(layers):
-    """Turns the compressed keys around behind autograd's back: a selection made anew would read other blocks."""
+    """Negates the compressed keys behind autograd's back: a recomputed selection would read other blocks."""
     for layer in layers:
         layer.kv_proj.weight.data[: layer.kv_heads * layer.head_dim] *= -1
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
-def test_a_kept_selection_is_not_made_anew(documents):
-    """Without the compressed branch its keys decide the selection and nothing else, so only that can be spoiled."""
+def test_a_saved_selection_is_not_recomputed(documents):
+    """Without the compressed branch its keys only affect the selection, so nothing else can change."""
     layers = [make(branches=("selected", "window"), compression="mean") for _ in range(3)]
     x = torch.randn(1, 40, 12, dtype=torch.float64)
     state = [{k: v.clone() for k, v in layer.state_dict().items()} for layer in layers]
@@ -86,7 +86,7 @@ def test_a_kept_selection_is_not_made_anew(documents):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_every_mode_of_the_trainer_keeps_the_selection(mode: str):
+def test_every_checkpointing_mode_saves_the_selection(mode: str):
     from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 
     layers = torch.nn.ModuleList(make(branches=("selected", "window"), compression="mean") for _ in range(3))

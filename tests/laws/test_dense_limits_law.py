@@ -1,4 +1,4 @@
-"""Law "dense limits": each branch, stretched over everything, is full causal attention."""
+"""Law "dense limits": each branch, if it sees everything, is full causal attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_branch_that_sees_everything_is_full_causal_attention(limit: str, valu
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_one_step_short_of_the_limit_is_not_dense(limit: str, backend: str):
-    """The law above can fail: the same branch with a little less sight differs."""
+    """The law can fail: a branch that sees slightly less differs."""
     branch, _ = LIMITS[limit]
     short = {
         "compressed": {"compress_block": 2, "compress_stride": 1},

@@ -23,7 +23,7 @@ def test_same_inputs_give_the_same_bits(documents, backend: str):
     cfg = config()
     x = inputs(cfg, 71, documents=documents, dtype=torch.float32)
     first = outcome(x, cfg, backend, cu_seqlens=cu(documents))
-    outcome(inputs(cfg, 33, seed=9), cfg, backend)  # what ran in between must not matter
+    outcome(inputs(cfg, 33, seed=9), cfg, backend)  # calls in between must not matter
     second = outcome(x, cfg, backend, cu_seqlens=cu(documents))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -43,8 +43,8 @@ def test_poisoned_memory_changes_nothing(documents, dtype, backend: str, request
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.usefixtures("as_on_a_device")
-def test_no_step_needs_a_value_on_the_host(documents, backend: str):
-    """Fake tensors hold no values: what would synchronise a device (item, nonzero, tolist) fails on them."""
+def test_no_step_reads_values_on_the_host(documents, backend: str):
+    """Fake tensors hold no values: anything that would synchronise (item, nonzero, tolist) fails on them."""
     cfg = config()
     x = inputs(cfg, 71, documents=documents, dtype=torch.float32)
     bounds = cu(documents)

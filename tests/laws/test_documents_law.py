@@ -1,4 +1,4 @@
-"""Documents: a packed batch equals the documents run one by one, outputs, sets and gradients."""
+"""Law "documents": a packed batch equals its documents one by one, in outputs, selections and gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_packed_documents_equal_documents_one_by_one(case: Case, backend: str):
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(packed=True))
-def test_documents_are_the_same_where_their_bounds_cannot_be_read(case: Case, backend: str, as_on_a_device: None):
+def test_documents_are_separated_without_reading_bounds_on_the_host(case: Case, backend: str, as_on_a_device: None):
     bounds = cu(case.documents)
     out, aux = attend(case.x, case.cfg, backend, cu_seqlens=bounds, return_aux=True)
     answer = judge(case.x, case.cfg, bounds, aux.block_indices)
@@ -50,7 +50,7 @@ def test_documents_are_the_same_where_their_bounds_cannot_be_read(case: Case, ba
 
 
 @pytest.mark.parametrize("documents", [(17, 0, 2, 26), (1, 1, 1), (0, 30, 0), (45,)], ids=str)
-def test_gradients_are_the_same_where_the_bounds_cannot_be_read(documents, backend: str, request):
+def test_gradients_are_the_same_without_reading_bounds_on_the_host(documents, backend: str, request):
     cfg = config()
 
     def gradients() -> list[torch.Tensor]:
@@ -81,22 +81,22 @@ def test_padding_after_the_compressed_tokens_is_ignored_whatever_it_holds(bounds
     documents = (17, 2, 26)
     x = inputs(cfg, 45, documents=documents)
     expected = attend(x, cfg, backend, cu_seqlens=cu(documents))
-    for rubbish in (0.0, 1e30, float("nan"), float("inf")):
+    for garbage in (0.0, 1e30, float("nan"), float("inf")):
 
-        def padded(v: torch.Tensor, rubbish: float = rubbish) -> torch.Tensor:
-            return torch.cat([v, torch.full_like(v[:, :5], rubbish)], 1)
+        def padded(v: torch.Tensor, garbage: float = garbage) -> torch.Tensor:
+            return torch.cat([v, torch.full_like(v[:, :5], garbage)], 1)
 
         wide = x.with_(kc=padded(x.kc), vc=padded(x.vc)).leaves()
         out = attend(wide, cfg, backend, cu_seqlens=cu(documents))
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
         out.square().sum().backward()
         for v in wide.tensors():
-            assert torch.isfinite(v.grad).all(), rubbish
+            assert torch.isfinite(v.grad).all(), garbage
         for v in (wide.kc, wide.vc):
             assert torch.count_nonzero(v.grad[:, -5:]) == 0
 
 
-def test_many_documents_shorter_than_everything(backend: str):
+def test_many_documents_of_one_token(backend: str):
     cfg = config()
     documents = [1] * 13
     x = inputs(cfg, 13, documents=documents)
@@ -125,7 +125,7 @@ def test_bounds_of_another_integer_type_or_stride_mean_the_same_documents():
         assert torch.equal(layer(x, other), expected)
 
 
-def test_a_document_too_short_to_compress_gets_nothing_of_its_neighbour():
+def test_a_document_too_short_to_compress_ignores_its_neighbours():
     config = tercet.NSAConfig(8, 4, 8, 3, 1, 1, 6)
     bounds = torch.tensor([0, 8, 14, 22], dtype=torch.int32)  # 6 tokens have no compressed token; 8 have one
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Law "gradients": float64 gradcheck of the operator; finite gradients where nothing can be attended to."""
+"""Law "gradients": float64 gradcheck of the operator; finite gradients for queries without keys."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_gate_gradient_is_the_branch_output(backend: str):
 
 
 def test_half_precision_gradients_stay_near_those_of_double(backend: str):
-    """Within the law's 1e-2, over a config that leaves no choice, so that both read the same blocks."""
+    """Within the law's 1e-2, with a config that selects every block, so that both read the same ones."""
     cfg = config(select_count=12)
     rough = inputs(cfg, 40, dtype=torch.bfloat16).leaves()
     exact = rough.map(lambda v: v.detach().double()).leaves()

@@ -1,4 +1,4 @@
-"""Memory grows with T, not T squared: the peak of a fresh process; and the time of a training step."""
+"""Memory grows with T, not T²: peak of a fresh process; and the time of a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle itself, against numbers worked out on paper: who watches the watchman."""
+"""The oracle itself, against small examples worked out by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_default_overlap_weights_are_half_one_one_one_half():
     assert [r / cfg.compress_block for r in rows] == [0, 0.5, 1, 1, 1, 0.5, 0]
 
 
-def test_every_compressed_token_gives_its_whole_weight_away():
+def test_overlap_weights_of_a_compressed_token_sum_to_one():
     assert sum(oracle.importance([Fraction(1, 5)] * 5, 9, tercet.NSAConfig(6, 2, 6, 4, 1, 1, 8))) == 1
 
 
@@ -49,7 +49,7 @@ def test_ties_go_to_the_lowest_index_and_the_best_score_wins():
     assert oracle.choose([0.0, 0.1, 0.1, 0.1, 0.5, 0.2, 0.0, 0.0], t, cfg).chosen == [0, 4, 5, 6, 7]
 
 
-def test_near_ties_are_told_from_wrong_choices():
+def test_near_ties_are_distinguished_from_wrong_selections():
     cfg = tercet.NSAConfig(select_count=4)
     near = oracle.choose([0, 1.0, 1.0 - 1e-7, 0.3, 0, 0], 64 * 5, cfg)
     assert near.accepts([0, 1, 4, 5], 1e-6)
@@ -68,14 +68,14 @@ def test_two_keys_by_hand():
     assert out == pytest.approx([4.4])
 
 
-def test_rope_turns_component_i_with_component_i_plus_half():
+def test_rope_rotates_component_i_with_component_i_plus_half():
     x = np.zeros((1, 2, 1, 4))
     x[0, 1, 0] = [1.0, 0.0, 0.0, 2.0]
     turned = oracle.rope(x, [0, 3], theta=100.0)[0, 1, 0]
     assert turned == pytest.approx([math.cos(3), -2 * math.sin(0.3), math.sin(3), 2 * math.cos(0.3)])
 
 
-def test_compressed_means_start_anew_in_each_document():
+def test_compressed_means_restart_in_each_document():
     cfg = tercet.NSAConfig(2, 1, 2, 2, 0, 1, 4)
     means, positions = oracle.compress_mean(np.arange(7.0).reshape(1, 7, 1, 1), cfg, [0, 3, 4, 7])
     assert means.ravel().tolist() == [0.5, 1.5, 4.5, 5.5]

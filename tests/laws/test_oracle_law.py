@@ -1,4 +1,4 @@
-"""Law "oracle" and "selection": every backend computes what the loop-written float64 oracle computes."""
+"""Laws "oracle" and "selection": every backend equals the loop-written float64 oracle."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_gates_are_not_renormalised_where_a_branch_is_empty(backend: str):
     torch.testing.assert_close(attend(x, cfg, backend), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_default_config_agrees_at_a_length_where_blocks_are_left_out(backend: str):
+def test_the_default_config_equals_the_oracle_when_not_all_blocks_fit(backend: str):
     cfg = tercet.NSAConfig(select_count=4)
     x = inputs(cfg, 417, groups=1, per_group=2, dtype=torch.float32)
     out, aux = attend(x, cfg, backend, return_aux=True)

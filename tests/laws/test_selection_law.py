@@ -1,4 +1,4 @@
-"""Law "selection" and "group consistency": which blocks, in what form, one set per group."""
+"""Laws "selection" and "group consistency": the right blocks, in the right format, one set per group."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_half_precision_inputs_differ_at_near_ties_only(dtype: torch.dtype, back
 
 
 def test_scores_come_from_the_sum_over_the_heads_of_a_group(backend: str):
-    """Two heads that want different blocks: the one that is surer wins for both."""
+    """Two heads prefer different blocks: the one with the higher probability wins for both."""
     cfg = config(select_count=3, select_initial=1, select_local=1)
     x = inputs(cfg, 32, groups=1, per_group=2, key_size=2)
     kc = torch.zeros_like(x.kc)
@@ -69,7 +69,7 @@ def test_scores_come_from_the_sum_over_the_heads_of_a_group(backend: str):
     assert chosen(aux.block_indices, 0, 31, 0) == [0, 4, 7]
 
 
-def test_every_head_of_a_group_reads_the_tokens_of_its_group_set_and_no_others(backend: str):
+def test_heads_of_a_group_read_exactly_the_tokens_of_its_blocks(backend: str):
     cfg = config()
     x = one_branch(inputs(cfg, 40, groups=2, per_group=3, value_size=40), 1)
     # Value s is the s-th unit vector, so that the output is the row of attention weights itself.

@@ -53,7 +53,7 @@ def test_memory_layout_does_not_matter(layout, backend: str):
     torch.testing.assert_close(attend(strided, cfg, backend), attend(x, cfg, backend), rtol=1e-12, atol=1e-12)
 
 
-def test_one_value_broadcast_over_the_batch_gets_the_sum_of_its_gradients(backend: str):
+def test_a_value_broadcast_over_the_batch_gets_summed_gradients(backend: str):
     cfg = config()
     x = inputs(cfg, 19, batch=2)
     shared = x.ks[:1].clone().requires_grad_()
@@ -63,7 +63,7 @@ def test_one_value_broadcast_over_the_batch_gets_the_sum_of_its_gradients(backen
     torch.testing.assert_close(shared.grad, apart.grad.sum(0, keepdim=True))
 
 
-def test_the_inputs_are_left_as_they_were(backend: str):
+def test_inputs_are_not_modified(backend: str):
     cfg = config()
     x = inputs(cfg, 30)
     before = x.map(torch.clone)

@@ -1,4 +1,4 @@
-"""Law "ties": exactly equal scores go lowest index first. The expected sets come from exact fractions."""
+"""Law "ties": among exactly equal scores the lowest index wins. Expected sets come from exact fractions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_zero_query_with_the_default_config(dtype: torch.dtype, backend: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_repeated_keys_select_the_lowest_indices(dtype: torch.dtype, backend: str):
-    """One key for every compressed token: any query finds all of them equal."""
+    """All compressed tokens share one key, so every query scores them equally."""
     cfg = config(select_count=6)
     x = inputs(cfg, 90, groups=2, per_group=3, dtype=dtype)
     # Small whole numbers, so that each product q.k is exact and the same for every key.
@@ -64,8 +64,8 @@ def test_keys_repeated_block_after_block_tie_between_the_blocks(backend: str):
         assert chosen(aux.block_indices, 0, t, 0) == expected, t
 
 
-def test_blocks_that_no_compressed_token_touches_yet_tie_at_zero(backend: str):
-    """l as long as l' and a query early in its block: the latest complete blocks have no score at all."""
+def test_blocks_without_a_compressed_token_tie_at_zero(backend: str):
+    """With l = l' and a query early in its block, the latest complete blocks have no score."""
     cfg = config(compress_block=8, compress_stride=8, select_block=8, select_count=3, select_initial=0, select_local=1)
     x = inputs(cfg, 60, groups=1, per_group=1, dtype=torch.float32)
     kc = torch.zeros_like(x.kc)

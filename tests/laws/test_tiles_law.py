@@ -1,4 +1,4 @@
-"""Long inputs are worked on in tiles of queries: their size is no part of the result."""
+"""The reference processes long inputs in tiles of queries: tile size does not affect the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DOCUMENTS = [None, (3, 41, 26), (70,)]
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every input were too long for one tile: 16 queries each, the least there is."""
+    """Smallest tiles: 16 queries each."""
     monkeypatch.setattr("tercet.attention.reference.TILE_NUMBERS", 1)
 
 

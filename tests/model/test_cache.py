@@ -1,4 +1,4 @@
-"""The cache: prefill, chunked prefill and decode are one computation; bytes and reads are counted."""
+"""KV caches: full prefill, chunked prefill and decoding give the same outputs; bytes and reads are counted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import tercet
 from cases import config, configs, cu
 
 CFG = config()
-# How the preset m7c chooses: by means of the selected keys, in blocks that do not overlap.
+# As in preset m7c: blocks are selected by means of the selected keys, in compression blocks that do not overlap.
 AS_M7C = {"cfg": config(compress_block=CFG.compress_stride), "compression": "mean", "compress_selected_keys": True}
-# A failing example is told as it was found: shrinking layers and chunks takes a minute and tells no more.
+# No shrinking: it takes a minute and adds nothing.
 QUICK = (Phase.explicit, Phase.generate)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -30,7 +30,7 @@ def make(cfg: tercet.NSAConfig = CFG, kind=tercet.NativeSparseAttention, **optio
 
 
 def feed(layer, x: torch.Tensor, sizes: list[int], max_len: int | None = None):
-    """x in chunks of the given sizes through one cache; (outputs, cache)."""
+    """Feed x in chunks of the given sizes through one cache; returns (outputs, cache)."""
     cache = layer.make_cache(x.shape[0], max_len)
     with torch.no_grad():
         return torch.cat([layer(part, cache=cache) for part in x.split(sizes, 1)], 1), cache
@@ -46,7 +46,7 @@ def splits(draw: st.DrawFn, tokens: int) -> list[int]:
 
 @settings(max_examples=40, phases=QUICK)
 @given(cfg=configs(), data=st.data())
-def test_any_split_into_chunks_equals_the_whole(cfg, data: st.DataObject):
+def test_any_chunking_equals_the_whole_sequence(cfg, data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 999)))
     tokens = data.draw(st.integers(1, 50))
     kinds = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"qk_norm": True, "gate": "softmax"}]
@@ -78,14 +78,14 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_decoding_token_by_token_equals_the_whole(options):
+def test_decoding_token_by_token_equals_the_whole_sequence(options):
     layer = make(**options)
     x = torch.randn(2, 33, 12, dtype=torch.float64)
     decoded, _ = feed(layer, x, [1] * 33)
     torch.testing.assert_close(decoded, layer(x), **CLOSE)
 
 
-def test_decoding_into_room_allocated_before_equals_the_whole():
+def test_decoding_into_a_preallocated_cache_equals_the_whole_sequence():
     layer = make()
     x = torch.randn(2, 45, 12, dtype=torch.float64)
     decoded, _ = feed(layer, x, [1] * 45, max_len=45)
@@ -94,7 +94,7 @@ def test_decoding_into_room_allocated_before_equals_the_whole():
 
 # Prefills that end before, at and after the end of a compressed block, of a selection block, and beyond the window.
 @pytest.mark.parametrize("prefill", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 23, 30])
-def test_decode_goes_on_exactly_where_prefill_stopped(prefill: int):
+def test_decode_continues_exactly_after_any_prefill_length(prefill: int):
     layer = make()
     x = torch.randn(1, 40, 12, dtype=torch.float64)
     out, _ = feed(layer, x, [prefill, *[1] * (40 - prefill)])
@@ -109,7 +109,7 @@ def test_decoding_equals_the_oracle():
     torch.testing.assert_close(decoded, torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_the_default_config_hands_over_in_the_middle_of_every_block():
+def test_the_default_config_splits_in_the_middle_of_every_block():
     cfg = tercet.NSAConfig(select_count=4, window=100)
     layer = make(cfg)
     x = torch.randn(1, 420, 12, dtype=torch.float64)
@@ -117,7 +117,7 @@ def test_the_default_config_hands_over_in_the_middle_of_every_block():
     torch.testing.assert_close(out, layer(x), **CLOSE)
 
 
-def test_a_long_chunk_worked_on_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_chunk_processed_in_parts_equals_the_whole_sequence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tercet.model.decode._CHUNK_NUMBERS", 2000)
     for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
         layer = make(kind=kind)
@@ -130,7 +130,7 @@ def test_a_long_chunk_worked_on_in_parts_equals_the_whole(monkeypatch: pytest.Mo
 @settings(max_examples=30, phases=QUICK)
 @given(data=st.data())
 def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
-    """Chunks padded on the right with rubbish, every row with a length of its own in every chunk."""
+    """Chunks are padded on the right with garbage; every row has its own length in every chunk."""
     torch.manual_seed(data.draw(st.integers(0, 999)))
     layer = make()
     rows = data.draw(st.integers(1, 3))
@@ -154,7 +154,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
     assert cache.lengths.tolist() == [sum(map(len, parts)) for parts in fed]
 
 
-def test_padding_that_is_not_a_number_stays_where_it_is():
+def test_nan_padding_does_not_spread():
     layer = make()
     x = torch.randn(2, 19, 12, dtype=torch.float64)
     x[1, 7:] = float("nan")
@@ -170,7 +170,7 @@ def test_padding_that_is_not_a_number_stays_where_it_is():
     assert torch.isfinite(after[:, 0]).all()
 
 
-def test_a_row_may_stand_still_while_others_go_on():
+def test_a_row_may_pause_while_others_continue():
     layer = make()
     x = torch.randn(2, 24, 12, dtype=torch.float64)
     cache = layer.make_cache(2)
@@ -232,7 +232,7 @@ def test_a_later_chunk_reads_the_same_keys_as_decode():
 
 
 def tensors_within(thing, seen: set[int]) -> list[torch.Tensor]:
-    """Every tensor that an object holds, wherever it keeps it."""
+    """Every tensor that an object holds, recursively."""
     if id(thing) in seen:
         return []
     seen.add(id(thing))
@@ -248,7 +248,7 @@ def tensors_within(thing, seen: set[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("max_len", [None, 60], ids=["growing", "preallocated"])
-def test_the_bytes_told_are_the_bytes_held(max_len):
+def test_nbytes_counts_every_tensor_held(max_len):
     layer = make()
     x = torch.randn(2, 41, 12, dtype=torch.float64)
     cache = layer.make_cache(2, max_len)
@@ -272,8 +272,8 @@ def test_a_preallocated_cache_does_not_grow():
     assert len(set(sizes)) == 1
 
 
-def test_the_cache_holds_each_token_once_the_window_bounded_and_the_compressed_tokens():
-    """Bytes by hand: room for spare slots and for growing by doubling, but not for a second copy of the past."""
+def test_the_cache_stores_each_token_once_plus_window_and_compressed_tokens():
+    """Allows a few spare slots, but no second copy of the tokens."""
     layer = make(config(window=6))
     tokens = 256
     cache = layer.make_cache(1, tokens)
@@ -284,8 +284,8 @@ def test_the_cache_holds_each_token_once_the_window_bounded_and_the_compressed_t
     assert slots * per_slot <= cache.nbytes() <= (slots + 8) * per_slot
 
 
-def test_gradients_do_not_pass_through_a_cache_unnoticed():
-    """Training does not go through a cache: it is refused, or what is kept there holds no graph."""
+def test_a_cache_keeps_no_autograd_graph():
+    """Training through a cache raises, or leaves tensors without a graph."""
     layer = make()
     cache = layer.make_cache(1)
     with contextlib.suppress(ValueError):
@@ -293,12 +293,12 @@ def test_gradients_do_not_pass_through_a_cache_unnoticed():
     assert not any(t.requires_grad for t in tensors_within(cache, set()))
 
 
-# --- the dense twin ---
+# --- dense attention ---
 
 
 @settings(max_examples=20)
 @given(data=st.data())
-def test_the_dense_cache_gives_the_same_in_any_split(data: st.DataObject):
+def test_any_chunking_of_dense_attention_equals_the_whole_sequence(data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 999)))
     layer = make(kind=tercet.DenseAttention)
     tokens = data.draw(st.integers(1, 30))
@@ -317,7 +317,7 @@ def test_dense_decode_reads_every_key():
     assert cache.reads.tolist() == [[[21, 21]]]
 
 
-# --- refusals ---
+# --- errors ---
 
 
 def refused(call, *words: str) -> None:
@@ -339,22 +339,22 @@ X = torch.randn(1, 9, 12, dtype=torch.float64)
     ({"value_dim": 5}, ["value_dim", "5", "3"]),
     ({"shared_kv": True}, ["shared_kv"]),
 ], ids=lambda v: str(v) if isinstance(v, dict) else "")  # fmt: skip
-def test_a_cache_of_another_config_is_refused(other, words):
+def test_a_cache_of_another_config_is_rejected(other, words):
     cache = make(**other).make_cache(1)
     refused(lambda: make()(X, cache=cache), "cache", *words)
 
 
-def test_a_cache_of_the_dense_twin_is_refused_and_the_other_way_round():
+def test_caches_of_nsa_and_dense_layers_are_not_interchangeable():
     dense = make(kind=tercet.DenseAttention)
     refused(lambda: make()(X, cache=dense.make_cache(1)), "cache")
     refused(lambda: dense(X, cache=make().make_cache(1)), "cache")
 
 
-def test_another_batch_is_refused():
+def test_another_batch_size_is_rejected():
     refused(lambda: make()(X, cache=make().make_cache(3)), "batch", "1", "3")
 
 
-def test_a_cache_asked_for_in_another_dtype_costs_its_rounding_and_saves_its_bytes():
+def test_a_lower_precision_cache_saves_bytes_at_the_cost_of_rounding():
     layer = make()
     x = torch.randn(1, 40, 12, dtype=torch.float64)
     whole, half = layer.make_cache(1), layer.make_cache(1, dtype=torch.float32)
@@ -366,7 +366,7 @@ def test_a_cache_asked_for_in_another_dtype_costs_its_rounding_and_saves_its_byt
     assert half.nbytes() * 2 == whole.nbytes()
 
 
-def test_more_tokens_than_were_allocated_are_refused_and_the_cache_stays_as_it_was():
+def test_tokens_beyond_max_len_are_rejected_and_leave_the_cache_unchanged():
     layer = make()
     cache = layer.make_cache(1, 10)
     with torch.no_grad():
@@ -378,28 +378,28 @@ def test_more_tokens_than_were_allocated_are_refused_and_the_cache_stays_as_it_w
 
 
 @pytest.mark.parametrize("lengths", [[10], [-1], [3, 3]], ids=str)
-def test_lengths_that_cannot_be_are_refused(lengths):
+def test_invalid_lengths_are_rejected(lengths):
     layer = make()
     refused(lambda: layer(X, cache=layer.make_cache(1), lengths=torch.tensor(lengths)), "lengths")
 
 
-def test_documents_and_a_cache_together_are_refused():
+def test_cu_seqlens_with_a_cache_are_rejected():
     layer = make()
     refused(lambda: layer(X, cu_seqlens=cu((4, 5)), cache=layer.make_cache(1)), "cu_seqlens", "cache")
 
 
-def test_lengths_without_a_cache_are_refused():
+def test_lengths_without_a_cache_are_rejected():
     refused(lambda: make()(X, lengths=torch.tensor([5])), "lengths", "cache")
 
 
 @pytest.mark.parametrize(
     ("batch", "max_len", "word"), [(0, None, "batch=0"), (1, 0, "max_len=0"), (1, -3, "max_len=-3")]
 )
-def test_a_cache_without_room_is_refused(batch, max_len, word):
+def test_an_empty_cache_size_is_rejected(batch, max_len, word):
     refused(lambda: make().make_cache(batch, max_len), word)
 
 
-def test_under_autocast_new_tokens_select_as_the_whole_sequence_does():
+def test_under_autocast_decoding_selects_like_the_whole_sequence():
     torch.manual_seed(0)
     config = tercet.NSAConfig(4, 2, 8, 4, 1, 1, 6)
     layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=config)
@@ -415,7 +415,7 @@ def test_under_autocast_new_tokens_select_as_the_whole_sequence_does():
 
 
 @pytest.mark.parametrize(("tokens", "why"), [(1, "need a CUDA device"), (2, "need a CUDA device")])
-def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run(tokens, why):
+def test_requested_kernels_that_cannot_run_raise(tokens, why):
     layer = tercet.NativeSparseAttention(16, 2, 1, 8)
     cache = layer.make_cache(1)
     layer(torch.randn(1, 5, 16), cache=cache)
@@ -425,8 +425,8 @@ def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run(tokens, why
     assert cache.lengths.tolist() == [5]
 
 
-def test_nothing_is_kept_that_no_branch_reads():
-    """Bytes by hand, of a long row: all tokens are kept for the selected branch alone, once even when shared."""
+def test_the_cache_stores_only_what_branches_read():
+    """Only the selected branch needs all tokens, and shared_kv stores them once."""
     tokens, per_slot = 256, 2 * (4 + 3) * 8
     compressed = CFG.num_compressed(tokens)
 
@@ -447,7 +447,7 @@ def test_nothing_is_kept_that_no_branch_reads():
 @pytest.mark.parametrize(
     "options", [{"shared_kv": True}, {"branches": ("window",)}, {"branches": ("compressed",)}], ids=str
 )
-def test_rows_of_different_lengths_without_what_is_not_kept(options):
+def test_rows_of_different_lengths_with_partial_stores(options):
     layer = make(**options)
     x = torch.randn(2, 40, 12, dtype=torch.float64)
     cache = layer.make_cache(2, 60)
@@ -460,7 +460,7 @@ def test_rows_of_different_lengths_without_what_is_not_kept(options):
 
 @pytest.mark.parametrize("kind", [tercet.NativeSparseAttention, tercet.DenseAttention])
 @pytest.mark.parametrize("max_len", [None, 60])
-def test_rows_that_were_read_alone_go_on_together(kind, max_len):
+def test_rows_prefilled_alone_continue_together(kind, max_len):
     layer = make(kind=kind)
     x = torch.randn(2, 40, 12, dtype=torch.float64)
     cache = layer.make_cache(2, max_len)
@@ -475,7 +475,7 @@ def test_rows_that_were_read_alone_go_on_together(kind, max_len):
     torch.testing.assert_close(last[1:], layer(x[1:])[:, 9:14], **CLOSE)
 
 
-def test_a_row_that_does_not_fit_is_refused_and_the_cache_stays_as_it_was():
+def test_a_row_that_does_not_fit_is_rejected_and_leaves_the_cache_unchanged():
     layer = make()
     cache, alone = layer.make_cache(2, 8), layer.make_cache(1, 9)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Costs by formula against costs counted: the real model's parameters, every pair of every query, saved bytes."""
+"""Computed costs against counted ones: parameters of the model, pairs of every query, saved bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_
     ],
     ids=str,
 )
-def test_parameters_are_those_of_the_real_model(changes):
+def test_parameter_counts_match_the_model(changes):
     config = ModelConfig(**{**SIZES, **changes})
     with torch.device("meta"):
         model = Transformer(config)
@@ -56,7 +56,7 @@ def test_parameters_are_those_of_the_real_model(changes):
 
 
 @pytest.mark.parametrize("name", ["tiny", "m7c", "m7c-gpt2-dense"])
-def test_parameters_of_presets_are_those_of_the_real_model(name):
+def test_parameter_counts_of_presets_match_the_model(name):
     config = load(name).config.model
     with torch.device("meta"):
         model = Transformer(config)
@@ -74,7 +74,7 @@ def configs(draw):
 
 
 @given(configs(), st.integers(1, 200))
-def test_pairs_are_counted_query_by_query(nsa, length):
+def test_pairs_match_a_count_query_by_query(nsa, length):
     compressed = selected = window = 0
     for t in range(length):
         compressed += sum(1 for i in range(length) if i * nsa.compress_stride + nsa.compress_block <= t + 1)
@@ -86,7 +86,7 @@ def test_pairs_are_counted_query_by_query(nsa, length):
     assert (found.compressed, found.selected, found.window) == (compressed, selected, window)
 
 
-def test_pairs_agree_with_the_arithmetic_known_for_long_sequences():
+def test_pairs_match_known_flops_of_long_sequences():
     # 64 query heads of 128, forward, TFLOP at 65,536 tokens: dense 70.4, compressed 4.40, selected 2.12, window 1.10.
     config = ModelConfig(dim=64, heads=64, kv_heads=4, head_dim=128)
     found, dense = attention_pairs(config, "nsa", 65536), attention_pairs(config, "dense", 65536)
@@ -108,7 +108,7 @@ def test_at_2k_nsa_does_more_attention_than_dense_and_at_16k_much_less():
     [{}, {"attention": "dense"}, {"shared_kv": True, "value_dim": 12}, {"compress_selected_keys": True}],
     ids=str,
 )
-def test_flops_of_projections_are_those_of_the_matmuls_that_run(changes):
+def test_projection_flops_match_the_matmuls_that_run(changes):
     from torch.utils.flop_counter import FlopCounterMode
 
     config, length = ModelConfig(**{**SIZES, **changes}), 48
@@ -132,29 +132,29 @@ def test_training_costs_three_forwards():
 
 
 @pytest.mark.parametrize("changes", [{"attention": "dense"}, {}], ids=str)
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes):
-    measured, estimate = kept_and_estimated(**changes)
+def test_estimated_activations_are_close_to_what_autograd_saves(changes):
+    measured, estimate = saved_and_estimated(**changes)
     assert 0.7 < estimate / measured < 1.4
 
 
 @pytest.mark.parametrize("changes", [{}, {"compress_selected_keys": True}, {"shared_kv": True}], ids=str)
-def test_a_mean_keeps_less_for_the_backward_pass_than_a_learnt_summary(changes):
-    (learnt, planned), (mean, less) = (kept_and_estimated(compression=c, **changes) for c in ("mlp", "mean"))
+def test_mean_compression_saves_fewer_activations_than_mlp(changes):
+    (learned, planned), (mean, less) = (saved_and_estimated(compression=c, **changes) for c in ("mlp", "mean"))
     # keys and values of the compressed branch, which others read too where all share one set; φ's own are not planned
     assert planned - less == (0 if changes.get("shared_kv") else 2 * 4 * 2 * (16 + 16))
-    assert planned - less <= learnt - mean
+    assert planned - less <= learned - mean
 
 
 @pytest.mark.parametrize("attention", ["nsa", ("nsa", "dense", "nsa")], ids=str)
-def test_keys_that_two_branches_read_are_one_product_to_selective_checkpointing(attention):
-    """What it keeps of a pass is its products: those that run, column by column, are fewer by as much as is planned."""
+def test_selective_checkpointing_counts_shared_keys_once(attention):
+    """Selective checkpointing saves matmul outputs: the estimate must drop by as many columns as are not computed."""
     tied, apart = (ModelConfig(**SIZES, attention=attention, compress_selected_keys=t) for t in (True, False))
     planned = [activation_bytes_per_token(config, 4, "selective") for config in (tied, apart)]
     assert planned[1] - planned[0] == 4 * (columns_multiplied(apart) - columns_multiplied(tied)) > 0
 
 
 def columns_multiplied(config: ModelConfig) -> int:
-    """Numbers per token that the products of a pass give."""
+    """Output columns of all matmuls of a forward pass, per token."""
     count, length = 0, 48
 
     class Count(TorchDispatchMode):
@@ -170,8 +170,8 @@ def columns_multiplied(config: ModelConfig) -> int:
     return count
 
 
-def kept_and_estimated(**changes):
-    """Bytes per token of a small model."""
+def saved_and_estimated(**changes):
+    """Activation bytes per token of a small model: (measured, estimated)."""
     config = ModelConfig(dim=96, layers=2, heads=6, kv_heads=2, head_dim=16, ffn_dim=256, **changes)
     length, kept = 512, {}
 

@@ -1,4 +1,4 @@
-"""NativeSparseAttention: the layer against its oracle, its laws, and its beginnings."""
+"""The attention layers: against the oracle, their laws, initialisation and errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tercet.model.rope import rope_cache
 from tercet.model.stats import AttentionStats
 
 CFG = config()
-# How the preset m7c chooses: by means of the selected keys, in blocks that do not overlap.
+# As in preset m7c: blocks are selected by means of the selected keys, in compression blocks that do not overlap.
 AS_M7C = {"cfg": config(compress_block=CFG.compress_stride), "compression": "mean", "compress_selected_keys": True}
 
 
 def make(cfg: tercet.NSAConfig = CFG, *, trained: bool = True, dtype: torch.dtype = torch.float64, **options):
-    """A layer far from its beginning (`trained`), or as it is first made."""
+    """A layer with random weights (`trained`), or freshly initialised."""
     sizes = {"dim": 12, "heads": 4, "kv_heads": 2, "head_dim": 4, **options}
     layer = tercet.NativeSparseAttention(config=cfg, **sizes).to(dtype)
     if trained:
@@ -63,7 +63,7 @@ OPTIONS = [
 ]
 
 
-# RoPE's angles are single precision in the layer, so the float64 oracle is met within single precision.
+# RoPE uses fp32 cos/sin in the layer, so it matches the float64 oracle to single precision.
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_layer_equals_its_oracle(options):
     assert_equals_oracle(make(**options), sequence(29, batch=2))
@@ -95,7 +95,7 @@ def test_rope_theta_and_position_scaling_apply_to_all_branches_alike(theta: floa
 
 
 def test_the_compressed_key_is_rotated_once_at_the_position_of_its_last_token():
-    """With a quick rotation and that branch alone, a key turned before the mean or one token off is far away."""
+    """With fast rotation and this branch alone, rotating before the mean or one token off would be far away."""
     layer = make(branches=("compressed",), rope_theta=2.0, compression="mean")
     x = sequence(30)
     assert_equals_oracle(layer, x, theta=2.0)
@@ -107,11 +107,11 @@ def test_the_compressed_key_is_rotated_once_at_the_position_of_its_last_token():
     ("compressed",), ("selected",), ("window",), ("compressed", "selected"), ("compressed", "window"),
     ("selected", "window"),
 ], ids=str)  # fmt: skip
-def test_branches_can_be_left_out(branches):
+def test_branches_can_be_omitted(branches):
     assert_equals_oracle(make(branches=branches), sequence(33))
 
 
-def test_leaving_out_no_branch_changes_nothing_and_an_unknown_one_is_refused():
+def test_unknown_and_empty_branches_are_rejected():
     with pytest.raises(ValueError, match="windw"):
         make(branches=("windw",))
     with pytest.raises(ValueError, match="branches"):
@@ -137,7 +137,7 @@ def test_each_branch_has_full_causal_attention_as_its_limit(branch: str, changes
         assert (layer(x) - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-def test_the_dense_twin_is_full_causal_attention():
+def test_dense_attention_is_full_causal_attention():
     layer = tercet.DenseAttention(12, 4, 2, 4, value_dim=3).double()
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.5)
@@ -154,7 +154,7 @@ def test_the_dense_twin_is_full_causal_attention():
         torch.testing.assert_close(layer(x, cu_seqlens=cu(documents)), torch.cat(outs, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_the_dense_twin_has_the_same_face():
+def test_both_layers_take_the_same_arguments():
     x = sequence(9, dtype=torch.float32)
     for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
         layer = kind(12, 4, 2, 4, None, CFG, compression="mlp", gate="sigmoid", shared_kv=False, rope_theta=1e4,
@@ -162,7 +162,7 @@ def test_the_dense_twin_has_the_same_face():
         assert layer(x).shape == x.shape
 
 
-# --- beginnings ---
+# --- initialisation ---
 
 
 @pytest.mark.parametrize(("gate", "share"), [("sigmoid", 0.5), ("softmax", 1 / 3)])
@@ -188,7 +188,7 @@ def test_the_gate_reads_the_input_and_not_the_query():
     assert torch.equal(layer.gate(x), before)
 
 
-def test_the_mlp_equals_the_mean_when_it_is_made_and_leaves_it_when_it_learns():
+def test_mlp_compression_starts_as_the_mean_and_learns():
     torch.manual_seed(3)
     mlp = make(trained=False, compression="mlp")
     mean = make(trained=False, compression="mean")
@@ -203,29 +203,29 @@ def test_the_mlp_equals_the_mean_when_it_is_made_and_leaves_it_when_it_learns():
     assert not torch.allclose(mlp.compress_k(torch.ones(1, 8, 2, 4).double()), torch.ones(1, 3, 2, 4).double())
 
 
-def test_the_mlp_knows_the_places_of_the_tokens_in_their_block():
+def test_mlp_compression_depends_on_token_order():
     layer = make()
     k = torch.randn(1, 4, 2, 4, dtype=torch.float64)
     assert not torch.allclose(layer.compress_k(k), layer.compress_k(k.flip(1)))
     assert torch.allclose(make(compression="mean").compress_k(k), k.mean(1, keepdim=True))
 
 
-def test_shared_keys_and_values_have_one_projection_and_independent_ones_three():
+def test_shared_kv_has_one_projection_instead_of_three():
     assert make(shared_kv=True).kv_proj.out_features * 3 == make(shared_kv=False).kv_proj.out_features
 
 
-def test_where_the_selected_keys_are_compressed_the_compressed_branch_has_none_of_its_own():
+def test_compress_selected_keys_drops_the_compressed_key_projection():
     layer = make(compress_selected_keys=True)
     assert make().kv_proj.out_features - layer.kv_proj.out_features == layer.kv_heads * layer.head_dim
-    _, raw, keys, _ = layer.project(x := sequence(29), torch.zeros(29, dtype=torch.long))  # no turns
+    _, raw, keys, _ = layer.project(x := sequence(29), torch.zeros(29, dtype=torch.long))  # no rotation
     torch.testing.assert_close(raw, keys["selected"])
     assert not torch.allclose(raw, keys["window"])
-    with torch.no_grad():  # what the selected branch matches is what blocks are chosen by
+    with torch.no_grad():  # zeroing the selected keys zeroes the compressed ones
         layer.kv_proj.weight[layer.kv_heads * layer.value_dim :][: layer.kv_heads * layer.head_dim] = 0
     assert not layer.project(x, None)[1].any()
 
 
-def test_one_set_for_all_and_shared_keys_cannot_both_be_asked_for():
+def test_shared_kv_and_compress_selected_keys_exclude_each_other():
     with pytest.raises(ValueError, match="shared_kv=True and compress_selected_keys=True were both given"):
         make(shared_kv=True, compress_selected_keys=True)
 
@@ -256,7 +256,7 @@ def test_gradcheck_of_the_layer_in_its_input_and_every_parameter(options):
     assert gradcheck(run, (x, *parameters), atol=1e-6, rtol=1e-4, fast_mode=False)
 
 
-def test_every_parameter_gets_a_gradient_also_where_no_query_sees_a_compressed_token():
+def test_every_parameter_gets_a_finite_gradient_even_without_compressed_tokens():
     for tokens in (1, 2, 40):
         layer = make(qk_norm=True, bias=True)
         layer(sequence(tokens)).square().sum().backward()
@@ -278,7 +278,7 @@ def selected_by(monkeypatch, layer, x) -> torch.Tensor:
 # 240 tokens are 60 blocks, of which a query reads 4, and 40 windows.
 @pytest.mark.parametrize("t", [0, 3, 4, 7, 100, 121, 238])
 @pytest.mark.parametrize("options", [{}, {"shared_kv": True, "gate": "softmax", "qk_norm": True}], ids=str)
-def test_the_future_changes_nothing_selection_included(t: int, options, monkeypatch):
+def test_the_future_changes_neither_output_nor_selection(t: int, options, monkeypatch):
     layer = make(**options)
     x = sequence(240)
     other = x.clone()
@@ -289,7 +289,7 @@ def test_the_future_changes_nothing_selection_included(t: int, options, monkeypa
     assert torch.equal(before[:, : t + 1], after[:, : t + 1])
 
 
-def test_selection_is_the_oracles(monkeypatch):
+def test_selection_equals_the_oracle(monkeypatch):
     layer = make()
     x = sequence(60)
     _, answer = layer_oracle.run(layer, x)
@@ -312,7 +312,7 @@ def test_the_layer_runs_in_the_dtype_of_its_weights(dtype: torch.dtype):
     assert torch.isfinite(y).all()
 
 
-def test_under_autocast_the_layer_stays_near_its_full_precision():
+def test_autocast_stays_close_to_full_precision():
     layer = make(trained=False, dtype=torch.float32)
     x = sequence(40, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -323,7 +323,7 @@ def test_under_autocast_the_layer_stays_near_its_full_precision():
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in layer.parameters())
 
 
-# --- refusals ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -337,7 +337,7 @@ def test_under_autocast_the_layer_stays_near_its_full_precision():
     ({"value_dim": 0}, ["value_dim=0"]),
     ({"dim": 0}, ["dim=0"]),
 ], ids=lambda v: str(v) if isinstance(v, dict) else "")  # fmt: skip
-def test_a_layer_that_cannot_be_is_refused_in_one_line(options, words):
+def test_invalid_layer_arguments_raise_one_line_errors(options, words):
     with pytest.raises((ValueError, TypeError)) as refused:
         make(trained=False, **options)
     assert "\n" not in str(refused.value)
@@ -349,7 +349,7 @@ def test_a_layer_that_cannot_be_is_refused_in_one_line(options, words):
     (torch.randn(9, 12), ["x", "[9, 12]"]),
     (torch.randn(1, 9, 11), ["11", "12"]),
 ], ids=["rank", "width"])  # fmt: skip
-def test_an_input_of_the_wrong_shape_is_refused_in_one_line(x, words):
+def test_a_wrong_input_shape_raises_a_one_line_error(x, words):
     with pytest.raises(ValueError) as refused:
         make(trained=False, dtype=torch.float32)(x)
     assert "\n" not in str(refused.value)
@@ -360,8 +360,8 @@ def test_an_input_of_the_wrong_shape_is_refused_in_one_line(x, words):
 @pytest.mark.parametrize(
     "options", [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"bias": True, "value_dim": 7}], ids=str
 )
-def test_with_and_without_gradients_the_layer_is_the_same(options):
-    """Its projections are multiplied in another order where gradients are wanted."""
+def test_output_is_the_same_with_and_without_gradients(options):
+    """With gradients, the projections are computed by other matmuls."""
     layer, x = make(**options), sequence(29, batch=2)
     with torch.no_grad():
         expected = layer(x)
@@ -369,7 +369,7 @@ def test_with_and_without_gradients_the_layer_is_the_same(options):
 
 
 @pytest.mark.parametrize("tokens", [3, 8, 9, 29, 64])
-def test_chunks_are_compressed_as_blocks_are(tokens: int):
+def test_compressing_chunks_equals_compressing_blocks(tokens: int):
     layer = make()
     x = torch.randn(2, tokens, 2, 4, dtype=torch.float64)
     blocks = compression_blocks(x, CFG)
@@ -377,8 +377,8 @@ def test_chunks_are_compressed_as_blocks_are(tokens: int):
 
 
 @pytest.mark.parametrize("documents", [(29,), (11, 2, 25, 1), (1, 13, 3, 0, 12), (3, 3, 3)], ids=str)
-def test_chunks_of_packed_documents_are_compressed_as_their_blocks_are(documents):
-    """Padding apart, which nobody reads; and their gradients, too."""
+def test_compressing_packed_chunks_equals_compressing_blocks(documents):
+    """Outputs and gradients, except padding, which is never read."""
     layer, tokens = make(), sum(documents)
     packing = Packing(cu(documents), tokens, tokens // CFG.compress_stride, CFG)
     real = int(packing.compressed_cu_seqlens[-1])
@@ -394,7 +394,7 @@ def test_chunks_of_packed_documents_are_compressed_as_their_blocks_are(documents
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_turns_made_for_all_layers_are_those_that_a_layer_makes():
+def test_a_shared_rope_cache_changes_nothing():
     x = sequence(29)
     for bounds in (None, cu((11, 18))):
         packing = None if bounds is None else Packing(bounds, 29, 29 // CFG.compress_stride, CFG)
@@ -403,7 +403,7 @@ def test_turns_made_for_all_layers_are_those_that_a_layer_makes():
             torch.testing.assert_close(layer(x, packing, rope=rope), layer(x, packing), rtol=0, atol=0)
 
 
-def test_dense_attention_takes_what_only_sparse_attention_reads_and_refuses_what_nobody_knows():
+def test_dense_attention_ignores_nsa_arguments_and_rejects_unknown_ones():
     taken = signature(tercet.NativeSparseAttention).parameters.values()
     assert {p.name for p in taken} >= {*NSA_ONLY, "backend", "config"} - {"nsa"}
     DenseAttention(12, 4, 2, 4, **{p.name: p.default for p in taken if p.default is not p.empty})
@@ -412,7 +412,7 @@ def test_dense_attention_takes_what_only_sparse_attention_reads_and_refuses_what
             DenseAttention(12, 4, 2, 4, **{unknown: None})
 
 
-def test_dense_attention_says_what_it_ran_on_and_why():
+def test_dense_attention_reports_its_route_and_reason():
     layer = DenseAttention(12, 4, 2, 4)
     x = torch.randn(1, 20, 12)
     layer(x)
@@ -420,27 +420,27 @@ def test_dense_attention_says_what_it_ran_on_and_why():
     packing = Packing(cu((5, 15)), 20, 0, CFG)
     layer(x, packing)
     assert layer.routes == {"dense": "sdpa"}
-    packing.bounds = None  # as on a device, where reading them would synchronise
+    packing.bounds = None  # as on a device
     layer(x, packing)
     assert layer.routes == {"dense": "reference"}
     assert "bf16 or fp16 with Dk = Dv: here float32, Dk=4 and Dv=4" in layer.routes["dense"].reason
 
 
-def test_the_kernel_for_packed_documents_is_told_the_longest(monkeypatch):
-    dense._varlen_options()  # of the true one, kept
-    told = []
+def test_varlen_attn_gets_the_bound_on_document_length(monkeypatch):
+    dense._varlen_options()  # cache those of the real function
+    lengths = []
 
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options):
-        told.append((max_q, max_k))
+        lengths.append((max_q, max_k))
         return q
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     q = torch.randn(1, 20, 4, 4)
     for bound in (15, None, 1000):
         dense._varlen(q, q, q, Packing(cu((5, 15)), 20, 0, CFG, bound))
-    assert told == [(15, 15), (20, 20), (20, 20)]
+    assert lengths == [(15, 15), (20, 20), (20, 20)]
 
 
-def test_a_stretch_of_queries_is_said_to_run_on_the_reference():
+def test_a_query_range_of_dense_attention_runs_on_the_reference():
     q = torch.randn(1, 4, 4, 4)
     assert dense_route(q, q, None, Span(4, 0))[0] == "reference"

@@ -1,4 +1,4 @@
-"""torch.compile sees the layer as one graph: what stands around the kernels does not break it."""
+"""torch.compile traces the layer as one graph, without graph breaks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tercet.model.transformer import ModelConfig, Transformer
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
 
-def stands_in_for_the_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices, **more):  # type: ignore[no-untyped-def]
-    """Of the kernels' signature and shapes; they themselves are single operators to the compiler."""
+def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices, **more):  # type: ignore[no-untyped-def]
+    """Signature and output shapes of kernels.nsa, which is a single operator to the compiler."""
     indices = torch.zeros(*q.shape[:2], ks.shape[2], config.select_count, dtype=torch.int32)
     return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices
 
 
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, statistics: bool) -> None:
+def test_the_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, statistics: bool) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
-    monkeypatch.setattr(kernels, "nsa", stands_in_for_the_kernels)
+    monkeypatch.setattr(kernels, "nsa", fake_kernels)
     layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=CONFIG)
     layer.stats.enabled = statistics
     x = torch.randn(1, 70, 32)
@@ -37,10 +37,10 @@ def test_the_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, s
     assert bool(layer.stats.read()) == statistics
 
 
-def test_another_number_of_documents_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
-    monkeypatch.setattr(kernels, "nsa", stands_in_for_the_kernels)
+    monkeypatch.setattr(kernels, "nsa", fake_kernels)
     monkeypatch.setattr(layout, "_read_bounds", lambda *bounds: None)  # as on a device
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 16}
     model = Transformer(ModelConfig(**sizes, nsa=CONFIG))

@@ -47,11 +47,11 @@ def test_fp32_stays_within_rounding_of_fp64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_what_is_compiled_is_the_same_loss(dtype, monkeypatch):
+def test_the_compiled_loss_equals_the_eager_loss(dtype, monkeypatch):
     from tercet.model import loss as module
 
-    compiled = torch.compile(module._rows, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(module, "_compiled_rows", lambda: compiled)
+    compiled = torch.compile(module._loss, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled_loss", lambda: compiled)
     found, wanted = [], []
     for asked, into in ((True, found), (False, wanted)):
         hidden, weight, targets = inputs(50, 30, dtype=dtype)
@@ -68,13 +68,13 @@ def test_batches_of_any_shape_are_flattened():
     torch.testing.assert_close(loss.total, plain(hidden, weight, targets))
 
 
-def test_targets_of_another_shape_are_refused():
+def test_targets_of_another_shape_are_rejected():
     hidden, weight, targets = inputs(24, 9)
-    with pytest.raises(ValueError, match=r"targets \[12, 2\] must be hidden without its last axis"):
+    with pytest.raises(ValueError, match=r"targets has shape \[12, 2\]"):
         cross_entropy(hidden, weight, targets.view(12, 2))
 
 
-def test_only_ignored_targets_give_zero_and_zero_gradients():
+def test_ignored_targets_give_zero_loss_and_zero_gradients():
     hidden, weight, targets = inputs(10, 6)
     loss = cross_entropy(hidden, weight, torch.full_like(targets, IGNORED), rows=4)
     loss.total.backward()
@@ -105,14 +105,14 @@ def test_under_autocast_logits_are_bf16_and_sums_are_fp32():
     assert loss.total.item() != exact.item()
 
 
-def test_without_gradients_none_are_formed(monkeypatch):
+def test_no_grad_computes_no_gradients(monkeypatch):
     hidden, weight, targets = inputs(40, 12)
     asked = []
     from tercet.model import loss as module
 
-    original = module._rows_
+    original = module._loss_inplace
     monkeypatch.setattr(
-        module, "_rows_", lambda *a, gradient: asked.append(gradient) or original(*a, gradient=gradient)
+        module, "_loss_inplace", lambda *a, gradient: asked.append(gradient) or original(*a, gradient=gradient)
     )
     with torch.no_grad():
         cross_entropy(hidden, weight, targets, rows=16)
@@ -121,7 +121,7 @@ def test_without_gradients_none_are_formed(monkeypatch):
     assert asked[-1] is True
 
 
-def test_never_more_logits_than_the_chunk_holds():
+def test_no_more_logits_than_one_chunk_exist_at_once():
     largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -140,7 +140,7 @@ def test_never_more_logits_than_the_chunk_holds():
 
 
 @pytest.mark.parametrize("vocab", [2, 256, 50304, 262144, 10**7])
-def test_chunks_follow_the_vocabulary(vocab):
+def test_chunk_size_follows_the_vocabulary(vocab):
     rows = chunk_rows(vocab)
     assert rows & (rows - 1) == 0
     assert rows == 256 or LOGITS_BYTES / 2 < 4 * vocab * rows <= LOGITS_BYTES

@@ -1,4 +1,4 @@
-"""Statistics of gates and selection, against the same numbers counted by loops and by hand."""
+"""Statistics of gates and selection, against counts by loops and small examples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def counted_selection(indices: torch.Tensor, documents) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("documents", [None, (1, 30, 9, 23)], ids=["plain", "packed"])
-def test_every_number_equals_the_one_counted_by_loops(documents):
+def test_every_statistic_equals_a_count_by_loops(documents):
     x = inputs(CFG, 63, batch=1 if documents else 2, documents=documents, dtype=torch.float32)
     _, aux = attend(x, CFG, cu_seqlens=cu(documents), return_aux=True)
     stats = AttentionStats(CFG)
@@ -82,7 +82,7 @@ def test_every_number_equals_the_one_counted_by_loops(documents):
     assert stats.read() == pytest.approx(expected, rel=1e-5)
 
 
-def test_numbers_worked_out_by_hand():
+def test_statistics_of_a_small_example():
     """8 tokens, blocks of 4, one group. The first four tokens read block 0, the others blocks 0 and 1."""
     indices = torch.full((1, 8, 1, CFG.select_count), -1, dtype=torch.int32)
     indices[..., 0] = 0
@@ -101,7 +101,7 @@ def test_numbers_worked_out_by_hand():
     assert read["gate_collapse"] == 0.0
 
 
-def test_overlap_is_that_of_the_blocks_that_were_chosen():
+def test_overlap_counts_freely_selected_blocks_only():
     """One initial block and two local ones are forced, n - 3 chosen. From block n on there is a choice."""
     n, block = CFG.select_count, CFG.select_block
     assert (CFG.select_initial, CFG.select_local) == (1, 2)
@@ -127,7 +127,7 @@ def test_overlap_is_that_of_the_blocks_that_were_chosen():
     assert overlap(moved) == pytest.approx((tokens - 1 / (n - 3)) / tokens)
 
 
-def test_a_branch_that_takes_all_counts_as_collapsed():
+def test_a_dominant_branch_counts_as_collapsed():
     gates = torch.tensor([1.0, 1e-6, 1e-6]).expand(1, 4, 2, 3).clone()
     gates[0, 0] = 1 / 3
     stats = AttentionStats(CFG)
@@ -137,7 +137,7 @@ def test_a_branch_that_takes_all_counts_as_collapsed():
     assert stats.read()["gate_share_compressed"] == pytest.approx(0.25 / 3 + 0.75, rel=1e-4)
 
 
-def test_updates_add_up_and_reset_forgets():
+def test_updates_add_up_and_reset_clears_them():
     stats = AttentionStats(CFG)
     stats.enabled = True
     assert stats.read() == {}
@@ -166,7 +166,7 @@ def test_distances_fall_into_doubling_bins():
     assert sum(bins) == 4
 
 
-def test_updating_never_needs_a_value_on_the_host():
+def test_updating_never_reads_values_on_the_host():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -194,7 +194,7 @@ def layer_with_captured_stats(monkeypatch, **options):
 
 
 @pytest.mark.parametrize("documents", [None, (7, 31, 12)], ids=["plain", "packed"])
-def test_a_layer_reports_what_its_last_passes_did(documents, monkeypatch):
+def test_a_layer_updates_its_statistics(documents, monkeypatch):
     layer, captured = layer_with_captured_stats(monkeypatch)
     layer.stats.enabled = True
     layer(torch.randn(1, 50, 32), cu_seqlens=cu(documents))
@@ -203,7 +203,7 @@ def test_a_layer_reports_what_its_last_passes_did(documents, monkeypatch):
     assert layer.stats.read() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_layer_that_is_not_asked_counts_nothing_and_computes_the_same(monkeypatch):
+def test_disabled_statistics_change_nothing(monkeypatch):
     layer, _ = layer_with_captured_stats(monkeypatch)
     x = torch.randn(2, 50, 32)
     layer.stats.enabled = False
@@ -214,7 +214,7 @@ def test_a_layer_that_is_not_asked_counts_nothing_and_computes_the_same(monkeypa
     assert layer.stats.read() != {}
 
 
-def test_what_activation_checkpointing_computes_again_is_counted_once(monkeypatch):
+def test_recomputed_passes_are_counted_once(monkeypatch):
     layer, _ = layer_with_captured_stats(monkeypatch)
     layer.stats.enabled = True
     x = torch.randn(1, 50, 32, requires_grad=True)
@@ -225,7 +225,7 @@ def test_what_activation_checkpointing_computes_again_is_counted_once(monkeypatc
     assert (layer.stats.read(), layer.stats.read_distances()) == plain
 
 
-def test_statistics_are_no_part_of_the_state_of_a_layer(monkeypatch):
+def test_statistics_are_not_in_the_state_dict(monkeypatch):
     layer, _ = layer_with_captured_stats(monkeypatch)
     before = set(layer.state_dict())
     layer.stats.enabled = True

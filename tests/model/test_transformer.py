@@ -1,4 +1,4 @@
-"""The whole model: causal, document by document, in any mixture of attention, and trained on the token that follows."""
+"""The model: causal, documents separated, any mixture of attention, trained on the next token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small(attention="nsa", **changes) -> ModelConfig:
 
 
 def lively(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Transformer:
-    """A model in which everything takes part: what starts at zero (gates, φ's last layer) is given weights."""
+    """A model with random weights everywhere, also where they start at zero (gates, the last layer of φ)."""
     model = Transformer(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def test_no_token_sees_a_later_one(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_bound_of_the_documents_lengths_changes_no_loss(kind):
+def test_max_seqlen_does_not_change_the_loss(kind):
     config = small(kind)
     model, tokens = lively(config), tokens_of(config, 1, 83)
     bounds = torch.tensor([0, 1, 30, 37, 83], dtype=torch.int32)
@@ -83,14 +83,14 @@ def test_documents_do_not_see_each_other(kind):
     assert torch.equal(model(tokens, bounds)[:, 21:], model(other, bounds)[:, 21:])
 
 
-def test_a_mixture_has_the_attention_it_names_layer_by_layer():
+def test_attention_can_differ_per_layer():
     model = Transformer(small(("dense", "nsa", "dense")))
     names = [type(layer).__name__ for layer in model.attention_layers()]
     assert names == ["DenseAttention", "NativeSparseAttention", "DenseAttention"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_loss_is_that_of_the_logits(tied):
+def test_the_loss_is_the_cross_entropy_of_the_logits(tied):
     config = small(tie_embeddings=tied)
     model, tokens = lively(config), tokens_of(config, 2, 40)
     targets = tokens.roll(-1, 1)
@@ -111,14 +111,14 @@ def test_gradients_reach_every_parameter():
     assert dead == []
 
 
-def test_a_fresh_model_knows_nothing():
+def test_a_fresh_model_predicts_uniformly():
     config = small(init_std=0.02, vocab_size=256)
     model, tokens = Transformer(config), tokens_of(config, 4, 64)
     loss = model(tokens, None, tokens.roll(-1, 1))
     assert loss.total.item() / loss.tokens.item() == pytest.approx(math.log(256), abs=0.05)
 
 
-def test_projections_into_the_residual_stream_start_narrower_by_depth():
+def test_projections_into_the_residual_stream_start_smaller():
     config = ModelConfig(dim=64, layers=8, heads=4, kv_heads=2, head_dim=16, ffn_dim=256, init_std=0.04)
     for block in Transformer(config).blocks:
         assert block.ffn.gate_up.weight.std().item() == pytest.approx(0.04, rel=0.1)
@@ -126,7 +126,7 @@ def test_projections_into_the_residual_stream_start_narrower_by_depth():
         assert block.attention.o_proj.weight.std().item() == pytest.approx(0.04 / 4, rel=0.1)
 
 
-def test_weights_follow_from_the_seed_and_from_nothing_else():
+def test_initial_weights_depend_only_on_the_seed():
     models = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -136,7 +136,7 @@ def test_weights_follow_from_the_seed_and_from_nothing_else():
     assert not torch.equal(models[0].embedding.weight, models[2].embedding.weight)
 
 
-def test_a_model_made_on_the_meta_device_can_be_initialised_later():
+def test_a_model_on_the_meta_device_can_be_initialised_later():
     torch.manual_seed(3)
     here = Transformer(small(qk_norm=True))
     with torch.device("meta"):
@@ -153,7 +153,7 @@ def test_a_model_made_on_the_meta_device_can_be_initialised_later():
     assert torch.isfinite(later(tokens_of(here.config, 1, 30))).all()
 
 
-def test_bounds_that_do_not_fit_are_refused():
+def test_mismatched_bounds_and_caches_are_rejected():
     model, tokens = Transformer(small()), tokens_of(small(), 1, 20)
     with pytest.raises(ValueError, match="cu_seqlens"):
         model(tokens, torch.tensor([0, 19], dtype=torch.int32))
@@ -161,12 +161,12 @@ def test_bounds_that_do_not_fit_are_refused():
         model(tokens, cache=[None])
 
 
-# The two leaks of the system before: labels that were the inputs, and attention that read token t + 1. Both make
-# random data learnable. So: fresh random tokens every step, from which nothing can be learnt, must not be learnt.
+# Two classic leaks make random data learnable: unshifted labels, and attention that reads token t + 1. So training on
+# fresh random tokens must not reduce the loss.
 
 
 def train_on(batches, model: Transformer, shift: int) -> float:
-    """Mean loss of the last quarter of some steps of training."""
+    """Mean loss of the last 10 training steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
     for sequence in batches:
@@ -196,12 +196,12 @@ def learner(kind="nsa") -> Transformer:
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
-def test_noise_is_not_learnt_and_what_follows_is(kind):
+def test_noise_cannot_be_learned_and_counting_can(kind):
     assert train_on(noise(), learner(kind), shift=1) > math.log(16) - 0.03
     assert train_on(counting(), learner(kind), shift=1) < 0.3
 
 
-def test_labels_that_are_not_shifted_would_be_caught():
+def test_unshifted_labels_would_be_caught():
     assert train_on(noise(), learner(), shift=0) < math.log(16) - 1
 
 

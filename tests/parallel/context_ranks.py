@@ -19,7 +19,7 @@ from tercet.parallel.context import apply_context_parallelism, shard_sequence
 SMALL = NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, select_count=4, select_initial=1, select_local=2, window=24
 )
-# The last one: overlap of compressed blocks by more than one stride, a window longer than a chunk.
+# wide: compressed blocks that overlap by more than one stride, and a window longer than a chunk.
 LAYERS = {
     "nsa": lambda: NativeSparseAttention(24, 4, 2, 8, 4, SMALL),
     "shared": lambda: NativeSparseAttention(24, 4, 1, 8, config=SMALL, shared_kv=True, qk_norm=True, gate="softmax"),
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def on_kernels(group) -> None:  # type: ignore[no-untyped-def]
-    """In Triton's interpreter, where a token costs milliseconds."""
+    """In Triton's interpreter, which is slow: few tokens."""
     for by_blocks in (False, True):
         result = compare(ON_KERNELS, [0, 5, 60, 128], group, by_blocks, torch.float32)
         if dist.get_rank() == 0:
@@ -69,7 +69,7 @@ def every_layer(group) -> None:  # type: ignore[no-untyped-def]
 
 def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: ignore[no-untyped-def]
     torch.manual_seed(7)
-    # fp64: where a gradient is 0 but for rounding (one compressed token has no say in its keys), fp32 could not tell
+    # fp64: some gradients are zero up to rounding (a single compressed token does not depend on its keys)
     layer: nn.Module = build().to(dtype)
     for p in layer.parameters():
         nn.init.normal_(p, std=0.2)

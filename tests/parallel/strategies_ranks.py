@@ -30,7 +30,7 @@ from tercet.train.optim import learning_rate
 from tercet.train.state import build_state
 from tercet.train.step import StepBatches, to_device, train_step
 
-# name: (strategy's settings, activation checkpointing, accumulation)
+# name: (settings of the strategy, activation checkpointing, accumulation)
 CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "ddp": ({"strategy": "ddp"}, "none", 1),
     "ddp, accumulated, recomputed": ({"strategy": "ddp", "bucket_mb": 0.01}, "full", 3),
@@ -60,7 +60,7 @@ for _strategy in ("ddp", "fsdp", "cp"):
             CASES[f"{_strategy} {_mode} {_accumulation}"] = ({"strategy": _strategy}, _mode, _accumulation)
 
 
-# Ranks may share a GPU, since gloo carries what they exchange. There the model has sizes that the kernels take.
+# Ranks may share a GPU, since they communicate over gloo. On a GPU the model has sizes that the kernels support.
 DEVICE = torch.device("cuda", 0) if "--cuda" in sys.argv else torch.device("cpu")
 NCCL = "--nccl" in sys.argv
 LENGTH = 512 if DEVICE.type == "cuda" else 64
@@ -88,7 +88,7 @@ def run_cases() -> int:
     for name, config in configs.items():
         steps, began = steps_of[name], time.monotonic()
         try:
-            # the others wait: what one process does need not be done by all
+            # only rank 0 computes the expected values; the others wait
             expected = run(as_single(config), Single(), steps) if launch.rank == 0 else None
             if launch.rank == 1 and DEVICE.type == "cuda" and not warmed:
                 warmed = True
@@ -96,7 +96,7 @@ def run_cases() -> int:
             alone = time.monotonic() - began
             got = run(config, build_strategy(config.parallel, config.train, world), steps)
             result = compare(got, expected) if expected is not None else {}
-        except Exception:  # told, and the other cases go on: a run on a borrowed GPU should say all it can
+        except Exception:  # report it and continue with the other cases
             traceback.print_exc()
             failed = 1
             continue
@@ -111,8 +111,8 @@ def run_cases() -> int:
     return failed
 
 
-class Deaf(Single):
-    """A rank of two that shares a sequence with nobody: what it would fetch is zeros."""
+class IsolatedRank(Single):
+    """One of two context-parallel ranks, without the other: fetched rows are zeros."""
 
     def prepare(self, model):  # type: ignore[no-untyped-def]
         self._nsa = model.config.nsa
@@ -127,7 +127,7 @@ class Deaf(Single):
 
 
 def warm(config) -> None:  # type: ignore[no-untyped-def]
-    """Compile the kernels of a shared sequence while rank 0 compiles those of a whole one: Triton keeps both."""
+    """Compile the kernels for a split sequence while rank 0 compiles those for a whole one; Triton caches both."""
 
     def zeros(self, rows, sizes, back_sizes):  # type: ignore[no-untyped-def]
         class Done:
@@ -138,7 +138,7 @@ def warm(config) -> None:  # type: ignore[no-untyped-def]
 
     kept, Exchange.send = Exchange.send, zeros  # type: ignore[method-assign]
     try:
-        run(as_single(config), Deaf(), 1)
+        run(as_single(config), IsolatedRank(), 1)
     finally:
         Exchange.send = kept  # type: ignore[method-assign]
 
@@ -163,8 +163,8 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         train__steps=steps,
         train__precision=precision,
         train__clip=0,
-        # At the kernels' sizes 1e-2 is past what training bears: weights that differ by half a last digit end 2e-3
-        # apart after 20 steps of one and the same process, and no limit on the losses would mean anything.
+        # At the kernels' sizes training is unstable at 1e-2: weights that differ in the last bit end 2e-3 apart after
+        # 20 steps even in one process, so no tolerance on the losses would mean anything.
         train__lr=3e-3 if DEVICE.type == "cuda" else 1e-2,
         train__compile="off",
         parallel__backend="nccl" if NCCL else "gloo",
@@ -227,8 +227,7 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
 
 
 def whole(sharded: DTensor) -> torch.Tensor:
-    """All of it, put together on the host: full_tensor() of a GPU's shards ends in a segmentation fault under gloo
-    (torch 2.11, in wait_tensor)."""
+    """The full tensor, gathered on the host: full_tensor() of GPU shards segfaults under gloo (torch 2.11)."""
     mesh = host_mesh(tuple(sharded.device_mesh.shape))
     here = DTensor.from_local(
         sharded.to_local().cpu(),

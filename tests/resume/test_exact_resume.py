@@ -1,4 +1,4 @@
-"""N steps straight = some steps, kill -9, resume, the rest: the same losses and the same weights, to the bit."""
+"""A run that is killed and resumed has the same losses and weights as an uninterrupted run, to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tercet.train.manifest import complete_checkpoints, verify
 
 
 def config_of(folder: Path, **changes: object) -> RunConfig:
-    """Saves after every step, so that kills fall into saves; accumulates, so that they fall between micro-batches."""
+    """Saves every step and accumulates, so that kills hit saves and fall between micro-batches."""
     changes = {"train__steps": 14, "train__tokens_per_step": 256, "checkpoint__every": 1} | changes
     return small(run__dir=str(folder), **changes)
 
@@ -39,7 +39,7 @@ def assert_same_run(straight: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """An undisturbed run, and how long it took."""
+    """An uninterrupted run, and how long it took."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     begun = time.perf_counter()
     child = fork_server.run(config_of(folder))
@@ -49,7 +49,7 @@ def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[float]) -> list[Child]:
-    """Kill a run after each delay and take it up again, until it ends by itself or the delays do."""
+    """Kill a run after each delay and resume it, until it completes; the last process is not killed."""
     children = []
     for delay in [*delays, None]:
         child = fork_server.start(config, resume="auto")
@@ -65,7 +65,7 @@ def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[flo
     return children
 
 
-def test_a_run_killed_at_random_instants_goes_on_to_the_same_bits(
+def test_a_run_killed_at_random_times_resumes_to_the_same_bits(
     fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path
 ) -> None:
     reference, seconds = straight
@@ -92,10 +92,10 @@ def test_a_hundred_kills_lose_nothing(fork_server: ForkServer, straight: tuple[P
     assert kills >= 100
 
 
-def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(
+def test_a_kill_during_a_save_loses_only_that_save(
     fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path
 ) -> None:
-    """Kill as soon as a folder that is being written shows up."""
+    """Kill as soon as a .writing- folder appears."""
     reference, _ = straight
     folder = tmp_path / "run"
     config = config_of(folder)
@@ -123,8 +123,8 @@ def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(
     assert_same_run(reference, folder)
 
 
-def test_log_intervals_that_a_resume_cuts_in_two_are_logged_whole(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Checkpoints at 3, 6, 9, …, log lines at 5, 10, …: the steps between a save and a log line are not forgotten."""
+def test_a_log_interval_that_spans_a_resume_is_logged_whole(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Checkpoints at 3, 6, 9, …, log lines at 5, 10, …: steps between a save and a log line are not lost."""
     runs = {}
     for name in ("straight", "stopped"):
         config = config_of(tmp_path / name, checkpoint__every=3, log__every=5, train__steps=12)
@@ -143,9 +143,7 @@ def test_log_intervals_that_a_resume_cuts_in_two_are_logged_whole(fork_server: F
     assert runs["stopped"] == runs["straight"]
 
 
-def test_what_was_measured_after_the_resumed_step_is_moved_aside_and_not_told_twice(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_events_after_the_resumed_step_are_moved_aside(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(folder, checkpoint__every=4, train__steps=6)
     child = fork_server.start(config)

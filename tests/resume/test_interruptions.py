@@ -1,4 +1,4 @@
-"""Signals, full disks, damaged files, changed settings: a clear sentence each time, and nothing lost."""
+"""Signals, full disks, damaged files, changed settings: a clear message each time, and nothing lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saved_steps(folder: Path) -> list[int | None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_very_step_and_leaves_with_a_sentence(
+def test_a_signal_saves_the_current_step_and_prints_how_to_resume(
     fork_server: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     folder = tmp_path / "run"
@@ -57,7 +57,7 @@ def test_a_signal_saves_the_very_step_and_leaves_with_a_sentence(
     assert max(losses(folder)) == last.step
 
 
-def test_a_second_ctrl_c_leaves_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_exits_immediately(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A step of many micro-batches: the first Ctrl-C would have to wait for its end.
     config = small(run__dir=str(folder), **LONG | {"train__tokens_per_step": 128 * 5000})
@@ -74,7 +74,7 @@ def test_a_second_ctrl_c_leaves_at_once(fork_server: ForkServer, tmp_path: Path)
     assert saved_steps(folder) == []
 
 
-def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_works_while_the_loader_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, straight, true = tmp_path / "run", tmp_path / "straight", loader.pack
     config = {"train__steps": 8, "checkpoint__every": 0, "train__micro_batch": 1}  # two batches a step
     hung, over = threading.Event(), threading.Event()
@@ -106,7 +106,7 @@ def test_a_signal_is_heard_while_the_data_hangs(tmp_path: Path, monkeypatch: pyt
     assert losses(folder) == losses(straight)
 
 
-def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
+def test_a_signal_during_the_last_sample_leaves_a_saved_and_complete_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, true, chosen = tmp_path / "run", trainer.sample_text, 0
@@ -129,7 +129,7 @@ def test_a_signal_in_the_last_sample_ends_a_run_that_is_saved_and_complete(
         assert train(config) == 0
     assert chosen == 3
     assert ended(folder).outcome == "completed"
-    assert train(config, resume="auto") == 0  # makes no step, and the sample that was cut short
+    assert train(config, resume="auto") == 0  # no step, only the interrupted sample
     assert [e.step for e in read_events(events_file(folder)) if isinstance(e, Sampled)] == [6]
 
 
@@ -138,7 +138,7 @@ def ended_step(folder: Path) -> int:
     return max((e.step for e in read_events(path)), default=0) if path.exists() else 0
 
 
-def test_a_refused_resume_leaves_the_checkpoints_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_resume_does_not_touch_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(run__dir=str(tmp_path / "run"), train__steps=6)
     assert train(config) == 0
     earlier = str(complete_checkpoints(tmp_path / "run" / "checkpoints")[0])
@@ -151,7 +151,7 @@ def test_a_refused_resume_leaves_the_checkpoints_as_they_were(tmp_path: Path, mo
     assert len(list((tmp_path / "run" / "checkpoints").glob("abandoned-*"))) == 2
 
 
-def test_an_interrupted_run_goes_on_where_it_left(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_to_the_same_losses(fork_server: ForkServer, tmp_path: Path) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
     config = small(run__dir=str(folder), train__steps=40, checkpoint__every=0)
     child = fork_server.start(config)
@@ -163,7 +163,7 @@ def test_an_interrupted_run_goes_on_where_it_left(fork_server: ForkServer, tmp_p
     assert losses(folder) == losses(straight)
 
 
-def test_the_command_that_an_interrupted_run_names_goes_on_with_it(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_the_printed_resume_command_resumes_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "a run"
     child = fork_server.start(small(run__dir=str(folder), train__steps=40, checkpoint__every=0))
     child.until("step  5/")
@@ -180,7 +180,7 @@ def test_the_command_that_an_interrupted_run_names_goes_on_with_it(fork_server: 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with 3 MB on it, where the machine allows one."""
+    """A 3 MB file system, if one can be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
@@ -190,7 +190,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint(
+def test_a_full_disk_stops_the_run_with_a_message_and_keeps_the_last_checkpoint(
     fork_server: ForkServer, small_disk: Path
 ) -> None:
     folder = small_disk / "run"
@@ -202,7 +202,7 @@ def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint
     kept = saved_steps(folder)
     assert kept
     assert f"the newest complete checkpoint is {complete_checkpoints(folder / 'checkpoints')[-1]}" in child.output
-    # With room again, it goes on from there.
+    # With free space again, it resumes from there.
     for path in complete_checkpoints(folder / "checkpoints")[:-2]:
         shutil.rmtree(path)
     again = small(run__dir=str(folder), train__steps=int(kept[-1] or 0) + 4, checkpoint__every=2, checkpoint__keep=1)
@@ -211,7 +211,7 @@ def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint
     assert list(losses(folder)) == list(range(1, int(kept[-1] or 0) + 5))
 
 
-def test_failed_saves_are_survived_when_asked_for_and_counted(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_failed_saves_are_tolerated_if_allowed_and_counted(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     # A file where the folder of this step would be written.
@@ -225,7 +225,7 @@ def test_failed_saves_are_survived_when_asked_for_and_counted(fork_server: ForkS
     assert child.output.count("warning: checkpoint of step 2 could not be written") == 1
 
 
-def test_a_failed_save_stops_the_run_when_nothing_else_was_asked_for(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_failed_save_stops_the_run_by_default(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / ".writing-step-00000004").write_text("")
@@ -245,7 +245,7 @@ def test_an_unwritable_folder_is_one_line(fork_server: ForkServer, tmp_path: Pat
     assert "cannot be written (Not a directory): pick another --run.dir" in child.output
 
 
-def test_a_folder_without_rights_is_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_folder_without_permissions_is_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     (tmp_path / "closed").mkdir(mode=0o500)
@@ -254,7 +254,7 @@ def test_a_folder_without_rights_is_one_line(fork_server: ForkServer, tmp_path: 
     assert "cannot be written (Permission denied)" in child.output
 
 
-def test_a_folder_that_holds_a_run_is_not_trained_over(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten(fork_server: ForkServer, tmp_path: Path) -> None:
     config = small(run__dir=str(tmp_path / "run"))
     assert fork_server.run(config).code == 0
     before = losses(tmp_path / "run")
@@ -295,13 +295,13 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(fork_server: 
     assert "resuming from" in child.output
     assert losses(tmp_path / "run") == before
     assert (tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}").is_dir()
-    # Named outright, a damaged checkpoint is an error.
+    # Naming a damaged checkpoint is an error.
     child = fork_server.run(config, resume=str(tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}"))
     assert child.code == 1
     assert "does not match its SHA-256" in child.output
 
 
-def test_a_config_that_changed_since_is_refused_with_the_difference(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_changed_config_is_refused_with_the_difference(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     assert fork_server.run(small(run__dir=folder)).code == 0
     child = fork_server.run(small(run__dir=folder, train__lr=0.5, train__steps=8), resume="auto")
@@ -319,9 +319,7 @@ def test_a_config_that_changed_since_is_refused_with_the_difference(fork_server:
     assert len(losses(tmp_path / "run")) == 8
 
 
-def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_resuming_another_runs_checkpoint_in_a_used_folder_is_refused(fork_server: ForkServer, tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     assert fork_server.run(small(run__dir=str(a))).code == 0
     assert fork_server.run(small(run__dir=str(b), run__seed=7)).code == 0
@@ -332,13 +330,13 @@ def test_another_runs_checkpoint_is_not_brought_into_a_folder_that_holds_a_run(
         assert child.code == 2
         assert f"{b} already holds a run, and --resume {resume} belongs to another one" in child.output
         assert (losses(b), saved_steps(b)) == before
-    # Its own, by whatever way, is no other's.
+    # Through a symbolic link it is still the run's own checkpoint.
     (tmp_path / "link").symlink_to(a)
     child = fork_server.run(small(run__dir=str(tmp_path / "link")), resume=str(a / "checkpoints" / "latest"))
     assert child.code == 0, child.output
 
 
-def test_a_run_forked_from_another_saves_what_it_begins_with(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_fork_saves_the_checkpoint_it_starts_from(fork_server: ForkServer, tmp_path: Path) -> None:
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     assert fork_server.run(small(run__dir=str(a))).code == 0
     source = str(a / "checkpoints" / "step-00000002")
@@ -350,13 +348,13 @@ def test_a_run_forked_from_another_saves_what_it_begins_with(fork_server: ForkSe
     last = ended(b)
     assert saved_steps(b) == sorted({2, last.step})
     assert f"saved step {last.step} and stopped" in child.output
-    # Without a signal it is saved too, and the fork goes the way of the run that it left.
+    # Without a signal it is saved too, and the fork has the losses of the original run.
     assert fork_server.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
     assert saved_steps(c) == [2, 6]
     assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]
 
 
-def test_a_fork_that_died_before_its_first_save_begins_again(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_fork_that_died_before_its_first_save_can_be_started_again(fork_server: ForkServer, tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     assert fork_server.run(small(run__dir=str(a))).code == 0
     source = a / "checkpoints" / "step-00000002"
@@ -365,7 +363,7 @@ def test_a_fork_that_died_before_its_first_save_begins_again(fork_server: ForkSe
     expected = losses(b)
     for path in (b / "checkpoints").iterdir():  # as if it had been killed while it saved
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
-    child = fork_server.run(forked, resume="auto")  # this would have been another run, from step 0
+    child = fork_server.run(forked, resume="auto")  # starting at step 0 would be a different run
     assert child.code == 2
     assert f"{b} was forked from {source} and has no checkpoint" in child.output
     assert f"resume with --resume {source}" in child.output

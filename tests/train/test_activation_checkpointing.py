@@ -71,9 +71,7 @@ def counted() -> Iterator[OpCounter]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_selection_of_the_forward_pass_is_the_one_the_backward_pass_uses(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backward_pass_uses_the_selection_of_the_forward_pass(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selected blocks come out of `keep_selection`; a recomputation must get them back, not run it again."""
     model, data = build(mode), inputs(packed=False)
     with counted() as forward:
@@ -86,7 +84,7 @@ def test_the_selection_of_the_forward_pass_is_the_one_the_backward_pass_uses(
 
 
 def test_every_block_recomputes_itself_and_not_the_last_one() -> None:
-    """The late-bound closure that made every recomputation run the last block."""
+    """Guards against a late-bound closure, which would recompute the last block every time."""
     model = build("full")
     ran: list[int] = []
     for i, block in enumerate(model.blocks):
@@ -95,12 +93,12 @@ def test_every_block_recomputes_itself_and_not_the_last_one() -> None:
     assert ran == [0, 1, 2, 2, 1, 0]
 
 
-def test_parameter_names_stay_as_they_are() -> None:
+def test_parameter_names_are_unchanged() -> None:
     assert list(build("none").state_dict()) == list(build("full").state_dict())
 
 
 class Product(torch.nn.Module):
-    """gelu of a batched product of [2, 6, wide] and [2, wide, narrow], or of the other way round."""
+    """gelu of a batched matmul of [2, 6, wide] and [2, wide, narrow], or the other way round."""
 
     def __init__(self, given: int, made: int) -> None:
         super().__init__()
@@ -111,9 +109,7 @@ class Product(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("given", "made", "kept"), [(16, 4, True), (4, 16, False)], ids=["φ's", "scores"])
-def test_batched_products_are_kept_where_they_are_no_wider_than_what_they_are_made_of(
-    given: int, made: int, kept: bool
-) -> None:
+def test_batched_matmuls_are_saved_unless_they_are_wider_than_their_inputs(given: int, made: int, kept: bool) -> None:
     blocks = torch.nn.ModuleList([Product(given, made)])
     apply_activation_checkpointing(blocks, "selective")
     out = blocks[0](torch.randn(2, 6, given, requires_grad=True))

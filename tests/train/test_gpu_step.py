@@ -68,7 +68,7 @@ class Setting:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_a_step_never_waits_for_the_device(mode: str) -> None:
+def test_a_step_never_syncs_with_the_device(mode: str) -> None:
     setting = Setting(mode)
     for number in (1, 2):
         setting.step(number)
@@ -82,7 +82,7 @@ def test_a_step_never_waits_for_the_device(mode: str) -> None:
     assert setting.guard.total() == 0
 
 
-def test_a_bad_step_is_skipped_on_the_device_without_waiting() -> None:
+def test_a_nonfinite_step_is_skipped_without_a_sync() -> None:
     setting = Setting()
     setting.step(1)
     before = [p.detach().clone() for p in setting.model.parameters()]
@@ -97,7 +97,7 @@ def test_a_bad_step_is_skipped_on_the_device_without_waiting() -> None:
 
 
 @pytest.mark.serial
-def test_recomputing_keeps_less_memory() -> None:
+def test_checkpointing_saves_memory() -> None:
     kept = {}
     for mode in ("none", "selective", "full"):
         setting = Setting(mode)
@@ -171,7 +171,7 @@ def gradients(attention: str, packed: bool, *, compiled: bool, narrow: bool = Tr
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_compiled_step_is_as_near_to_the_true_gradients_as_an_uncompiled_one(attention: str, packed: bool) -> None:
+def test_a_compiled_step_is_as_close_to_the_true_gradients_as_an_eager_one(attention: str, packed: bool) -> None:
     """As near, not the same: what moves all keys alike moves no softmax but by their rotary turns, so that gradients
     of φ's position and biases are what is left of sums that nearly cancel. bf16 leaves two digits of them, and a
     compiler that rounds less often leaves others."""
@@ -180,7 +180,7 @@ def test_a_compiled_step_is_as_near_to_the_true_gradients_as_an_uncompiled_one(a
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_in_fp32_a_compiled_step_has_the_gradients_of_an_uncompiled_one(packed: bool) -> None:
+def test_in_fp32_a_compiled_step_has_the_gradients_of_an_eager_one(packed: bool) -> None:
     found, known = (gradients("nsa", packed, compiled=compiled, narrow=False) for compiled in (True, False))
     assert found.keys() == known.keys()
     for name, wanted in known.items():

@@ -1,5 +1,5 @@
-"""Recorded passes, with a recorder that does everything again instead of replaying: buffers, documents, gradients,
-statistics and what is said of them. What only a GPU can show is in test_graph_gpu.py."""
+"""CUDA graph steps with a fake capturer that recomputes instead of replaying: buffers, documents, gradients,
+statistics, messages. What needs a GPU is in test_graph_gpu.py."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from tercet.train.trainer import train
 CPU = torch.device("cpu")
 
 
-class Again:
-    """Leaves everything as a graph does: recording computes nothing, a replay writes where the recording would."""
+class FakeCapturer:
+    """Behaves like CUDA graphs: capturing computes nothing, a replay writes to the captured addresses."""
 
     def __init__(self, model: nn.Module) -> None:
         self.trained = list(model.parameters())
@@ -53,7 +53,7 @@ class Again:
         self.warmed += 1
         act()
 
-    def capture(self, act: Callable[[], None]) -> Again.Recorded:
+    def capture(self, act: Callable[[], None]) -> FakeCapturer.Captured:
         given = [p.grad for p in self.trained]
         values = [None if g is None else g.clone() for g in given]
         act()
@@ -64,7 +64,7 @@ class Again:
             elif p.grad is not None:
                 p.grad.fill_(torch.nan)
         grads, adds = [p.grad for p in self.trained], any(g is not None for g in given)
-        return Again.Recorded(act, self.trained, grads, adds, self.layers)
+        return FakeCapturer.Captured(act, self.trained, grads, adds, self.layers)
 
     def borrow(self, made: Tensor) -> Tensor:
         return made
@@ -74,7 +74,7 @@ class Again:
         self.held_bytes = 0
 
     @dataclass
-    class Recorded:
+    class Captured:
         act: Callable[[], None]
         trained: list[nn.Parameter]
         grads: list[Tensor | None]
@@ -95,17 +95,17 @@ class Again:
                 layer.routes = was
 
 
-class Fails(Again):
-    """As Again, until a given recording."""
+class FailingCapturer(FakeCapturer):
+    """Fails after a given number of captures."""
 
     def __init__(self, model: nn.Module, last: int = 0, error: Exception | None = None) -> None:
         super().__init__(model)
         self.left, self.error = last, error or TercetError("a step could not be captured (RuntimeError: no)")
 
-    def capture(self, act: Callable[[], None]) -> Again.Recorded:
+    def capture(self, act: Callable[[], None]) -> FakeCapturer.Captured:
         self.left -= 1
         if self.left < 0:
-            act()  # something of it may be there when it fails
+            act()  # a real capture may fail halfway
             raise self.error
         return super().capture(act)
 
@@ -113,7 +113,7 @@ class Fails(Again):
 def on_cpu(*, graphs: bool) -> SteppedModel:
     run = SteppedModel(small(train__lr=1e-2, train__precision="fp32"), seed=3)
     if graphs:
-        run.use_graphs(Again(run.model))
+        run.use_graphs(FakeCapturer(run.model))
     return run
 
 
@@ -155,14 +155,14 @@ def test_empty_documents_at_the_end_change_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), attention
 
 
-def test_capacity_for_documents_is_a_power_of_two() -> None:
+def test_document_capacity_is_a_power_of_two() -> None:
     assert [capacity_for(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", ["packed", "plain"])
-def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulation: int) -> None:
-    """Another number of documents in every batch, more than there is room for in the fourth; one step looked at."""
+def test_graph_steps_equal_eager_steps_to_the_last_bit(kind: str, accumulation: int) -> None:
+    """The document count varies and exceeds the capacity in the fourth batch; two steps collect statistics."""
     documents = [3, 9, 2, 40, 5, 33]
     told = []
     for graphs in (False, True):
@@ -182,8 +182,8 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(kind: str, accumulati
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
-def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
-    """The test above is no test if what a step leaves behind could not reach the next."""
+def test_stale_gradients_do_not_reach_the_next_step() -> None:
+    """Overwrites the gradient buffers between two steps: a step must clear them."""
     run = on_cpu(graphs=True)
     run.step([packed(1, 3), packed(2, 3)])
     assert run.graph is not None
@@ -197,16 +197,16 @@ def test_a_gradient_that_is_not_written_anew_would_be_seen() -> None:
     assert all(torch.equal(a, b) for a, b in zip(bits(run.model), bits(expected.model), strict=True))
 
 
-def test_passes_are_recorded_once_for_as_long_as_they_fit() -> None:
+def test_graphs_are_captured_again_only_when_batches_do_not_fit() -> None:
     run = on_cpu(graphs=True)
     assert run.graph is not None
     for i in range(4):
         run.step([packed(i, 3 + i)])
     assert len(run.graph.take_messages()) == 1
     assert run.capturer.resets == 1
-    run.step([packed(9, 3)], with_stats=True)  # the first of its kind: both are recorded, in one pool
+    run.step([packed(9, 3)], with_stats=True)  # first step with statistics: both variants are captured, in one pool
     assert run.capturer.held_bytes == 2
-    run.step([packed(9, 17)])  # more documents than there is room for
+    run.step([packed(9, 17)])  # more documents than the capacity
     both, more = run.graph.take_messages()
     assert "up to 16 documents" in both
     assert "up to 32 documents" in more
@@ -214,35 +214,35 @@ def test_passes_are_recorded_once_for_as_long_as_they_fit() -> None:
     run.step([packed(9, 3)], with_stats=True)
     run.step([packed(8, 30)])
     assert not run.graph.take_messages()
-    run.step([packed(7, 3), packed(8, 3)])  # now gradients are added
+    run.step([packed(7, 3), packed(8, 3)])  # gradients now accumulate
     run.step([packed(7, 3)])
     assert len(run.graph.take_messages()) == 1
     run.step([packed(7, 3, length=64)])
     assert "1 × 64 tokens" in run.graph.take_messages()[0]
 
 
-def test_parameters_without_a_gradient_stay_without() -> None:
+def test_parameters_without_a_gradient_stay_unchanged() -> None:
     for accumulation in (1, 2):
         run = on_cpu(graphs=True)
         unused = nn.Parameter(torch.ones(3))
         run.model.register_parameter("unused", unused)
-        run.use_graphs(Again(run.model))
+        run.use_graphs(FakeCapturer(run.model))
         run.optimizer.add_param_group({"params": [unused], "weight_decay": 0.5})
         run.step([packed(i, 3) for i in range(accumulation)])
         assert torch.equal(unused.detach(), torch.ones(3))
 
 
-def test_routes_are_those_of_the_recorded_pass_whatever_ran_since() -> None:
+def test_routes_are_those_of_the_captured_pass() -> None:
     run = on_cpu(graphs=True)
     run.step([packed(1, 3)])
     wanted = [layer.routes for layer in run.model.attention_layers()]
     for layer in run.model.attention_layers():
-        layer.routes = {}  # a sample ran
+        layer.routes = {}  # as if a sample had run
     run.step([packed(2, 3)])
     assert [layer.routes for layer in run.model.attention_layers()] == wanted != [{}, {}]
 
 
-def test_micro_batches_of_one_step_have_one_shape() -> None:
+def test_micro_batches_of_different_shapes_are_an_error() -> None:
     with pytest.raises(TercetError, match=r"micro-batches of \[1, 64\] and \[1, 128\] tokens.*--train.cuda-graph off"):
         on_cpu(graphs=True).step([packed(1, 3), packed(2, 3, length=64)])
 
@@ -255,12 +255,12 @@ def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         graph.StepGraph,
         "__init__",
-        lambda self, model, precision, **how: built(self, model, precision, Again(model), **how),
+        lambda self, model, precision, **how: built(self, model, precision, FakeCapturer(model), **how),
     )
 
 
-def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, graphs_anywhere: None) -> None:
-    """Statistics, validation, samples and saves in between; the second process records anew."""
+def test_a_run_with_graphs_equals_an_eager_run_and_resumes(tmp_path: Path, graphs_anywhere: None) -> None:
+    """With statistics, validation, samples and saves in between; the resumed process captures again."""
     several = {
         "train__tokens_per_step": 256,
         "train__val_tokens": 128,
@@ -292,19 +292,19 @@ def test_a_recorded_run_is_the_same_run_and_resumes(tmp_path: Path, graphs_anywh
         if isinstance(e, ResourcesObserved)
     )
     counted = {how: [(e.route, e.calls) for e in events[how] if isinstance(e, RoutesCounted)] for how in told}
-    assert counted["on"] == counted["off"]  # a pass is a pass, and what sampling ran on is not training's
+    assert counted["on"] == counted["off"]  # sampling does not count
     assert any("CUDA graph: captured passes of 1 × 128 tokens" in e.text for e in events["on"] if isinstance(e, Noted))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["broken", "memory"])
-def test_steps_that_may_fail_to_be_recorded_go_on_launch_by_launch(error: Exception | None, accumulation: int) -> None:
-    """The third step is looked at: it asks for both recordings anew, of which the second fails."""
+def test_steps_fall_back_to_eager_if_a_capture_may_fail(error: Exception | None, accumulation: int) -> None:
+    """The third step collects statistics, so both variants are captured again, and the second capture fails."""
     told = []
     for graphs in (False, True):
         run = on_cpu(graphs=False)
         if graphs:
-            run.use_graphs(Fails(run.model, 2, error), may_fail=True)
+            run.use_graphs(FailingCapturer(run.model, 2, error), may_fail=True)
         results = []
         for i in range(5):
             result = run.step([packed(10 * i + j, 3) for j in range(accumulation)], with_stats=i == 2)
@@ -316,24 +316,24 @@ def test_steps_that_may_fail_to_be_recorded_go_on_launch_by_launch(error: Except
                 assert len(said) == (1 if i == 2 else 0)
                 assert not said or ("out of memory" if error else "could not be captured") in said[0]
         told.append([*results, *bits(run.model)])
-    assert run.capturer.held_bytes == 0  # nothing is kept for what is not replayed any more
+    assert run.capturer.held_bytes == 0  # the memory is freed
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
-def test_steps_that_must_be_recorded_stop_the_run_where_they_cannot_be() -> None:
+def test_a_failed_capture_is_an_error_if_graphs_are_required() -> None:
     for error, kind in ((None, TercetError), (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError)):
         run = on_cpu(graphs=False)
-        run.use_graphs(Fails(run.model, 0, error))
+        run.use_graphs(FailingCapturer(run.model, 0, error))
         with pytest.raises(kind):
             run.step([packed(1, 3)])
 
 
-def test_micro_batches_of_several_shapes_are_launched_where_recording_may_fail() -> None:
+def test_micro_batches_of_different_shapes_fall_back_to_eager_if_capture_may_fail() -> None:
     told = []
     for graphs in (False, True):
         run = on_cpu(graphs=False)
         if graphs:
-            run.use_graphs(Again(run.model), may_fail=True)
+            run.use_graphs(FakeCapturer(run.model), may_fail=True)
         run.step([packed(1, 3), packed(2, 3, length=64)])
         told.append(bits(run.model))
     assert run.graph is not None
@@ -342,13 +342,13 @@ def test_micro_batches_of_several_shapes_are_launched_where_recording_may_fail()
 
 
 @pytest.mark.parametrize("action", ["warn", "halt"])
-def test_a_run_that_cannot_be_recorded_goes_on_and_its_report_counts_it(
+def test_a_run_falls_back_to_eager_and_its_report_counts_it(
     tmp_path: Path, graphs_anywhere: None, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    def capture(self: Again, act: Callable[[], None]) -> Again.Recorded:
+    def capture(self: FakeCapturer, act: Callable[[], None]) -> FakeCapturer.Captured:
         raise TercetError("a step could not be captured as a CUDA graph (ValueError: no)")
 
-    monkeypatch.setattr(Again, "capture", capture)
+    monkeypatch.setattr(FakeCapturer, "capture", capture)
     told = {}
     for how in ("off", "auto"):
         run = small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action)
@@ -371,8 +371,8 @@ def test_a_run_that_cannot_be_recorded_goes_on_and_its_report_counts_it(
         train(small(run__dir=str(tmp_path / "on"), train__cuda_graph="on"), origins={})
 
 
-def test_a_resumed_run_has_capacity_for_the_documents_of_its_past(tmp_path: Path, graphs_anywhere: None) -> None:
-    """How sums are divided may depend on it, and a resumed run has the bits of one that was not interrupted."""
+def test_a_resumed_run_keeps_its_document_capacity(tmp_path: Path, graphs_anywhere: None) -> None:
+    """Bits may depend on the capacity, and a resumed run must equal an uninterrupted one."""
     made: list[StepGraph] = []
     several = {"train__cuda_graph": "on", "run__dir": str(tmp_path / "run")}
     built = state.build_state
@@ -381,7 +381,7 @@ def test_a_resumed_run_has_capacity_for_the_documents_of_its_past(tmp_path: Path
         found = built(*given)  # type: ignore[arg-type]
         assert found.graph is not None
         if not made:
-            found.graph.capacity = 64  # as if a batch of so many had been
+            found.graph.capacity = 64  # as if a batch had that many documents
         made.append(found.graph)
         return found
 
@@ -403,7 +403,9 @@ def test_a_resumed_run_has_capacity_for_the_documents_of_its_past(tmp_path: Path
         ("cuda", {}, None),
     ],
 )
-def test_a_graph_is_refused_where_it_cannot_be(device: str, changes: dict[str, str], refusal: str | None) -> None:
+def test_graphs_are_refused_without_a_gpu_or_with_several_ranks(
+    device: str, changes: dict[str, str], refusal: str | None
+) -> None:
     where = torch.device(device)
     if refusal is None:
         assert uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
@@ -415,7 +417,7 @@ def test_a_graph_is_refused_where_it_cannot_be(device: str, changes: dict[str, s
     assert not uses_cuda_graph(small(**changes), where)
 
 
-def test_what_broke_a_recording_is_told_not_what_broke_after_it() -> None:
+def test_the_first_error_of_a_capture_is_reported() -> None:
     first, last = ValueError("no waiting while capturing"), RuntimeError("the capture was invalidated")
 
     def wait() -> None:

@@ -72,13 +72,13 @@ def on_gpu(*, graphs: bool, compiled: bool = True, mode: str = "none", attention
 
 
 def validated(run: SteppedModel, batch: MicroBatch) -> Tensor:
-    """As between two steps of a run: from Python, in memory of its own."""
+    """Eager, between two steps, as in a run."""
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         return run.model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
 
 
 def packed(seed: int, documents: int) -> MicroBatch:
-    """Sequences end documents, and others end within them."""
+    """Documents end within sequences and at their ends."""
     draw = torch.Generator().manual_seed(seed)
     total = SEQUENCES * LENGTH
     tokens = torch.randint(1, 256, (1, total + 1), generator=draw)
@@ -91,7 +91,7 @@ def packed(seed: int, documents: int) -> MicroBatch:
 
 
 def with_room(batch: MicroBatch, least: int = 0) -> MicroBatch:
-    """With the empty documents that a recording has."""
+    """Padded with the empty documents that a graph has."""
     room = max(least, capacity_for(batch.cu_seqlens.shape[0] - 1))
     bounds = torch.zeros(room + 1, dtype=torch.int32, device=batch.tokens.device)
     fill_bounds(bounds, batch.cu_seqlens, batch.tokens.numel())
@@ -110,9 +110,9 @@ def with_room(batch: MicroBatch, least: int = 0) -> MicroBatch:
     ],
     ids=["one", "accumulated", "uncompiled", "dense", "full", "selective"],
 )
-def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, options: dict[str, Any]) -> None:
-    """Another number of documents in every batch, more than there is room for in the fifth; a step that is looked at
-    and a validation in between."""
+def test_graph_steps_equal_eager_steps_to_the_last_bit(accumulation: int, options: dict[str, Any]) -> None:
+    """The document count varies and exceeds the capacity in the fifth batch; one step collects statistics, and a
+    validation runs in between."""
     told: list[list[Tensor]] = []
     padded = options.get("attention") == "dense"
     for graphs in (False, True):
@@ -141,7 +141,7 @@ def test_recorded_steps_are_the_same_steps_to_the_last_bit(accumulation: int, op
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_empty_documents_change_no_more_than_the_order_of_sums(attention: str) -> None:
+def test_empty_documents_only_change_the_order_of_sums(attention: str) -> None:
     """Two documents, so that both kinds of sums are divided in another way than with sixteen. Of all gradients
     together: those that must come out as zero (what is added to every key) are nothing but rounding."""
     found = []
@@ -159,7 +159,7 @@ def test_empty_documents_change_no_more_than_the_order_of_sums(attention: str) -
 
 
 @pytest.mark.serial
-def test_what_a_recording_has_made_is_lent_and_its_memory_used_again() -> None:
+def test_outputs_are_borrowed_and_their_memory_is_reused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     capturer, x = CudaGraphCapturer(device), torch.ones(16 << 20, device=device)
     before = torch.cuda.memory_allocated()
@@ -179,15 +179,15 @@ def test_what_a_recording_has_made_is_lent_and_its_memory_used_again() -> None:
 
 
 @pytest.mark.serial
-def test_steps_go_on_launch_by_launch_where_a_recording_may_fail() -> None:
-    """In a process of its own: PyTorch's generator of the device is of no use after a capture that CUDA has ended."""
+def test_steps_fall_back_to_eager_after_a_failed_capture() -> None:
+    """In a separate process: after a capture that CUDA aborted, PyTorch's device generator is unusable."""
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, __file__], env=paths, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr[-2000:]
 
 
-def _go_on() -> None:
-    """The model waits for the device, which no recording can hold."""
+def _fall_back() -> None:
+    """The model syncs with the device, which a capture cannot contain."""
     set_arithmetic(deterministic=True, threads=None)
     told = []
     for graphs in (False, True):
@@ -208,7 +208,7 @@ def _go_on() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
-def test_a_replay_never_waits_for_the_device() -> None:
+def test_a_replay_never_syncs_with_the_device() -> None:
     run = on_gpu(graphs=True)
     for with_stats in (False, True):
         run.step([packed(1, 5)], with_stats=with_stats)
@@ -224,8 +224,8 @@ def test_a_replay_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.serial
-def test_memory_is_not_taken_twice() -> None:
-    """Reserved memory with recordings of both kinds, after a re-recording, beside what steps take without."""
+def test_graphs_do_not_double_the_memory() -> None:
+    """Reserved memory with both variants, after capturing again, compared with eager steps."""
     taken = {}
     for graphs in (False, True):
         torch.cuda.synchronize()
@@ -243,8 +243,8 @@ def test_memory_is_not_taken_twice() -> None:
     assert taken[True] < 1.3 * taken[False] + (64 << 20), taken
 
 
-def test_a_recorded_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    """A document in each sequence: four of them, so that empty ones divide no sum in another way."""
+def test_a_run_with_graphs_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    """One document per sequence: four, so that empty documents do not change how sums are split."""
     sizes = SIZES | {
         "train__tokens_per_step": 2 * 4 * LENGTH,
         "train__micro_batch": 4,
@@ -264,4 +264,4 @@ def test_a_recorded_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _go_on()
+    _fall_back()

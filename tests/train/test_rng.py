@@ -21,7 +21,7 @@ def draws() -> list[float]:
     ]
 
 
-def test_every_generator_goes_on_where_it_was_through_json() -> None:
+def test_every_generator_continues_after_a_round_trip_through_json() -> None:
     seed_all(5)
     draws()  # leaves a second Gaussian waiting in Python's and numpy's generators
     state = json.loads(json.dumps(capture_rng(CPU)))
@@ -32,7 +32,7 @@ def test_every_generator_goes_on_where_it_was_through_json() -> None:
     assert [draws(), draws()] == expected
 
 
-def test_seeding_makes_runs_alike() -> None:
+def test_seeding_is_reproducible() -> None:
     seed_all(5)
     first = draws()
     seed_all(5)

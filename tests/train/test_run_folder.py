@@ -1,4 +1,4 @@
-"""The run folder: what a run that is refused leaves of it, and who holds it."""
+"""The run folder: locking, and cleaning up after a refused run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tercet.train import run_folder as module
 from tercet.train.run_folder import LOCK, RunFolder
 
 
-def test_a_folder_that_nothing_was_written_into_goes_away_with_the_parents_that_were_made_for_it(tmp_path: Path):
+def test_an_unused_folder_is_removed_with_the_parents_created_for_it(tmp_path: Path):
     RunFolder(tmp_path / "runs" / "lock").close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_what_the_run_made_goes_away(tmp_path: Path):
+def test_only_what_the_run_created_is_removed(tmp_path: Path):
     (tmp_path / "runs" / "notes").mkdir(parents=True)
     RunFolder(tmp_path / "runs").close()
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "notes"]
 
 
-def test_a_folder_that_was_written_into_stays_as_it_is(tmp_path: Path):
+def test_a_used_folder_stays(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     (tmp_path / "run" / "config.toml").write_text("")
     folder.close()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml", LOCK]
 
 
-def test_ranks_that_are_refused_together_leave_nothing_whoever_is_first(tmp_path: Path):
+def test_refused_ranks_leave_nothing_in_any_order(tmp_path: Path):
     for first, second in ((0, 1), (1, 0)):
         ranks = [RunFolder(tmp_path / "run", lock=True), RunFolder(tmp_path / "run", lock=False)]
         ranks[first].close()
@@ -38,8 +38,8 @@ def test_ranks_that_are_refused_together_leave_nothing_whoever_is_first(tmp_path
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_whose_file_was_taken_away_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Between opening and locking, the run that held the lock is refused and goes; a third one must not get in too."""
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The holder removes the lock file between our open and our lock; a third process must not get in."""
     refused = RunFolder(tmp_path / "run")
     flock = module.fcntl.flock
 

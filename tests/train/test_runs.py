@@ -35,7 +35,7 @@ def tensors(folder: Path, part: str = "") -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run with everything switched on."""
+    """A small run with every feature enabled."""
     folder = tmp_path_factory.mktemp("done") / "run"
     torch.set_num_threads(1)
     config = small(
@@ -50,7 +50,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_the_files_that_people_know(done: Path) -> None:
+def test_a_run_writes_the_documented_files(done: Path) -> None:
     names = {p.name for p in done.iterdir()}
     assert names >= {
         "events_rank0.jsonl",
@@ -83,7 +83,7 @@ def test_validation_samples_and_the_end_are_events(done: Path) -> None:
     assert repr(metrics["val_loss"]) == rows(done / "val.csv")[-1]["loss"]
 
 
-def test_a_sample_is_announced_before_it_is_written(
+def test_a_sample_is_announced_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
@@ -98,7 +98,7 @@ def test_a_sample_is_announced_before_it_is_written(
     assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")
 
 
-def test_validation_and_samples_do_not_change_what_is_learnt(done: Path, tmp_path: Path) -> None:
+def test_validation_and_samples_do_not_change_training(done: Path, tmp_path: Path) -> None:
     assert train(small(run__dir=str(tmp_path / "run")), origins={}) == 0
     assert losses(tmp_path / "run") == losses(done)
 
@@ -109,7 +109,7 @@ def test_the_saved_config_repeats_the_run(done: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(done)
 
 
-def test_the_schedule_is_the_same_in_steps_at_accumulation_one_and_four(tmp_path: Path) -> None:
+def test_the_schedule_does_not_depend_on_accumulation(tmp_path: Path) -> None:
     told = {}
     for micro_batch in (8, 2):
         folder = tmp_path / str(micro_batch)
@@ -125,8 +125,8 @@ def test_the_schedule_is_the_same_in_steps_at_accumulation_one_and_four(tmp_path
         assert accumulated == pytest.approx(big, rel=1e-4)
 
 
-def test_random_tokens_cannot_be_learnt(tmp_path: Path) -> None:
-    """Labels that are not shifted, or a path from token t+1 to the prediction at t, would learn them at once."""
+def test_random_tokens_cannot_be_learned(tmp_path: Path) -> None:
+    """Unshifted labels, or a leak of token t+1 into the prediction at t, would learn them at once."""
     config = small(
         run__dir=str(tmp_path / "run"),
         train__steps=60,
@@ -142,7 +142,7 @@ def test_random_tokens_cannot_be_learnt(tmp_path: Path) -> None:
     assert min(last) > math.log(256) - 0.06
 
 
-def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reproduces_it(tmp_path: Path) -> None:
+def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = small(
         run__dir=str(folder),
@@ -170,8 +170,8 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_dump_that_reprod
     assert again["nonfinite_gradients"] or not math.isfinite(again["grad_norm"])
 
 
-def test_steps_after_the_weights_froze_are_never_saved_as_progress(tmp_path: Path) -> None:
-    """The log line that would notice comes long after the saves."""
+def test_steps_after_the_weights_froze_are_never_saved(tmp_path: Path) -> None:
+    """Saves are due long before the log line that notices."""
     explosive: dict[str, Any] = {"train__lr": 1e25, "train__warmup_steps": 0, "train__clip": 0.0}
     config = small(
         run__dir=str(tmp_path / "run"),
@@ -204,7 +204,7 @@ def test_a_run_can_start_from_the_weights_of_another(done: Path, tmp_path: Path)
         assert list(losses(folder)) == [1]
 
 
-def test_a_stage_of_longer_sequences_takes_over_weights_and_moments(done: Path, tmp_path: Path) -> None:
+def test_a_run_on_longer_sequences_starts_from_weights_and_moments(done: Path, tmp_path: Path) -> None:
     folder = tmp_path / "longer"
     config = small(
         run__dir=str(folder),
@@ -227,7 +227,7 @@ def test_a_stage_of_longer_sequences_takes_over_weights_and_moments(done: Path, 
     ("source", "said"),
     [("nowhere", "neither a checkpoint folder"), ("nowhere.safetensors", "cannot be read")],
 )
-def test_a_start_that_is_not_there_is_one_line(tmp_path: Path, source: str, said: str) -> None:
+def test_a_missing_init_from_is_one_line(tmp_path: Path, source: str, said: str) -> None:
     config = small(run__dir=str(tmp_path / "run"), train__init_from=str(tmp_path / source))
     with pytest.raises(TercetError, match=said) as told:
         train(config, origins={})
@@ -235,7 +235,7 @@ def test_a_start_that_is_not_there_is_one_line(tmp_path: Path, source: str, said
     assert "--resume" not in str(told.value)
 
 
-def test_a_checkpoint_to_go_on_from_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_resume_checkpoint_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TercetError, match=r"neither a checkpoint folder .* or use --resume auto") as told:
         train(small(run__dir=str(tmp_path / "run")), origins={}, resume=str(tmp_path / "nowhere"))
     assert str(told.value).startswith(f"--resume {tmp_path / 'nowhere'}: ")
@@ -273,7 +273,7 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ended", ["by its last step", "by the end of its data"])
-def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_further(
+def test_resuming_a_finished_run_prints_how_to_train_longer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: str
 ) -> None:
     (tmp_path / "text.txt").write_text("a few words, " * 30)
@@ -301,9 +301,7 @@ def test_resuming_a_finished_run_says_that_nothing_was_left_and_how_to_train_fur
     assert len(losses(run)) > made
 
 
-def test_the_last_line_joins_the_time_of_a_process_with_what_that_process_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_counts_the_steps_since_the_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tmp_path / "run")
     assert train(small(run__dir=run, train__steps=4), origins={}) == 0
     assert re.search(r"^done: 4/4 steps, 512 tokens in \d+s \(all steps done", capsys.readouterr().out, re.M)
@@ -317,7 +315,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> 
         train(small(run__dir=str(tmp_path / "run"), model__vocab_size=100), origins={})
 
 
-def test_records_left_out_are_counted_in_every_log_line_and_named_at_the_end(
+def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(20)]

@@ -8,7 +8,7 @@ from tercet.config.sections import TrainConfig
 from tercet.train.optim import learning_rate
 
 
-def test_warmup_rises_in_a_line_and_peaks_at_its_last_step() -> None:
+def test_warmup_is_linear_and_peaks_at_its_last_step() -> None:
     config = TrainConfig(steps=100, warmup_steps=10, lr=2.0)
     assert [learning_rate(config, s) for s in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
 
@@ -20,25 +20,25 @@ def test_cosine_is_halfway_in_the_middle_and_at_its_floor_at_the_last_step() -> 
     assert learning_rate(config, 110) == pytest.approx(0.1)
 
 
-def test_wsd_stays_at_its_peak_and_falls_in_a_line_at_the_end() -> None:
+def test_wsd_stays_at_its_peak_and_decays_linearly_at_the_end() -> None:
     config = TrainConfig(steps=100, warmup_steps=10, lr=1.0, min_lr_ratio=0.0, schedule="wsd", decay_ratio=0.2)
     assert {learning_rate(config, s) for s in range(10, 81)} == {1.0}
     assert [learning_rate(config, s) for s in (85, 90, 100)] == pytest.approx([0.75, 0.5, 0.0])
 
 
-def test_constant_stays() -> None:
+def test_constant_stays_constant() -> None:
     config = TrainConfig(steps=100, warmup_steps=0, lr=1.0, schedule="constant")
     assert {learning_rate(config, s) for s in range(1, 101)} == {1.0}
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_a_warmup_longer_than_the_run_gets_as_far_as_it_gets(schedule: str) -> None:
+def test_a_warmup_longer_than_the_run_stays_below_the_peak(schedule: str) -> None:
     config = TrainConfig(steps=10, warmup_steps=100, lr=1.0, schedule=schedule)  # type: ignore[arg-type]
     assert learning_rate(config, 10) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_no_step_ever_leaves_the_range_from_zero_to_the_peak(schedule: str) -> None:
+def test_the_rate_is_always_between_zero_and_the_peak(schedule: str) -> None:
     for steps in (1, 2, 7):
         for warmup in (0, 1, 6, 7):
             config = TrainConfig(steps=steps, warmup_steps=warmup, lr=1.0, schedule=schedule)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def halves(whole: MicroBatch, at: int) -> list[MicroBatch]:
 def captured_gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[MicroBatch]
 ) -> dict[str, Tensor]:
-    """Gradients as the optimizer gets them, unclipped."""
+    """Gradients as the optimizer sees them, unclipped."""
     seen: dict[str, Tensor] = {}
     names = {p: n for n, p in model.named_parameters()}
 
@@ -89,7 +89,7 @@ def test_the_loss_is_the_mean_over_the_target_tokens_of_the_whole_step() -> None
 
 
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
-def test_grad_norm_is_the_one_computed_by_hand_before_clipping(clip: float) -> None:
+def test_grad_norm_is_the_norm_before_clipping(clip: float) -> None:
     model, optimizer = model_and_optimizer()
     whole = batch(2)
     loss = model(whole.tokens, None, whole.targets)
@@ -114,7 +114,7 @@ def test_clipping_scales_all_gradients_to_the_global_norm() -> None:
     assert clipped.abs().max().item() == pytest.approx(0.01 * largest / float(total), rel=1e-3)
 
 
-def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     model, optimizer = model_and_optimizer()
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] > 0 for p in g["params"]}
     for name, parameter in model.named_parameters():
@@ -129,7 +129,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 
 class Poison:
-    """Makes the loss of chosen steps NaN, on the device, as an overflow would."""
+    """Makes the loss of given steps NaN on the device, like an overflow."""
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
@@ -139,7 +139,7 @@ class Poison:
         return output._replace(total=output.total * float("nan")) if self.on else output  # type: ignore[attr-defined]
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on() -> None:
+def test_a_nonfinite_step_changes_nothing_and_training_continues() -> None:
     model, optimizer = model_and_optimizer()
     poison, guard = Poison(model), NonFiniteGuard(CPU, 100, 5)
     step(model, optimizer, [batch(2)], guard)
@@ -156,7 +156,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on() -> Non
 
 
 @pytest.mark.parametrize(("total", "in_row", "halts_at"), [(100, 2, 3), (1, 100, 2), (0, 0, 1)])
-def test_past_a_limit_the_weights_freeze_until_the_host_has_noticed(total: int, in_row: int, halts_at: int) -> None:
+def test_past_a_limit_the_weights_freeze(total: int, in_row: int, halts_at: int) -> None:
     model, optimizer = model_and_optimizer()
     poison, guard = Poison(model), NonFiniteGuard(CPU, total, in_row)
     poison.on = True
@@ -172,7 +172,7 @@ def test_past_a_limit_the_weights_freeze_until_the_host_has_noticed(total: int, 
     assert guard.halted_at() == halts_at
 
 
-def test_good_steps_in_between_end_a_row_but_not_the_total() -> None:
+def test_finite_steps_reset_the_count_in_a_row_but_not_the_total() -> None:
     model, optimizer = model_and_optimizer()
     poison, guard = Poison(model), NonFiniteGuard(CPU, 3, 1)
     for number in range(1, 7):
@@ -182,7 +182,7 @@ def test_good_steps_in_between_end_a_row_but_not_the_total() -> None:
     assert guard.halted_at() == 0
 
 
-def test_the_model_is_told_that_no_document_is_longer_than_a_sequence() -> None:
+def test_the_model_gets_the_sequence_length_as_max_seqlen() -> None:
     config = small()
     with build_loader(config.data, seed=1, batch_sequences=3, split="train") as loader:
         found = next(iter(loader))

@@ -62,7 +62,7 @@ def saved_steps(folder: Path) -> list[int]:
     ("which", "said"),
     [
         ("jsonl", "jsonl: no document for validation with validation_fraction=1e-06: change that fraction, or add"),
-        ("shards", "no document of 3 in"),
+        ("shards", "none of the 3 documents in"),
         ("a part", "poems: no document for validation with validation_fraction=1e-06"),
         ("no fraction", "validation_fraction=0 keeps no document for validation: raise it"),
     ],
@@ -83,7 +83,7 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
     assert not (tmp_path / "run").exists()
 
 
-def test_both_mends_of_that_refusal_train(few: Path, tmp_path: Path) -> None:
+def test_both_suggested_fixes_train(few: Path, tmp_path: Path) -> None:
     without = {**sources(few)["jsonl"], "train__val_tokens": 0}
     assert train(small(run__dir=str(tmp_path / "without"), train__steps=1, **without), origins={}) == 0
     more = {**sources(few)["jsonl"], **VALIDATES, "data__validation_fraction": 0.6}
@@ -91,7 +91,7 @@ def test_both_mends_of_that_refusal_train(few: Path, tmp_path: Path) -> None:
     assert any(isinstance(e, Validated) for e in read_events(events_file(tmp_path / "more")))
 
 
-def test_looking_for_a_validation_document_reads_few_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_validation_data_reads_few_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, true = 0, text.document_hash
 
     def counting(document: bytes) -> int:
@@ -106,7 +106,7 @@ def test_looking_for_a_validation_document_reads_few_of_many(tmp_path: Path, mon
     assert 0 < read < 1000
 
 
-def test_a_bad_record_met_on_the_way_can_be_told_to_other_ranks(tmp_path: Path) -> None:
+def test_an_error_from_a_bad_record_can_be_pickled_for_other_ranks(tmp_path: Path) -> None:
     path = corpus(tmp_path / "bad.jsonl", 3, first="{rubbish")
     config = small(data__source="jsonl", data__path=(str(path),), **VALIDATES)
     with pytest.raises(DataError, match=r"record 1 of .*--data.bad_records skip") as caught:
@@ -118,7 +118,7 @@ def failing(*_: Any) -> tuple[float, int]:
     raise RuntimeError("no memory for a validation")
 
 
-def test_a_validation_that_fails_at_the_end_costs_no_step_and_is_made_by_the_next_process(
+def test_a_failed_final_validation_loses_no_step_and_is_repeated_by_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -136,9 +136,7 @@ def test_a_validation_that_fails_at_the_end_costs_no_step_and_is_made_by_the_nex
 
 
 @pytest.mark.parametrize("what", ["validation", "sample"])
-def test_what_fails_between_two_steps_costs_none_of_those_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_failure_between_two_steps_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
     both = {"train__val_every": 3, "train__sample_every": 3, "train__sample_tokens": 2, **VALIDATES}
     config = {"train__steps": 5, "checkpoint__every": 2, "log__every": 2, **both}
@@ -155,7 +153,7 @@ def test_what_fails_between_two_steps_costs_none_of_those_made(
     assert losses(folder) == losses(straight)
 
 
-def test_a_save_that_fails_after_a_validation_does_not_hide_why(
+def test_a_failing_save_does_not_hide_a_failed_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any) -> tuple[float, int]:
@@ -183,7 +181,7 @@ def test_all_ranks_refuse_data_without_a_validation_document(few: Path, tmp_path
     assert not events_file(tmp_path / "run").exists()
 
 
-def test_a_config_that_does_not_validate_reads_nothing(tmp_path: Path) -> None:
+def test_a_config_without_validation_reads_no_data(tmp_path: Path) -> None:
     config = load(
         flags={"data.source": "jsonl", "data.path": (str(tmp_path / "absent"),), "train.val_tokens": 0}
     ).config

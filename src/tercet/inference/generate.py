@@ -18,7 +18,7 @@ from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
 from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
 from tercet.inference.prompts import PromptError, Prompts, is_single, required_context, tokenize_prompts
-from tercet.model.sampling import NOTHING, Sampling, choose, uniforms
+from tercet.model.sampling import INVALID_TOKEN, Sampling, sample_token, uniform_draws
 from tercet.model.transformer import Transformer
 
 # Steps launched on the GPU ahead of the tokens already returned.
@@ -181,7 +181,7 @@ class _DecodeLoop:
         self.steps, self.vocabulary, self.timing = steps, vocabulary, timing
         self._uniform: Tensor | None = None
         if sampling.temperature > 0:
-            self._uniform = uniforms(seed, len(rows), steps).to(device)
+            self._uniform = uniform_draws(seed, len(rows), steps).to(device)
         self.active = [True] * len(rows)
         self._device_active = torch.ones(len(rows), dtype=torch.int32, device=device)
         self._lookahead = LOOKAHEAD if decoder.asynchronous else 0
@@ -213,7 +213,7 @@ class _DecodeLoop:
         else:
             self.timing.decode_seconds += self._returned - began
             self.timing.new_tokens += sum(self.active)
-        if any(token == NOTHING and active for token, active in zip(tokens, self.active, strict=True)):
+        if any(token == INVALID_TOKEN and active for token, active in zip(tokens, self.active, strict=True)):
             raise TercetError(
                 f"the model's logits at new token {step} are not finite: its weights are damaged, or its training "
                 "diverged; load an earlier checkpoint, or use float32"
@@ -236,7 +236,7 @@ class _DecodeLoop:
             for i, row in enumerate(self.rows):
                 self._seen[i, torch.tensor(row, device=logits.device)] = True
         uniform = None if self._uniform is None else self._uniform[:, step]
-        chosen = choose(logits[:, : self.vocabulary], self.sampling, uniform, self._seen)
+        chosen = sample_token(logits[:, : self.vocabulary], self.sampling, uniform, self._seen)
         if self._seen is not None:
             self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
         self._tokens = chosen.clamp(min=0)

@@ -1,4 +1,4 @@
-"""ModelConfig: the sizes of a model, and the rules they obey. No torch at import: `tercet plan` reads it too."""
+"""ModelConfig: the sizes of a model and their rules. Does not import torch, so that `tercet plan` starts fast."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tercet.attention.config import NSAConfig, check_branches, check_group_size,
 
 AttentionKind = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]
-# Keys that mean nothing to a model whose attention is all dense. Not `backend`: the feed-forward reads it too.
+# Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = ("nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches")
 
 
 class ModelConfig(BaseModel):
-    """A decoder of the Llama family: RMSNorm, SwiGLU, RoPE, grouped KV heads, and attention of either kind."""
+    """A decoder of the Llama family: RMSNorm, SwiGLU, RoPE, grouped KV heads, and NSA or dense attention."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
@@ -24,7 +24,7 @@ class ModelConfig(BaseModel):
     dim: int = Field(default=768, ge=1)
     """Width of the residual stream."""
     layers: int = Field(default=12, ge=1)
-    """Number of blocks, each attention and feed-forward."""
+    """Number of blocks."""
     heads: int = Field(default=12, ge=1)
     """Query heads (H)."""
     kv_heads: int = Field(default=2, ge=1)
@@ -32,42 +32,42 @@ class ModelConfig(BaseModel):
     head_dim: int = Field(default=64, ge=2)
     """Size of one query and key head (Dk); even, for RoPE."""
     value_dim: int | None = Field(default=None, ge=1)
-    """Size of one value head (Dv); none: as head_dim."""
+    """Size of one value head (Dv); none: same as head_dim."""
     ffn_dim: int = Field(default=2048, ge=1)
     """Inner width of the SwiGLU."""
     vocab_size: int = Field(default=256, ge=2)
-    """Rows of the embedding: at least the tokenizer's vocabulary (256 for bytes)."""
+    """Vocabulary size: at least that of the tokenizer (256 for bytes)."""
     tie_embeddings: bool = True
-    """One matrix for the embedding and the head."""
+    """Share one matrix between embedding and head."""
     attention: AttentionKind | tuple[AttentionKind, ...] = "nsa"
-    """Attention of all layers, or one word per layer."""
+    """Attention of all layers, or a list with one entry per layer."""
     nsa: NSAConfig = NSAConfig()
     """Block sizes of Native Sparse Attention."""
     compression: Literal["mlp", "mean"] = "mlp"
-    """How a block of keys and values becomes one: learnt, or its mean."""
+    """How a block of keys and values is compressed: learned, or by its mean."""
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
-    """How the branches are weighted: each by itself (the paper), or shares of one."""
+    """How branches are weighted: independently (the paper), or by a softmax over the three."""
     shared_kv: bool = False
-    """One key/value projection for all branches instead of one each."""
+    """One key/value projection for all branches instead of one per branch."""
     compress_selected_keys: bool = False
-    """The compressed branch has no keys of its own but summaries of the selected branch's, so that blocks are chosen by
-    what will be read; values stay apart."""
+    """Compress the selected branch's keys instead of separate ones, so that blocks are selected by the keys that
+    will be read; values stay separate."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
-    """Branches that take part; leave some out for an ablation."""
+    """Branches to use; omit some for an ablation."""
     backend: Literal["auto", "reference", "triton"] = "auto"
-    """What computes NSA; one that cannot run here is an error. The feed-forward takes its kernel unless reference."""
+    """Implementation of NSA; an error if it cannot run here. The feed-forward uses its kernel unless reference."""
     rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary position encoding."""
+    """Base of the rotary position embedding."""
     rope_scaling: float = Field(default=1.0, gt=0)
-    """Positions are divided by this: above 1 when a model is taken to longer sequences."""
+    """Divides all positions; above 1 to extend a model to longer sequences."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before RoPE."""
     attention_bias: bool = False
-    """Biases in the projections of attention; models imported from the Qwen2 family have them."""
+    """Biases in the attention projections, as in the Qwen2 family."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of every RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of fresh weights; projections back into the residual stream get less, by depth."""
+    """Standard deviation of initial weights; divided by sqrt(2 · layers) for projections into the residual stream."""
 
     @field_validator("branches")
     @classmethod
@@ -79,11 +79,11 @@ class ModelConfig(BaseModel):
         check_group_size(self.heads, self.kv_heads)
         check_shared_keys(self.shared_kv, self.compress_selected_keys)
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, take {self.head_dim + 1}")
+            raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
         if not isinstance(self.attention, str) and len(self.attention) != self.layers:
             raise ValueError(
                 f"attention names {len(self.attention)} layers but layers={self.layers}: "
-                "give one word for all layers, or one per layer"
+                "give one value for all layers, or one per layer"
             )
         return self
 

@@ -1,7 +1,6 @@
-"""What a model costs, from its shapes alone: parameters, arithmetic, bytes. No torch: `tercet plan` starts at once.
+"""Parameters, FLOPs and memory of a model, computed from its shapes. Does not import torch, so `tercet plan` is fast.
 
-Counts are exact where they can be (parameters; query-key pairs under the causal rules of each branch) and say so
-where they are estimates (activations). FLOPs count a multiply-add as two, and only matmuls.
+Parameters and query-key pairs are exact; activations are estimates. FLOPs count matmuls only, two per multiply-add.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.model.config import ModelConfig
 
 FP32 = 4
-# fp32 logits that the loss holds at once: little beside the activations, enough for matmuls at full speed.
+# fp32 logits that the loss holds at once: small compared to activations, large enough for fast matmuls.
 LOGITS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters; a tied head counts once, as embedding."""
+    """Parameter counts; a tied head counts once, as embedding."""
 
     embedding: int
     attention: int
@@ -33,7 +32,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Query-key pairs of one head over one whole document, by branch."""
+    """Query-key pairs of one head over one document, by branch."""
 
     compressed: int = 0
     selected: int = 0
@@ -47,7 +46,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the peak of a step, by what they are for."""
+    """Bytes on one device at the peak of a step, by purpose."""
 
     weights: int
     gradients: int
@@ -62,7 +61,7 @@ class Memory:
 
 
 def parameters(model: ModelConfig) -> Parameters:
-    """Exact; tests count the real model's."""
+    """Exact parameter counts."""
     kinds = model.attention_kinds
     return Parameters(
         embedding=model.vocab_size * model.dim,
@@ -74,7 +73,7 @@ def parameters(model: ModelConfig) -> Parameters:
 
 
 def attention_matrices(model: ModelConfig, kind: str) -> int:
-    """Entries of one layer's projections: all that multiplies every token."""
+    """Weights of one layer's projections, which multiply every token."""
     query_and_output = model.dim * model.heads * sum(_head_sizes(model))
     keys_and_values = model.dim * _kv_rows(model, kind)
     gate = model.dim * len(BRANCHES) * model.heads if kind == "nsa" else 0
@@ -82,8 +81,8 @@ def attention_matrices(model: ModelConfig, kind: str) -> int:
 
 
 def compression_flops(model: ModelConfig, length: int) -> float:
-    """FLOPs of φ over one document, for keys and values: l·D -> D for each chunk of d tokens and KV head (a chunk is
-    multiplied once for all its places in a block), D -> D for each compressed token."""
+    """FLOPs of φ over one document, for keys and values: l·D -> D per chunk of d tokens and KV head (a chunk is
+    multiplied once for all its places in a block), D -> D per compressed token."""
     if model.compression == "mean" or "compressed" not in model.branches:
         return 0.0
     compressed = model.nsa.num_compressed(length)
@@ -93,7 +92,7 @@ def compression_flops(model: ModelConfig, length: int) -> float:
 
 
 def pairs(nsa: NSAConfig, length: int, branches: tuple[str, ...]) -> Pairs:
-    """Exact sums over t of num_cmp(t), of the tokens in the selected blocks, and of min(w, t + 1)."""
+    """Exact sums over t of num_cmp(t), of the selected tokens, and of min(w, t + 1)."""
     counts = {
         "compressed": _compressed_pairs(nsa, length),
         "selected": _selected_pairs(nsa, length),
@@ -112,18 +111,18 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
 def forward_flops(model: ModelConfig, length: int) -> float:
     """FLOPs of one document of `length` tokens, forward."""
     matrices = model.layers * 3 * model.dim * model.ffn_dim + model.vocab_size * model.dim
-    attended = 0.0
+    attention_flops = 0.0
     for kind in model.attention_kinds:
         matrices += attention_matrices(model, kind)
         per_pair = 2 * model.heads * (model.head_dim + model.head_value_dim)
-        attended += per_pair * attention_pairs(model, kind, length).total
+        attention_flops += per_pair * attention_pairs(model, kind, length).total
         if kind == "nsa":
-            attended += compression_flops(model, length)
-    return 2.0 * matrices * length + attended
+            attention_flops += compression_flops(model, length)
+    return 2.0 * matrices * length + attention_flops
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs per trained token: forward, and twice that backward. Recomputation is not counted (as in MFU)."""
+    """FLOPs per trained token: forward, plus twice that backward. Recomputation is not counted, as in MFU."""
     return 3 * forward_flops(model, seq_len) / seq_len
 
 
@@ -136,7 +135,7 @@ def memory(
     weight_shards: int = 1,
     optimizer_shards: int = 1,
 ) -> Memory:
-    """Bytes on one device for one pass over `tokens` tokens; weights, gradients and AdamW's moments in fp32."""
+    """Bytes on one device for one pass over `tokens` tokens, with weights, gradients and AdamW moments in fp32."""
     count = parameters(model).total
     rows = min(tokens, chunk_rows(model.vocab_size))
     return Memory(
@@ -152,27 +151,27 @@ def memory(
 
 
 def activation_bytes_per_token(model: ModelConfig, compute_bytes: int, activation_checkpointing: str) -> int:
-    """An estimate of what one pass keeps for its backward pass, per token, at its peak.
+    """Estimated bytes per token that a forward pass saves for its backward pass, at the peak.
 
-    Kept by a block: both its residual inputs in fp32; the matmuls' inputs and outputs in the compute dtype; of
-    attention the branches' outputs, their log-sum-exps, gates and indices. With checkpointing one block at a time is
-    whole, while the others keep what their mode says.
+    A block saves its two residual inputs in fp32; inputs and outputs of matmuls in the compute dtype; and the branches'
+    outputs, log-sum-exps, gates and block indices. With checkpointing, one block at a time is complete and the others
+    save what their mode keeps.
     """
     whole = [_block_bytes(model, kind, compute_bytes) for kind in model.attention_kinds]
     if activation_checkpointing == "none":
         return sum(whole)
     matmuls = activation_checkpointing == "selective"
-    kept = [_kept_block_bytes(model, kind, compute_bytes, matmuls) for kind in model.attention_kinds]
+    kept = [_checkpointed_block_bytes(model, kind, compute_bytes, matmuls) for kind in model.attention_kinds]
     return sum(kept) + max(whole)
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Rows of the loss whose fp32 logits fit in LOGITS_BYTES: a power of two, at least 256."""
+    """Rows per chunk of the loss: fp32 logits fit in LOGITS_BYTES; a power of two, at least 256."""
     return max(256, 1 << (max(1, LOGITS_BYTES // (FP32 * vocab_size)).bit_length() - 1))
 
 
 def _kv_sets(model: ModelConfig, kind: str) -> tuple[int, int]:
-    """Sets of keys, and of values, that have a projection."""
+    """Projected sets of keys and of values."""
     values = 1 if kind == "dense" or model.shared_kv else len(BRANCHES)
     return values - (kind == "nsa" and model.compress_selected_keys), values
 
@@ -186,20 +185,20 @@ def _head_sizes(model: ModelConfig) -> tuple[int, int]:
 
 
 def _attention_extras(model: ModelConfig, kind: str) -> int:
-    """One layer's parameters beside its projections: QK-norms, biases, φ with its positions."""
+    """One layer's parameters besides its projections: QK norms, biases, φ with its positions."""
     extras = (1 + _kv_sets(model, kind)[0]) * model.head_dim if model.qk_norm else 0
     if model.attention_bias:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
     if kind == "dense":
         return extras
-    learnt = model.compression == "mlp"
+    learned = model.compression == "mlp"
     block = model.nsa.compress_block
-    phi = sum(block * d + (block * d + 1) * d + (d + 1) * d for d in _head_sizes(model)) if learnt else 0
+    phi = sum(block * d + (block * d + 1) * d + (d + 1) * d for d in _head_sizes(model)) if learned else 0
     return extras + len(BRANCHES) * model.heads + phi
 
 
 def _projected(model: ModelConfig, kind: str) -> int:
-    """Numbers per token that q and the branches' keys and values are."""
+    """Numbers per token in q and the branches' keys and values."""
     keys_and_values = _kv_sets(model, kind)[1] * model.kv_heads * sum(_head_sizes(model))
     return model.heads * model.head_dim + keys_and_values
 
@@ -212,20 +211,20 @@ def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
     branches = len(model.branches) if kind == "nsa" else 0
     projected = _projected(model, kind)
     if kind == "nsa" and model.compression == "mean" and not model.shared_kv:
-        # The gradient of a mean asks for nothing: what the compressed branch alone reads is not kept.
+        # The gradient of a mean needs no inputs: keys and values of the compressed branch are not saved.
         projected -= model.kv_heads * sum(_head_sizes(model))
     outputs = (branches + 1) * model.heads * model.head_value_dim
     per_head = FP32 * model.heads * (2 * branches if kind == "nsa" else 1)
-    # Compiled (bf16, on GPUs) silu is made again in the backward pass; eager PyTorch keeps its output.
+    # Compiled (bf16, on GPUs), silu is recomputed in the backward pass; eager PyTorch saves its output.
     ffn = (3 if compute_bytes < FP32 else 4) * model.ffn_dim
     computed = 2 * model.dim + projected + outputs + ffn
     return 2 * FP32 * model.dim + compute_bytes * computed + per_head + _selection_bytes(model, kind)
 
 
-def _kept_block_bytes(model: ModelConfig, kind: str, compute_bytes: int, matmuls: bool) -> int:
+def _checkpointed_block_bytes(model: ModelConfig, kind: str, compute_bytes: int, matmuls: bool) -> int:
     kept = FP32 * model.dim + _selection_bytes(model, kind)
     if matmuls:
-        # Products, not what is made of them: keys that two branches read are one.
+        # Matmul outputs: keys shared by two branches count once.
         products = model.heads * model.head_dim + _kv_rows(model, kind) + 2 * model.dim + 2 * model.ffn_dim
         attention = (len(model.branches) if kind == "nsa" else 1) * model.heads * model.head_value_dim
         kept += compute_bytes * (products + attention)
@@ -242,11 +241,11 @@ def _compressed_pairs(nsa: NSAConfig, length: int) -> int:
 
 
 def _selected_pairs(nsa: NSAConfig, length: int) -> int:
-    # A query in block c reads min(n, c + 1) blocks: all whole but its own, of which it reads what came so far.
+    # A query in block c reads min(n, c + 1) blocks: all complete except its own, which it reads up to itself.
     block, count = nsa.select_block, nsa.select_count
     blocks, rest = divmod(length, block)
-    rising = min(blocks, count)
-    earlier = rising * (rising - 1) // 2 + (blocks - rising) * (count - 1)
+    growing = min(blocks, count)
+    earlier = growing * (growing - 1) // 2 + (blocks - growing) * (count - 1)
     whole = block * block * earlier + blocks * block * (block + 1) // 2
     return whole + rest * block * min(count - 1, blocks) + rest * (rest + 1) // 2
 

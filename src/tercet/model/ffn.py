@@ -1,4 +1,4 @@
-"""SwiGLU, the feed-forward half of a block (arXiv 2002.05202)."""
+"""SwiGLU, the feed-forward layer of a block (arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tercet.attention.hardware import kernels_run_on
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up are one matrix, for one larger matmul instead of two. backend:
-    "reference" keeps to PyTorch, as in attention; others take the kernel wherever it runs."""
+    """down(silu(gate(x)) · up(x)); gate and up are one matrix, for one larger matmul instead of two.
+
+    backend: "reference" uses PyTorch only, as in attention; otherwise the gradient kernel runs wherever it can.
+    """
 
     def __init__(self, dim: int, ffn_dim: int, backend: str = "auto") -> None:
         super().__init__()
@@ -22,8 +24,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.gate_up(x)
         if self.backend != "reference" and torch.is_grad_enabled() and kernels_run_on(y):
-            from tercet.model.swiglu import SwiGLUMiddle
+            from tercet.model.swiglu import SiluMul
 
-            return self.down(SwiGLUMiddle.apply(y))
+            return self.down(SiluMul.apply(y))
         gate, up = y.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)

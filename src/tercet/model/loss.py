@@ -1,9 +1,9 @@
-"""Cross-entropy of the head without all fp32 logits at once.
+"""Chunked cross-entropy: never holds all fp32 logits at once.
 
-For a vocabulary of 50k the logits of one step are larger than everything else together (65,536 tokens: 13 GB in
-fp32), so rows are done in chunks. Since the loss is a sum of rows, each chunk's gradient is known as soon as its
-logits are: it is formed in the forward pass and scaled in the backward pass. Recomputing the logits in the backward
-pass instead, the textbook way, needs the same memory and one matmul in four more.
+With a vocabulary of 50k, the logits of one step are larger than everything else together (65,536 tokens: 13 GB in
+fp32), so rows are processed in chunks. The loss is a sum over rows, so each chunk's gradient is computed in the forward
+pass, while its logits exist, and only scaled in the backward pass. Recomputing the logits in the backward pass instead
+would need the same memory and 4 matmuls instead of 3.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ IGNORED = -100
 
 
 class Loss(NamedTuple):
-    """Summed, not averaged: ranks and accumulated passes add up both, and divide once."""
+    """Sums, not means: ranks and accumulated passes add both fields and divide once."""
 
     total: Tensor
-    """Nats over all counted targets: fp32, 0-dim, differentiable."""
+    """Loss in nats, summed over all counted targets: fp32, 0-dim, differentiable."""
     tokens: Tensor
-    """How many targets counted: int64, 0-dim, on the device."""
+    """Number of counted targets: int64, 0-dim, on the device."""
 
 
 def cross_entropy(
@@ -35,11 +35,15 @@ def cross_entropy(
 ) -> Loss:
     """-log softmax(hidden @ weight.T)[targets], summed over the targets that are not IGNORED.
 
-    hidden: [..., D]; weight: [V, D]; targets: int64 [...]; rows: per chunk, chosen from V if not given. compiled: what
-    is done between the matmuls becomes two kernels, which read the logits as the matmul left them.
+    hidden: [..., D]; weight: [V, D]; targets: int64 [...]
+    rows: rows per chunk; by default chosen from V
+    compiled: fuse the work between the matmuls into two kernels that read the logits in the matmul's dtype
     """
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"targets {list(targets.shape)} must be hidden without its last axis {list(hidden.shape)}")
+        raise ValueError(
+            f"targets has shape {list(targets.shape)} and hidden {list(hidden.shape)}: "
+            "they must be equal except for hidden's last axis"
+        )
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     rows = rows or chunk_rows(weight.shape[0])
     total = _ChunkedCrossEntropy.apply(flat, weight, targets, rows, torch.is_grad_enabled(), compiled)
@@ -53,11 +57,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        # needs_input_grad does not know of no_grad: without the flag, validation would form gradients too.
+        # needs_input_grad ignores no_grad: without the flag, validation would compute gradients too.
         wants_hidden, wants_weight = (gradient and wanted for wanted in ctx.needs_input_grad[:2])
         with torch.autocast(device, enabled=False):
             w = weight.to(dtype)
-            # Sums in fp32 whatever the inputs are, but never less precise than they.
+            # Sum in at least fp32.
             wide = torch.promote_types(dtype, torch.float32)
             total = torch.zeros((), dtype=wide, device=hidden.device)
             d_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -68,11 +72,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits = x @ w.t()
                 wanted = wants_hidden or wants_weight
                 if compiled:
-                    lost, logits = _compiled_rows()(logits, targets[part], gradient=wanted)
+                    loss, logits = _compiled_loss()(logits, targets[part], gradient=wanted)
                 else:
                     logits = logits.to(wide)
-                    lost = _rows_(logits, targets[part], gradient=wanted)
-                total += lost
+                    loss = _loss_inplace(logits, targets[part], gradient=wanted)
+                total += loss
                 d_logits = logits.to(dtype)
                 if d_hidden is not None:
                     d_hidden[part] = d_logits @ w
@@ -97,8 +101,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _rows_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
-    """The summed loss of some rows; `logits` are overwritten, by their gradient where it is asked for."""
+def _loss_inplace(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
+    """Summed loss of some rows. Overwrites `logits`, with their gradient if `gradient`."""
     counted = targets != IGNORED
     index = torch.where(counted, targets, 0).unsqueeze(1)
     logits -= logits.amax(1, keepdim=True)
@@ -110,20 +114,20 @@ def _rows_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
     return torch.where(counted, sums.log() - chosen, 0.0).sum()
 
 
-def _rows(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor]:
-    """The same for the compiler, which wants nothing overwritten: the loss, and the gradient or the logits."""
+def _loss(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor]:
+    """Out-of-place version for torch.compile: (loss, gradient or logits)."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = targets != IGNORED
     index = torch.where(counted, targets, 0).unsqueeze(1)
     shifted = x - x.amax(1, keepdim=True)
     sums = shifted.exp().sum(1)
-    lost = torch.where(counted, sums.log() - shifted.gather(1, index).squeeze(1), 0.0).sum()
+    loss = torch.where(counted, sums.log() - shifted.gather(1, index).squeeze(1), 0.0).sum()
     if not gradient:
-        return lost, logits
+        return loss, logits
     chosen = (torch.arange(x.shape[1], device=x.device) == index).to(x.dtype)
-    return lost, ((shifted.exp() / sums.unsqueeze(1) - chosen) * counted.unsqueeze(1)).to(logits.dtype)
+    return loss, ((shifted.exp() / sums.unsqueeze(1) - chosen) * counted.unsqueeze(1)).to(logits.dtype)
 
 
 @lru_cache(maxsize=1)
-def _compiled_rows() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_rows, fullgraph=True)
+def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_loss, fullgraph=True)

@@ -1,6 +1,6 @@
-"""What gates and selection do, summed on the device while training runs and read out on demand.
+"""Statistics of gates and selection, accumulated on the device and read on demand.
 
-A read is the only synchronisation. Every number is a mean over the tokens seen since the last reset.
+Only a read synchronises. Every statistic is a mean over the tokens since the last reset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SUMS = 1 + len(_GATES) + 2 * len(_SELECTION)
 
 
 class AttentionStats:
-    """Not a module: its sums belong to no checkpoint, no gradient and no wrapper.
+    """Statistics of one layer. Not a module, so that checkpoints, gradients and wrappers ignore its sums.
 
     gate_share_*       mean of g_c / Σ g over (token, head), for each branch
     gate_entropy       mean of -Σ share · ln share, in nats
@@ -34,9 +34,9 @@ class AttentionStats:
     selected_blocks    mean number of blocks that a (token, group) selects
     selected_distance  mean of c - j over selected blocks: how many blocks back
     selected_forced    fraction of selected blocks that were forced
-    selected_overlap   mean fraction of the blocks a token chose freely that the token before it selected too. Forced
-                       blocks move on with the token, and where every block fits in there is no choice: a selection that
-                       never changes has 1 only if neither counts
+    selected_overlap   mean fraction of a token's freely selected blocks that the previous token selected too. Excludes
+                       forced blocks, which move with the token, and tokens whose every block fits: a selection that
+                       never changes then has overlap 1
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -58,11 +58,14 @@ class AttentionStats:
         positions: Tensor | None = None,
         before: Tensor | None = None,
     ) -> None:
-        """gates: [B, T, H, 3]; block_indices: [B, T, G, n]. For a stretch of a sequence: the positions [T] of its
-        tokens in their documents, and what the token before them selected [B, 1, G, n]."""
+        """gates: [B, T, H, 3]; block_indices: [B, T, G, n].
+
+        For part of a sequence, `positions` [T] are its tokens' positions in their documents, and `before` [B, 1, G, n]
+        is the selection of the token before it.
+        """
         if not self.enabled or _recomputing():
             return
-        with _unseen():
+        with _hidden_from_checkpointing():
             self._update(gates, block_indices, packing, positions, before)
 
     def _update(
@@ -86,12 +89,12 @@ class AttentionStats:
         self._sums = total if self._sums is None else self._sums + total
 
     def read(self) -> dict[str, float]:
-        """The means so far; empty before the first update. Synchronises."""
+        """Means so far; empty before the first update. Synchronises."""
         return {} if self._sums is None else self.means(self._sums.tolist())
 
     def sums(self, device: torch.device | None = None) -> Tensor:
-        """Everything as one fp64 vector of fixed size, zeros before the first update: ranks add theirs, and `means`
-        and `distances` make numbers of it. No synchronisation."""
+        """All sums as one fp64 vector of fixed size, which ranks can add up; zeros before the first update. `means` and
+        `distances` decode it. Does not synchronise."""
         if self._sums is None:
             return torch.zeros(_SUMS + DISTANCE_BUCKETS, dtype=torch.float64, device=device)
         histogram = self._histogram
@@ -100,19 +103,19 @@ class AttentionStats:
         return torch.cat((self._sums, histogram.double()))
 
     def add(self, sums: Tensor) -> None:
-        """A vector of `sums`, as a recorded pass left it, on top of what is here."""
+        """Add a vector of `sums`, e.g. from a replayed CUDA graph."""
         numbers, histogram = sums[:_SUMS].clone(), sums[_SUMS:].to(torch.int64)
         self._sums = numbers if self._sums is None else self._sums + numbers
         self._histogram = histogram if self._histogram is None else self._histogram + histogram
 
     @staticmethod
     def distances(sums: list[float]) -> list[int]:
-        """The histogram in a vector of `sums`."""
+        """Decode the histogram of a vector of `sums`."""
         return [round(number) for number in sums[_SUMS:]]
 
     @staticmethod
     def means(sums: list[float]) -> dict[str, float]:
-        """The means in a vector of `sums`; empty where nothing was counted."""
+        """Decode the means of a vector of `sums`; empty if nothing was counted."""
         numbers = sums[:_SUMS]
         if not numbers[0]:
             return {}
@@ -124,7 +127,7 @@ class AttentionStats:
         return means
 
     def read_distances(self) -> list[int]:
-        """How many selected blocks lay 0, 1, 2-3, 4-7, … blocks back. Synchronises."""
+        """Number of selected blocks that are 0, 1, 2-3, 4-7, … blocks back. Synchronises."""
         return [0] * DISTANCE_BUCKETS if self._histogram is None else self._histogram.tolist()
 
     def _selection_sums(
@@ -147,11 +150,11 @@ class AttentionStats:
         kept = ((after[..., :, None] == before[..., None, :]).any(-1) & free).sum(-1)
         overlap = torch.where(chooses, kept.double() / chosen.clamp(min=1), 0).sum()
         queries = real.shape[0] * real.shape[1] * real.shape[2]
-        # How many lie at least as far as each bucket begins: compared as integers, since a logarithm would be taken
-        # again for every bucket where this is compiled into one loop.
+        # Count blocks at least as far back as each bucket's start. Integer comparisons: compiled into one loop, a
+        # logarithm would be recomputed for every bucket.
         k = torch.arange(DISTANCE_BUCKETS, device=block_indices.device, dtype=block_indices.dtype)
-        begins = (torch.ones_like(k) << k) >> 1  # 0, 1, 2, 4, …
-        reached = (torch.where(real, distance, -1).flatten()[:, None] >= begins).sum(0)
+        bucket_start = (torch.ones_like(k) << k) >> 1  # 0, 1, 2, 4, …
+        reached = (torch.where(real, distance, -1).flatten()[:, None] >= bucket_start).sum(0)
         histogram = reached - torch.nn.functional.pad(reached[1:], (0, 1))
         pairs = (
             (count, torch.full_like(count, queries)),
@@ -163,17 +166,17 @@ class AttentionStats:
 
 
 def _recomputing() -> bool:
-    """Within a backward pass activation checkpointing runs the forward pass again: it was counted the first time."""
+    """Whether activation checkpointing is recomputing the forward pass, whose statistics are already counted."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _unseen() -> AbstractContextManager[object]:
-    """Selective checkpointing counts the operators of both passes against each other; these are in the first only."""
+def _hidden_from_checkpointing() -> AbstractContextManager[object]:
+    """Selective checkpointing matches operators between both passes; these run in the first only."""
     return nullcontext() if torch.compiler.is_compiling() else _disable_current_modes()
 
 
 def _gate_sums(gates: Tensor) -> Tensor:
-    # shares in fp32, their sums in fp64: of a million terms, the sum is what must not lose digits
+    # shares in fp32, sums in fp64: sums have millions of terms
     gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
     share = gates / gates.sum(-1, keepdim=True)
     highest = share.amax(-1)

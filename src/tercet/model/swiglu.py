@@ -1,7 +1,9 @@
-"""The gradient of SwiGLU's middle as one kernel. y: [..., 2F], gate and up; h: [..., F] = silu(gate) · up
+"""Gradient of SwiGLU's activation as one Triton kernel. y: [..., 2F], gate and up; h: [..., F] = silu(gate) · up
 
-The compiler writes the two halves of y's gradient by one kernel that works out both for every element and throws one
-away: 58% of the memory's rate. Its forward kernel is as fast as memory, and stays the compiler's.
+torch.compile writes both halves of y's gradient with one kernel that computes both for every element and discards one:
+58% of memory bandwidth. Its forward kernel is bandwidth-bound, so the forward pass stays with the compiler.
+
+Imported only where Triton can be.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ def _(y: Tensor, dh: Tensor) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-class SwiGLUMiddle(torch.autograd.Function):
-    """silu(gate) · up, whose gradient is the kernel's."""
+class SiluMul(torch.autograd.Function):
+    """silu(gate) · up, with the gradient from the kernel."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -62,5 +64,5 @@ class SwiGLUMiddle(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        found: Tensor = torch.ops.tercet.swiglu_gradient(y, upstream[0])
-        return found
+        dy: Tensor = torch.ops.tercet.swiglu_gradient(y, upstream[0])
+        return dy

@@ -31,7 +31,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, kind: AttentionKind) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = _attention(config, kind)
+        self.attention = _build_attention(config, kind)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = SwiGLU(config.dim, config.ffn_dim, config.backend)
 
@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled)
 
 
-def _attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
+def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
     build = {"nsa": NativeSparseAttention, "dense": DenseAttention}[kind]
     return build(
         config.dim,

@@ -64,7 +64,7 @@ class FailureMonitor:
                 store.set(f"failed/{rank}", json.dumps({"step": step, "doing": activity, "error": _summary(error)}))
                 return error
             cause = self._find_cause(store)
-            reported_elsewhere = store.add("told", 1) > 1
+            reported_elsewhere = store.add("reported", 1) > 1
         except (dist.DistError, RuntimeError, OSError):
             if not _is_collective_error(error):
                 return error

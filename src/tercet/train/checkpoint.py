@@ -301,7 +301,6 @@ def _describe_failure(error: BaseException, writer: _CommittingWriter) -> str:
     cause: BaseException = error
     if isinstance(error, CheckpointException):
         cause = next((e for e, _ in error.failures.values()), error)
-    kept = manifest.complete_checkpoints(writer.final.parent)
-    newest = f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no complete checkpoint yet"
+    newest = manifest.describe_newest(writer.final.parent)
     fix = "free some space there" if _is_disk_full(cause) else "check that the folder is writable"
     return f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {newest}: {fix}"

@@ -174,13 +174,7 @@ def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) 
     return f"nothing left to do: {why}; train longer with: {hints.resume(folder.path)} {more}"
 
 
-def newest_checkpoint(folder: RunFolder) -> str:
-    """Part of an error message: which checkpoint is safe."""
-    kept = manifest.complete_checkpoints(folder.checkpoints)
-    return f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-
-
 def disk_error(error: OSError, folder: RunFolder) -> str:
     """Error message for a failed write: what failed, what is safe, and how to resume."""
-    where = error.filename or folder.path
-    return f"{where}: {error.strerror or error}; {newest_checkpoint(folder)}: resume with: {hints.resume(folder.path)}"
+    where, newest = error.filename or folder.path, manifest.describe_newest(folder.checkpoints)
+    return f"{where}: {error.strerror or error}; {newest}: resume with: {hints.resume(folder.path)}"

@@ -66,6 +66,12 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
     return [p for step, p in sorted((s, p) for s, p in found if s is not None)]
 
 
+def describe_newest(checkpoints: Path) -> str:
+    """Part of an error message: which checkpoint is safe."""
+    found = complete_checkpoints(checkpoints)
+    return f"the newest complete checkpoint is {found[-1]}" if found else "there is no complete checkpoint yet"
+
+
 def file_record(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

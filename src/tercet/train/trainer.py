@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from shlex import quote
 
+from tercet import hints
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.data.loader import Batch, Loader, build_loader
@@ -18,10 +17,9 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token
-from tercet.model.sampling import NOTHING
+from tercet.model.sampling import INVALID_TOKEN
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
-from tercet.shell import python
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, read_events
 from tercet.telemetry.hardware import peak_flops
@@ -33,13 +31,13 @@ from tercet.train.console import (
     disk_error,
     header_lines,
     log_end,
-    newest_checkpoint,
     precision_of,
     print_summary,
 )
 from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
 from tercet.train.hooks import StopSignals, attach, run_started
+from tercet.train.manifest import describe_newest
 from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start
@@ -190,8 +188,8 @@ class Trainer:
         if self.strategy.world_size > 1:
             raise TercetError(
                 f"{self._interrupted()[1]} while waiting for data in step {self.state.step + 1}: stopped without "
-                f"saving, because other ranks are in another step; {newest_checkpoint(self.folder)}: resume with "
-                "--resume auto"
+                f"saving, because other ranks are in another step; {describe_newest(self.folder.checkpoints)}: "
+                "resume with --resume auto"
             )
         return self._interrupted()
 
@@ -314,7 +312,7 @@ class Trainer:
             f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, more than the limits allow "
             f"(train.max_skipped={self.config.train.max_skipped}, "
             f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); replay step {step} with "
-            f"`{replay_command(path)}`; {newest_checkpoint(self.folder)}"
+            f"`{hints.replay_step(path)}`; {describe_newest(self.folder.checkpoints)}"
         )
 
     def _validate(self) -> None:
@@ -338,7 +336,7 @@ class Trainer:
 
         def agree(choose: Callable[[], int]) -> int:
             """Rank 0's choice. A signal ends the sample, which may take longer than the time left to exit."""
-            return self.strategy.on_rank_0(lambda: choose() if self.stop.signal is None else NOTHING)
+            return self.strategy.on_rank_0(lambda: choose() if self.stop.signal is None else INVALID_TOKEN)
 
         with self.state.interval.excluded():
             text = sample_text(
@@ -401,11 +399,6 @@ class Trainer:
             log_end(self.log, self.folder, outcome, reason, self.state, self._started)
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
-
-
-def replay_command(dump: Path) -> str:
-    """The command that replays a dumped step."""
-    return f"{python()} -m tercet.train.dump {quote(str(dump))}"
 
 
 def _due(step: int, every: int) -> bool:

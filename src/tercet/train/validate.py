@@ -15,7 +15,7 @@ from tercet.data.sources import open_stream
 from tercet.data.stream import DataError, DataUsageError
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
-from tercet.model.sampling import NOTHING, Sampling, choose
+from tercet.model.sampling import INVALID_TOKEN, Sampling, sample_token
 from tercet.parallel.strategy import Strategy
 from tercet.train.step import autocast, to_device
 
@@ -128,10 +128,10 @@ def sample_text(
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(device, precision):
         for _ in range(tokens):
             logits = model(torch.tensor([ids[-context:]], device=device))[:, -1].float().cpu()
-            token = int(choose(logits, sampling, torch.rand(1, dtype=torch.float64, generator=generator)))
+            token = int(sample_token(logits, sampling, torch.rand(1, dtype=torch.float64, generator=generator)))
             # Ranks that choose differently would deadlock in the next forward pass.
             token = agree(partial(int, token))
-            if token in (tokenizer.eos_id, NOTHING):
+            if token in (tokenizer.eos_id, INVALID_TOKEN):
                 break
             ids.append(token)
     model.train(was_training)
