@@ -35,7 +35,7 @@ CHOSEN: dict[tuple[str, str], int] = {
     # packed: the bounds of the document, and the record it leaves for dk and dv, beside the same 128 registers; of a
     # stretch, its first query as well
     ("query_major_dq", "one head per group"): 24,
-    # head 96 is right, not tuned; the fused backward (272) appears where queries are a stretch
+    # head 96 is right, not tuned; the fused backward (272) appears where queries are a query range
     ("kv_major_dkv", "head 96"): 272,
     ("query_major_dq", "head 96"): 48,
     ("query_major_forward", "head 96"): 8,
@@ -54,14 +54,14 @@ def operator(
     shape: str,
     *,
     packed: bool = False,
-    stretch: bool = False,
+    query_range: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     backward: bool = True,
     longest: int | None = None,
 ) -> None:
     T, H, G, DK, DV = SHAPES[shape]
-    # a stretch: the second quarter's queries, against all keys
-    queries, span = (T // 4, [T, T // 4, T // 4, T // 4]) if stretch else (T, [])
+    # a query range: the second quarter's queries, against all keys
+    queries, span = (T // 4, [T, T // 4, T // 4, T // 4]) if query_range else (T, [])
     config = NSAConfig()
     numbers = (list(astuple(config)), span, longest)
 
@@ -118,20 +118,20 @@ def test_hopper_keeps_all_values_in_registers() -> None:
     assert all(c.shared <= 227 * 1024 for c in found)
 
 
-# sequences, their length, query heads, KV heads, whether packed, queries of each (a stretch, from there on), bound
+# sequences, their length, query heads, KV heads, whether packed, queries of each (a query range, from there on), bound
 SELECTED_KEYS = {
     "one design, by shapes": (2, 2048, 12, 2, False, 2048, None),
     "the device decides": (2, 8192, 12, 2, False, 8192, None),
     "packed": (1, 8192, 12, 2, True, 8192, None),
     "bounded": (1, 8192, 12, 2, True, 8192, 1024),
-    "stretch": (1, 4096, 12, 2, True, 1024, None),
+    "query range": (1, 4096, 12, 2, True, 1024, None),
     "one head per group": (1, 4096, 8, 8, True, 4096, None),
     "six heads": (1, 4096, 6, 1, False, 4096, None),
     "64 heads": (1, 4096, 64, 1, False, 4096, None),
 }
 
 
-QUICK = ("the device decides", "stretch")
+QUICK = ("the device decides", "query range")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SELECTED_KEYS])
@@ -142,7 +142,7 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
         return torch.empty(shape, dtype=dtype)
 
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
-    first = queries % T  # of a stretch: as many before it as it has
+    first = queries % T  # of a query range: as many before it as it has
     documents = Documents(B, T, 0, cu, None, first, queries, -1 if longest is None else longest)
     q, k, rows = tensor(B, queries, H, 64), tensor(B, T, G, 64), tensor(B, queries, H, dtype=torch.float32)
     blocks = tensor(B, queries, G, 16, dtype=torch.int32)
@@ -216,7 +216,7 @@ def test_forward_compiles_for_ampere_and_blackwell(capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["bf16", "packed", "bounded", "stretch", "fp16", "fp32"])
+@pytest.mark.parametrize("variant", ["bf16", "packed", "bounded", "query range", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
@@ -224,8 +224,8 @@ def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
     with compiling(capability) as found:
         operator(
             shape,
-            packed=variant in ("packed", "bounded", "stretch"),
-            stretch=variant == "stretch",
+            packed=variant in ("packed", "bounded", "query range"),
+            query_range=variant == "query range",
             dtype=dtype,
             longest=1024 if variant == "bounded" else None,
         )

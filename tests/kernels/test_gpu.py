@@ -102,7 +102,7 @@ def test_a_bound_of_the_documents_lengths_changes_nothing_in_dense_attention() -
         assert relative_error(bounded, wanted) < 1e-2
 
 
-def test_a_stretch_of_queries_has_its_rows_of_the_whole_and_its_own_gradients() -> None:
+def test_a_query_range_has_its_rows_of_the_whole_and_its_own_gradients() -> None:
     lengths = [900, 31, 2100, 64, 1001]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     total, first, end = sum(lengths), 1403, 3057

@@ -27,9 +27,9 @@ pytestmark = [
 ]
 
 
-def assert_alike(shape: Shape, config: tercet.NSAConfig, cuts: list[int], **stretch: int) -> None:
-    found = everything(shape, config, cuts, **stretch)
-    wanted = everything(shape, config, cuts, triton=True, **stretch)
+def assert_alike(shape: Shape, config: tercet.NSAConfig, cuts: list[int], **query_range: int) -> None:
+    found = everything(shape, config, cuts, **query_range)
+    wanted = everything(shape, config, cuts, triton=True, **query_range)
     for kernel, results in wanted.items():
         for got, want in zip(found[kernel], results, strict=True):
             there = want.isfinite()
@@ -94,7 +94,7 @@ def test_gluon_kernels_agree_with_tritons_on_several_sequences(shape: Shape) -> 
 
 
 @pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 128)])
-def test_gluon_kernels_agree_with_tritons_on_a_stretch_of_queries(heads: int, size: int) -> None:
+def test_gluon_kernels_agree_with_tritons_on_a_query_range(heads: int, size: int) -> None:
     assert_alike(Shape(2, 1001, heads, 2, size), tercet.NSAConfig(), [], first=300, queries=257)
 
 

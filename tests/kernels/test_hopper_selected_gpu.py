@@ -33,7 +33,7 @@ CONFIG = NSAConfig()
 
 
 def case(cu, heads, groups, *, batch=1, dtype=BF16, first=0, queries=-1, longest=-1, seed=0):
-    """Sequences of one length, or one of packed documents; `first` and `queries`: a stretch of each."""
+    """Sequences of one length, or one of packed documents; `first` and `queries`: a query range of each."""
     g = torch.Generator().manual_seed(seed)
     N, T = cu[-1], cu[-1] // batch
     packed = len(cu) > batch + 1
@@ -127,7 +127,7 @@ def test_the_gluon_kernel_gives_tritons_bits_however_lists_are_cut(cu: list[int]
     ("cu", "batch"), [([0, 1001, 2002], 2), ([0, 20, 500, 500, 1531, 2001], 1)], ids=["plain", "packed"]
 )
 @pytest.mark.parametrize("limit", [UNION, DECIDED], ids=["union", "decided"])
-def test_the_gluon_kernel_gives_tritons_bits_on_a_stretch_of_queries(cu: list[int], batch: int, limit: float) -> None:
+def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], batch: int, limit: float) -> None:
     assert_as_triton(case(cu, 12, 2, batch=batch, first=300, queries=257), limit)
 
 

@@ -53,8 +53,8 @@ def two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(selected_settings(16, 16, torch.float32, 16), forward_limit=1.6, backward_limit=1.6)
     monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
     shape = (1, TOKENS, TOKENS, 1, 1, 2, 16, 16)
-    assert make_plan(shape, 4, 4, (16, 0, 1), settings, LONGEST).union_only
-    assert not make_plan(shape, 4, 4, (16, 0, 1), settings).union_only
+    assert make_plan(shape, 4, 4, (16, 0, 1), settings, LONGEST).query_major_only
+    assert not make_plan(shape, 4, 4, (16, 0, 1), settings).query_major_only
 
 
 def test_a_bound_changes_no_result(two_plans: None) -> None:
@@ -87,8 +87,8 @@ def test_where_only_the_backward_pass_may_take_either_design_results_are_the_sam
     settings = replace(selected_settings(16, 16, torch.float32, 16), backward_limit=0.1)
     monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
     p = make_plan((1, TOKENS, TOKENS, 1, 1, 2, 16, 16), 4, 4, (16, 0, 1), settings)
-    assert p.union_forward
-    assert not p.union_only
+    assert p.query_major_forward_only
+    assert not p.query_major_only
     out, as_chosen, grads = outcome(x, cu_seqlens=bounds)
     assert torch.equal(chosen, as_chosen)
     for found, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
@@ -116,13 +116,13 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
 
     def record(kernel: Any, grid: Any, pointers: Any, free: tuple[int, ...], *_: Any, **__: Any) -> None:
         name = kernel.fn.__name__
-        launches.append((name, free[-1 if name == "_choose" else -3]))  # blocks in a row of scores
+        launches.append((name, free[-1 if name == "select_kernel" else -3]))  # blocks in a row of scores
 
     monkeypatch.setattr(score, "call", record)
     for longest, expected in (
-        (-1, [("_score", 1024), ("_choose", 1024)] * 2),  # two ranges of queries
-        (2048, [("_score", 32), ("_choose", 32)]),
-        (1024, [("_choose", 0)]),  # all are selected: nothing is scored, and nothing read
+        (-1, [("scores_kernel", 1024), ("select_kernel", 1024)] * 2),  # two ranges of queries
+        (2048, [("scores_kernel", 32), ("select_kernel", 32)]),
+        (1024, [("select_kernel", 0)]),  # all are selected: nothing is scored, and nothing read
     ):
         launches.clear()
         documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
@@ -176,23 +176,25 @@ def test_ranges_of_queries_reach_to_the_end_of_the_longest_document() -> None:
 
 def test_the_selected_branch_takes_one_design_where_documents_are_short() -> None:
     packed, rows = plan(32, 2048), plan(None, None, batch=32)
-    assert packed.union_only
-    assert rows.union_only
+    assert packed.query_major_only
+    assert rows.query_major_only
     assert (packed.ranges, packed.forced) == (rows.ranges, rows.forced) == (1, 0)
-    assert not plan(32, None).union_only
+    assert not plan(32, None).query_major_only
     assert plan(32, None).identity != packed.identity, "they launch other kernels"
-    assert not plan(16, 4096).union_only
-    assert plan(16, 4096).union_forward, "sure of the forward pass, which bears larger unions"
+    assert not plan(16, 4096).query_major_only
+    assert plan(16, 4096).query_major_forward_only, "sure of the forward pass, which bears larger unions"
     assert plan(16, 4096).limits[0] > 65536, "what is not launched is not chosen"
-    assert not plan(8, 8192).union_forward
-    assert not plan(16, None).union_forward
-    assert plan(4096, 16).union_only
+    assert not plan(8, 8192).query_major_forward_only
+    assert not plan(16, None).query_major_forward_only
+    assert plan(4096, 16).query_major_only
 
 
-def test_a_stretch_of_short_documents_takes_one_design_too() -> None:
+def test_a_query_range_of_short_documents_takes_one_design_too() -> None:
     settings, shape = selected_settings(64, 64, torch.bfloat16, 64), (1, 16384, 65536, 12, 2, 16, 64, 64)
-    assert make_plan(shape, 2, 64, (64, 1, 2), settings, 1024).union_only
-    assert not make_plan(shape, 2, 64, (64, 1, 2), settings, 2048).union_only, "its documents may be all but begun"
+    assert make_plan(shape, 2, 64, (64, 1, 2), settings, 1024).query_major_only
+    assert not make_plan(shape, 2, 64, (64, 1, 2), settings, 2048).query_major_only, (
+        "its documents may be all but begun"
+    )
 
 
 def test_a_bound_beyond_all_tokens_or_of_plain_rows_is_their_length() -> None:

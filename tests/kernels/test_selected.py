@@ -39,8 +39,8 @@ def small(limit=None, **changes):
     return sel.SelectedSettings(**values)
 
 
-def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True, stretch=None):
-    """`stretch`: the tokens of each sequence that are queries; all, unless given."""
+def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True, query_range=None):
+    """`query_range`: the tokens of each sequence that are queries; all, unless given."""
     g = torch.Generator().manual_seed(seed)
     N = cu[-1]
     T = N // batch
@@ -54,7 +54,7 @@ def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, force
         cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g, forced
     )
 
-    first, past = stretch or (0, T)
+    first, past = query_range or (0, T)
 
     def keys(x):
         return x.reshape(batch, T, *x.shape[1:])
@@ -146,17 +146,17 @@ def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
 
 @DESIGNS
 def test_queries_may_be_a_stretch_of_a_packed_batch(limit):
-    check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, stretch=(60, 95)), small(limit))
+    check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, query_range=(60, 95)), small(limit))
 
 
 @DESIGNS
 def test_queries_may_be_a_stretch_of_each_sequence(limit):
-    check(case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, stretch=(19, 50)), small(limit))
+    check(case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, query_range=(19, 50)), small(limit))
 
 
 def test_ranges_of_a_stretch_sum_to_the_whole(poison):
     """Keys before and after the stretch, and between the stretches of two sequences, have gradients too: zeros."""
-    c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, stretch=(33, 75))
+    c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, query_range=(33, 75))
     settings = small(KV_MAJOR, range_bytes=1 << 13)
     _, saved = check(c, settings)
     assert saved.decision.shape[1] >= 3

@@ -1,4 +1,4 @@
-"""Block importance for one query per row (Eq. 9, 10), from the scores of compressed attention, and selection (Eq. 11).
+"""Block importance for one query per row (Eq. 9, 10), and the selection of the best blocks (Eq. 11).
 
 Scores are normalised here, with the log-sum-exp over all parts, not part by part: equal keys then have equal importance
 to the last bit wherever they are, and ties are broken by index.

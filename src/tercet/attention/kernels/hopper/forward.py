@@ -1,6 +1,4 @@
-"""Forward of the compressed and the window branch for Hopper, in Gluon (see hopper.py): the product with the values of
-one tile runs during the exponentials of the next.
-"""
+"""Forward of the compressed and the window branch: P·V of one key tile runs during the exponentials of the next."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The KV-major design of the selected branch: a program holds one block's K and V and gathers the queries that chose
-it.
+"""The KV-major design of the selected branch: one block's K and V against the queries that chose it.
 
 A program takes one *piece* of a block's list (inverted_lists.py), at most a segment long, so that popular blocks (every
 query selects the first one) are shared among programs. Partial results per entry (an output with its log-sum-exp, or

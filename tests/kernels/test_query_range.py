@@ -1,4 +1,4 @@
-"""Queries that are a stretch of their sequence, on the kernels: those rows of the whole, and the gradients of those
+"""Queries that are a query range of their sequence, on the kernels: those rows of the whole, and the gradients of those
 rows alone; fp32, interpreted, against the reference in fp64."""
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def run(x, backend, dout, packing, span, block_indices=None):
         (None, 2, (37, 75), (0, 75), (18, 75)),
         # the first tokens alone, which see no compressed key, with keys after the last query
         (None, 1, (0, 6), (0, 40), (0, 33)),
-        # a stretch that begins within one document, holds two whole ones and ends within another; keys past the end
+        # a query range that begins within one document, holds two whole ones and ends within another; keys past the end
         ((30, 0, 41, 5, 20, 29), 1, (50, 111), (30, 118), (31, 115)),
-        # a stretch within one document of many, its window cut by the document's beginning
+        # a query range within one document of many, its window cut by the document's beginning
         ((9, 60, 25), 1, (20, 33), (9, 69), (9, 40)),
     ],
     ids=["two sequences", "no compressed key", "across documents", "within a document"],
