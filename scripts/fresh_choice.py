@@ -2,8 +2,8 @@
 
     python scripts/fresh_choice.py --length 8192 --layers 3
 
-By this number the selected branch takes one of two designs (attention/kernels/index.py, `decide`). On a CPU, by the
-reference; random tokens, m7c's sizes but for the number of layers. Under a minute on one core.
+The selected branch runs query-major or KV-major depending on this number (attention/kernels/table.py). Runs the
+reference on a CPU, on random tokens, with preset m7c except for the number of layers. Under a minute on one core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     config = load("m7c", flags={"model.layers": arguments.layers}).config.model
     nsa, head = config.nsa, config.head_dim
     settings = selected_settings(head, head, torch.bfloat16, nsa.select_block)
-    queries = settings.rows // (config.heads // config.kv_heads)  # of a tile
+    queries = settings.tile_rows // (config.heads // config.kv_heads)  # of a tile
     chosen: list[Tensor] = []
     run = layer_module.run_nsa
 
