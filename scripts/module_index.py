@@ -1,4 +1,4 @@
-"""Writes the module tables of docs/architecture.md from the modules' docstrings.
+"""Writes the module lists of docs/architecture.md from the modules' docstrings.
 
 Usage: python scripts/module_index.py [--check]
 """
@@ -8,30 +8,31 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "tercet"
 PAGE = ROOT / "docs" / "architecture.md"
-TABLE = re.compile(r"(<!-- modules:(\S+) -->\n).*?(<!-- /modules -->)", re.DOTALL)
+LISTING = re.compile(r"(<!-- modules:(\S+) -->\n).*?(<!-- /modules -->)", re.DOTALL)
 
 
 def summary(path: Path) -> str:
     """The first paragraph of a module's docstring, up to its first full stop."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0].rstrip(".").replace("|", "\\|")
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0].rstrip(".")
 
 
-def table(package: str) -> str:
-    """One row per module of a package, e.g. `attention` or `attention/kernels`; `.` is the top level."""
+def listing(package: str) -> str:
+    """One item per module of a package, e.g. `attention` or `attention/kernels`; `.` is the top level."""
     modules = sorted(path for path in (SOURCE / package).glob("*.py") if not path.name.startswith("__"))
-    rows = [f"| `{path.name}` | {summary(path)} |" for path in modules]
-    return "\n".join(["| module | what it is for |", "|---|---|", *rows]) + "\n"
+    items = (f"- `{path.name}`: {summary(path)}" for path in modules)
+    return "\n".join(textwrap.fill(item, 118, subsequent_indent="  ") for item in items) + "\n"
 
 
 def fill(page: str) -> str:
-    return TABLE.sub(lambda found: found[1] + table(found[2]) + found[3], page)
+    return LISTING.sub(lambda found: found[1] + "\n" + listing(found[2]) + "\n" + found[3], page)
 
 
 def main() -> int:

@@ -16,15 +16,15 @@ def load_script():
     return module
 
 
-def test_module_tables_are_current():
+def test_module_lists_are_current():
     script = load_script()
     page = script.PAGE.read_text(encoding="utf-8")
     assert script.fill(page) == page, "run: python scripts/module_index.py"
 
 
-def test_every_package_has_a_table():
+def test_every_package_has_a_list():
     script = load_script()
-    listed = {match[1] for match in script.TABLE.findall(script.PAGE.read_text(encoding="utf-8"))}
+    listed = {match[1] for match in script.LISTING.findall(script.PAGE.read_text(encoding="utf-8"))}
     packages = {
         str(init.parent.relative_to(script.SOURCE)) for init in script.SOURCE.rglob("__init__.py")
     }  # the top level is "."
