@@ -93,7 +93,7 @@ class AttentionLayer(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         cache: Any = None,
         lengths: Tensor | None = None,
-        rope: RopeCache | None = None,
+        turns: RopeCache | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim].
@@ -102,7 +102,7 @@ class AttentionLayer(nn.Module):
         cache       x continues the tokens in this cache; inference only
         lengths     [B], with a cache: how many of each row's T tokens are real. The rest is right padding, and its
                     outputs are meaningless
-        rope        cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`)
+        turns       cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`)
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
@@ -113,7 +113,7 @@ class AttentionLayer(nn.Module):
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
             return self._forward_cached(x, cache, lengths)
         check_lengths_have_cache(lengths)
-        return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), rope)
+        return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), turns)
 
     def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
         raise NotImplementedError

@@ -44,7 +44,7 @@ class Block(nn.Module):
         rope: RopeCache | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, rope=rope)
+        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=rope)
         return x + self.ffn(self.ffn_norm(x))
 
     def init_weights(self, std: float, residual_std: float) -> None:
