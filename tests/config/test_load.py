@@ -102,6 +102,8 @@ def test_none_in_a_file_resets_an_optional_value(tmp_path):
         ("[train]\nsteps = 0\n", r"train.steps=0 \(file .*\): must be at least 1$"),
         ('[log]\ntensorboard = "maybe"\n', r"log.tensorboard='maybe' \(file .*\): must be true or false$"),
         ("[run]\nname = 3\n", r"run.name=3 \(file .*\): must be text$"),
+        ('[run]\nname = "../../up"\n', r"run.name='../../up' \(file .*\): must be a file name without \"/\""),
+        ('[run]\nname = "/tmp/up"\n', r"run.name='/tmp/up' \(file .*\): must be a file name without \"/\""),
         ("[train]\nlr = -1\n", r"train.lr=-1 \(file .*\): must be above 0"),
         ("[train]\nlr = nan\n", r"train.lr=nan \(file .*\): must be a finite number"),
         ("[model]\nkv_heads = 5\n", r"heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3, 4, 6, 12"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tercet.config.data import DataConfig
 from tercet.config.sections import (
@@ -35,6 +35,13 @@ class RunSection(Section):
     """Device to train on. auto: a GPU if there is one."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; none: torch's default."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_one_path_component(cls, name: str) -> str:
+        if "/" in name or "\0" in name:
+            raise ValueError('must be a file name without "/": to choose the folder, set run.dir')
+        return name
 
 
 class RunConfig(Section):
