@@ -100,6 +100,11 @@ def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
     assert run(capsys, "plan", "--preset", "m7c", "--gpu", "NVIDIA A100-SXM4-80GB")[1].count("312 TFLOP/s") == 1
 
 
+def test_control_characters_in_an_error_are_escaped(capsys):
+    code, _, err = run(capsys, "config", "show", "--config", "\x1b[2Jno.toml")
+    assert (code, err) == (2, "error: config file \\x1b[2Jno.toml does not exist\n")
+
+
 def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):
     plain, traced = run(capsys, "plan", "--preset", "tny"), run(capsys, "plan", "--preset", "tny", "--debug")
     assert (plain[0], traced[0]) == (2, 2)

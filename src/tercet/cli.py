@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import tercet
 from tercet import hints
 from tercet.errors import TercetError
+from tercet.terminal import printable
 
 if TYPE_CHECKING:
     from tercet.config.load import Layer, Loaded
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         elif not getattr(error, "reported_elsewhere", False):  # another rank prints it
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader stopped early, as in `tercet presets | head`.
@@ -157,7 +158,7 @@ def _train(arguments: list[str]) -> int:
     """Train a model. Start with `tercet train --preset tiny`. `tercet plan` takes the same options and estimates the
     cost. The run folder keeps config.toml, which --config repeats, and checkpoints, which --resume auto continues."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
-    print(f"tercet {tercet.__version__}: run {loaded.config.run.name}, loading torch …", flush=True)
+    print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}, loading torch …", flush=True)
     from tercet.train.trainer import train
 
     return train(loaded.config, origins=loaded.origins, resume=options.resume)

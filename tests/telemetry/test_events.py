@@ -120,10 +120,14 @@ def test_plain_lines_without_a_terminal() -> None:
     ]
 
 
-def test_control_characters_in_samples_are_replaced() -> None:
+def test_control_characters_are_escaped() -> None:
     out = io.StringIO()
     Screen(stream=out)(events.Sampled(step=1, prompt="[bold]", text="\x1b[2Jx\x00"))
-    assert "[bold]\ufffd[2Jx\ufffd" in out.getvalue()
+    Screen(stream=out)(
+        events.HealthFired(step=1, rule="\x1b[31m", sentence="\x9bH", action="warn", value=1.0, threshold=1.0)
+    )
+    assert "[bold]\\x1b[2Jx\\x00" in out.getvalue()
+    assert "\\x1b[31m: \\x9bH" in out.getvalue()
 
 
 def test_a_run_continues_when_its_output_is_closed() -> None:

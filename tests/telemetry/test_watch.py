@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from tercet.errors import TercetError
-from tercet.report.commands import watch
-from watched import corpus, even_clock, run
+from tercet.report.commands import report, watch
+from watched import copy, corpus, even_clock, run
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,24 @@ def test_every_rank_has_a_line(finished, tmp_path, capsys):
     watch(folder, once=True)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["1", "3", "waiting"] in [row[:3] for row in rows]
+
+
+def test_control_characters_of_a_run_do_not_reach_the_terminal(finished, tmp_path, capsys):
+    def escapes(lines):
+        lines[0]["name"] = "\x1b]0;name"
+        fired = {"kind": "health", "rule": "\x1b[2Ja|b", "sentence": "\x9bH", "action": "warn"}
+        lines.insert(-1, lines[-1] | fired | {"value": 1.0, "threshold": 1.0})
+
+    found = copy(finished, tmp_path / "ru\x1bn", escapes)
+    beat = {"time": 1.0, "step": "\x1b[1m", "doing": "\x1b[8m", "for_seconds": 0}
+    (found.folder / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
+    watch(found.folder, once=True)
+    report([found.folder])
+    out = capsys.readouterr().out
+    page = (found.folder / "report" / "report.md").read_text()
+    assert "\\x1b[2Ja|b" in out
+    assert "a\\|b: " in page
+    assert not {"\x1b", "\x9b"} & set(out + page)
 
 
 def test_a_folder_without_events_is_an_error(tmp_path):

@@ -12,6 +12,7 @@ from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
 from tercet.report.read import Run, read_run
 from tercet.report.verdict import Verdict, judge
+from tercet.terminal import printable
 
 
 def report(
@@ -52,7 +53,7 @@ def report(
         folder = run.folder / "report" if out is None or len(loaded) > 1 else out
         pages.append(render.write_report(run, verdict, folder, dense))
         verdicts.append(verdict)
-        print(_summary(run, verdict, pages[-1]))
+        print(printable(_summary(run, verdict, pages[-1])))
     if len(loaded) > 1:
         _write_comparison(loaded, verdicts, pages, out or Path("comparison"))
     return max((v.exit_code for v in verdicts), key=(0, 4, 3).index)

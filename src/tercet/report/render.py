@@ -13,6 +13,7 @@ from tercet.report.gates import GO, NO_GO, NOT_TESTED
 from tercet.report.plots import all_plots
 from tercet.report.read import Run
 from tercet.report.verdict import Verdict
+from tercet.terminal import printable
 from tercet.version import __version__
 
 # Verdict -> CSS class
@@ -94,7 +95,9 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     problems = [e for e in facts.notable_events if e["sign"] in ("no", "nt")]
     if problems:
         lines += ["", "## Notable events", ""]
-        lines += [f"- step {e['step']}, rank {e['rank']}: {e['kind']}: {_escape(e['text'])}" for e in problems[:40]]
+        lines += [
+            f"- step {e['step']}, rank {e['rank']}: {_escape(e['kind'])}: {_escape(e['text'])}" for e in problems[:40]
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -120,5 +123,5 @@ def _capitalize(text: str) -> str:
 
 def _escape(text: str) -> str:
     """Escape text for Markdown: no markup, no table separators, no line breaks."""
-    escaped = "".join("\\" + c if c in "\\`*_|[]#" else c for c in " ".join(text.split()))
+    escaped = "".join("\\" + c if c in "\\`*_|[]#" else c for c in printable(" ".join(text.split())))
     return escaped.replace("<", "&lt;").replace(">", "&gt;")

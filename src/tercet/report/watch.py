@@ -21,8 +21,8 @@ from tercet.errors import UsageError
 from tercet.report.read import last_heartbeat, read_run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
-from tercet.telemetry.progress import printable
 from tercet.telemetry.units import duration, quantity
+from tercet.terminal import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BRANCHES = (("compressed", "blue"), ("selected", "magenta"), ("window", "cyan"))
@@ -110,7 +110,7 @@ class View:
         parts.append(self._ranks())
         problems = sorted((e for f in self.ranks.values() for e in f.problems), key=lambda e: e.time)[-6:]
         if problems:
-            lines = Text("\n".join(_problem(e) for e in problems), style="yellow")
+            lines = Text(printable("\n".join(_problem(e) for e in problems)), style="yellow")
             parts.append(Panel(lines, title="problems", title_align="left", border_style="yellow"))
         return Group(*parts)
 
@@ -123,10 +123,10 @@ class View:
         state = ended.outcome if first.ended and ended else "running"
         left = "" if first.ended or not step else f"eta {duration((steps - done) * step.step_seconds)}"
         grid.add_row(
-            Text(printable(started.name) if started else self.folder.name, style="bold"),
+            Text(printable(started.name if started else self.folder.name), style="bold"),
             ProgressBar(total=max(1, steps), completed=done, width=30),
             Text(f"{done:,}/{steps:,} steps"),
-            Text(state, style={"completed": "green", "running": "cyan"}.get(state, "bold red")),
+            Text(printable(state), style={"completed": "green", "running": "cyan"}.get(state, "bold red")),
             Text(left),
         )
         return grid
@@ -171,7 +171,7 @@ class View:
             stale = age > STALE_SECONDS and not follower.ended
             table.add_row(
                 str(rank),
-                str(beat.get("step")),
+                Text(printable(str(beat.get("step")))),
                 Text(printable(str(beat.get("doing")))),
                 duration(float(beat.get("for_seconds", 0)) + (0 if follower.ended else age)),
                 Text(

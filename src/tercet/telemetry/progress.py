@@ -25,6 +25,7 @@ from tercet.telemetry.events import (
     Validated,
 )
 from tercet.telemetry.units import duration, quantity
+from tercet.terminal import printable
 
 
 class _Console(Console):
@@ -51,9 +52,9 @@ class Screen:
         self._estimated = False
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line, above the live line if there is one. Markup is printed literally."""
+        """Print a line, above the live line if there is one. Markup and control characters are printed literally."""
         console = self._bar.console if self._bar else self._console
-        console.print(Text(text, style=style))
+        console.print(Text(printable(text), style=style))
 
     def header(self, lines: list[tuple[str, str]]) -> None:
         """Print the facts about a run, one per line."""
@@ -100,7 +101,7 @@ class Screen:
         elif isinstance(event, Validated):
             self.say(f"validation after step {event.step}: loss {event.loss:.4f} over {quantity(event.tokens)} tokens")
         elif isinstance(event, Sampled):
-            body = "\n".join("  | " + line for line in printable(event.prompt + event.text).split("\n"))
+            body = "\n".join("  | " + line for line in (event.prompt + event.text).split("\n"))
             self.say(f"sample after step {event.step}:\n{body}")
         elif isinstance(event, CheckpointSaved):
             self.say(
@@ -141,8 +142,3 @@ def step_line(event: StepLogged, seconds_left: float) -> str:
         f"loss {event.loss:.4f}  lr {event.lr:.2e}  grad {event.grad_norm:.3f}  "
         f"{quantity(event.tokens_per_s)} tok/s{mfu}  mem {event.memory_gib:.2f} GiB  eta {duration(seconds_left)}"
     )
-
-
-def printable(text: str) -> str:
-    """Replace control characters in model output."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "�" for c in text)

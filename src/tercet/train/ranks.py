@@ -17,6 +17,7 @@ from tercet.errors import EXIT_FAILURE, TercetError
 from tercet.parallel.distributed import build_strategy
 from tercet.parallel.launch import Launch, LaunchError, check_launch, join
 from tercet.parallel.strategy import Single, Strategy
+from tercet.terminal import printable
 from tercet.train import manifest
 from tercet.train.run_folder import locate
 
@@ -65,7 +66,7 @@ def rank_context(strategy: Strategy) -> Iterator[None]:
         if not isinstance(cause, TercetError):
             traceback.print_exception(cause)
         elif not getattr(cause, "reported_elsewhere", False):
-            print(f"error: {cause}", file=sys.stderr)
+            print(f"error: {printable(str(cause))}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code(cause))
