@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ import pytest
 
 from fork_server import ForkServer
 from runs import losses, small
+from tercet.config.load import to_toml
 from tercet.data import loader
 from tercet.doctor import machine
 from tercet.errors import TercetError
@@ -25,6 +29,7 @@ from tercet.shell import program
 from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
 from tercet.train import trainer
 from tercet.train.manifest import complete_checkpoints, step_of
+from tercet.train.hooks import StopSignals
 from tercet.train.trainer import train
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
@@ -40,7 +45,7 @@ def saved_steps(folder: Path) -> list[int | None]:
     return [step_of(p) for p in complete_checkpoints(folder / "checkpoints")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_the_current_step_and_prints_how_to_resume(
     fork_server: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -58,6 +63,36 @@ def test_a_signal_saves_the_current_step_and_prints_how_to_resume(
 
 
 def test_a_second_ctrl_c_exits_immediately(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_lost_terminal_saves_the_current_step(tmp_path: Path) -> None:
+    folder, config = tmp_path / "run", tmp_path / "config.toml"
+    config.write_text(to_toml(small(**LONG)))
+    controller, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tercet", "train", "--config", str(config), "--run.dir", str(folder)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    while ended_step(folder) < 3:
+        os.read(controller, 65536)
+    os.close(controller)
+    assert process.wait(60) == 128 + signal.SIGHUP
+    assert saved_steps(folder) == [ended(folder).step]
+
+
+def test_nohup_keeps_a_run_alive() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
     folder = tmp_path / "run"
     # A step of many micro-batches: the first Ctrl-C would have to wait for its end.
     config = small(run__dir=str(folder), **LONG | {"train__tokens_per_step": 128 * 5000})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -29,6 +30,14 @@ from tercet.terminal import printable
 
 
 class _Console(Console):
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:  # EIO: the terminal is gone
+                raise
+            self.on_broken_pipe()
+
     def on_broken_pipe(self) -> None:
         """The reader of the output is gone. rich would raise SystemExit(1); the run continues without output."""
         self.quiet = True

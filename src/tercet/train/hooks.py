@@ -99,7 +99,7 @@ def run_started(
 
 
 class StopSignals:
-    """SIGTERM or Ctrl-C asks the run to save and exit; a second Ctrl-C exits immediately.
+    """SIGTERM, SIGHUP or Ctrl-C asks the run to save and exit; a second Ctrl-C exits immediately.
 
     Use as a context manager and check `signal` between steps.
     """
@@ -109,7 +109,10 @@ class StopSignals:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
