@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -23,13 +24,14 @@ from fork_server import ForkServer
 from runs import losses, small
 from tercet.config.load import to_toml
 from tercet.data import loader
+from tercet.data.stream import BadRecordError
 from tercet.doctor import machine
 from tercet.errors import TercetError
 from tercet.shell import program
 from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
 from tercet.train import trainer
-from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.hooks import StopSignals
+from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
 
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
@@ -62,7 +64,6 @@ def test_a_signal_saves_the_current_step_and_prints_how_to_resume(
     assert max(losses(folder)) == last.step
 
 
-def test_a_second_ctrl_c_exits_immediately(fork_server: ForkServer, tmp_path: Path) -> None:
 def test_a_lost_terminal_saves_the_current_step(tmp_path: Path) -> None:
     folder, config = tmp_path / "run", tmp_path / "config.toml"
     config.write_text(to_toml(small(**LONG)))
@@ -93,6 +94,7 @@ def test_nohup_keeps_a_run_alive() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_second_ctrl_c_exits_immediately(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A step of many micro-batches: the first Ctrl-C would have to wait for its end.
     config = small(run__dir=str(folder), **LONG | {"train__tokens_per_step": 128 * 5000})
@@ -211,6 +213,20 @@ def test_the_printed_resume_command_resumes_the_run(fork_server: ForkServer, tmp
     assert "resuming from" in done.stdout
     assert done.stderr == ""
     assert list(losses(folder)) == list(range(1, 41))
+
+
+def test_a_bad_record_keeps_the_steps_before_it_and_may_be_skipped_on_resume(tmp_path: Path) -> None:
+    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text("".join(json.dumps({"text": f"{i}" * 60}) + "\n" for i in range(100)) + "{damaged\n")
+    config = {"data__source": "jsonl", "data__path": [str(data)], "data__shuffle_block": 10, "checkpoint__every": 0}
+    config |= {"train__steps": 100, "data__validation_fraction": 0.0, "run__dir": str(folder)}
+    with pytest.raises(BadRecordError, match="record 101"):
+        train(small(**config))
+    last = ended(folder)
+    assert last.step > 10
+    assert saved_steps(folder) == [last.step]
+    assert train(small(**config, data__bad_records="skip"), resume="auto") == 0
+    assert list(losses(folder)) == list(range(1, 101))
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "parallel.",
     "data.prefetch",
+    "data.bad_records",
     "train.steps",
     "train.micro_batch",
     "train.compile",
@@ -243,7 +244,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
             f"the config has changed since the checkpoint: {'; '.join(messages[k] for k in restricted)}: change these "
             "back, or pass --checkpoint.allow-config-change to continue with the new values"
         )
-    return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps")]
+    return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]
 
 
 def _all_dense(config: Mapping[str, Any]) -> bool:

@@ -172,6 +172,9 @@ class Trainer:
                 batches = self.batches.next_step()
             except StoppedWaiting:
                 return self._interrupted_without_data()
+            except Exception:
+                self._save_after_error()
+                raise
             if not batches:
                 return "completed", "the data ended", 0
             self._step(batches)
@@ -245,8 +248,7 @@ class Trainer:
             if _due(step, config.train.sample_every):
                 self._sample()
         except Exception:
-            if self.strategy.world_size == 1:  # other ranks may not take part in a save
-                self.saver.save_after_error(self.screen)
+            self._save_after_error()
             raise
         self.saver.collect(wait=False)
         if _due(step, config.checkpoint.every):
@@ -361,6 +363,11 @@ class Trainer:
         if self.state.guard.halted_at():
             self._log()  # raises: steps since the weights froze are not progress
         self.saver.save()
+
+    def _save_after_error(self) -> None:
+        """Save the last finished step after an error between two steps."""
+        if self.strategy.world_size == 1:  # other ranks may not take part in a save
+            self.saver.save_after_error(self.screen)
 
     def _finish(self, outcome: str, reason: str) -> None:
         """Save, validate, sample, print the summary. The save comes first: a resumed run makes up for a missing
