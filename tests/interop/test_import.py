@@ -231,3 +231,13 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     (tmp_path / "dense" / "config.json").unlink()
     with pytest.raises(TercetError, match=r"has no config\.json"):
         import_model(tmp_path / "dense", tmp_path / "out")
+
+
+@pytest.mark.parametrize("outside", ["../secret.safetensors", "{}/secret.safetensors", 3])
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path, outside):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    name = outside.format(tmp_path) if isinstance(outside, str) else outside
+    (tmp_path / "dense" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UsageError, match=r"weight_map\['a'\]=.* must be the name of a file in"):
+        import_model(tmp_path / "dense", tmp_path / "out")

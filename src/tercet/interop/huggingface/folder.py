@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The weight files; raises if one is missing."""
     if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        names = _indexed_files(folder / INDEX)
     else:
         names = [WEIGHTS]
     for name in names:
@@ -48,6 +48,17 @@ def weight_files(folder: Path) -> list[Path]:
             pickles = f"; {others[0]} is a pickle, which is not supported: convert it to safetensors" if others else ""
             raise FolderError(f"{folder} has no {name}: it is incomplete; export or copy it again{pickles}")
     return [folder / name for name in names]
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The weight files that an index names; an index may not name files outside its folder."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise FolderError(f"{index} has no weight_map, the file of each tensor: export or copy the model again")
+    for tensor, name in files.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise FolderError(f"{index}: weight_map[{tensor!r}]={name!r} must be the name of a file in {index.parent}")
+    return sorted(set(files.values()))
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
