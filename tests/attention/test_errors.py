@@ -232,3 +232,12 @@ def test_empty_inputs_are_rejected():
     call = [torch.randn(1, 0, 2, 4), *[torch.randn(1, 0, 1, 4)] * 6, torch.randn(1, 0, 2, 3)]
     with pytest.raises(ValueError, match=r"q has shape \[1, 0, 2, 4\]"):
         tercet.nsa_attention(*call, config=config)
+
+
+def test_second_derivatives_are_rejected(backend: str):
+    x = X.leaves()
+    # autograd could differentiate q · q again, and the result would miss the operator's share
+    out = attend(x.with_(q=x.q * x.q), CFG, backend).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives") as refused:
+        torch.autograd.grad(out, x.q, create_graph=True)
+    assert "\n" not in str(refused.value)

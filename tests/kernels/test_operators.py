@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -90,6 +91,15 @@ def test_stages_are_differentiable_one_by_one() -> None:
         wanted_grads = torch.autograd.grad(wanted, theirs, dout.double())
         for found, exactly in zip((out, *grads), (wanted, *wanted_grads), strict=True):
             torch.testing.assert_close(found.double(), exactly, atol=2e-5, rtol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_second_derivatives_are_refused(watched: bool) -> None:
+    x = sample().leaves()
+    with Seen() if watched else nullcontext():
+        out = attend(x.with_(q=x.q * x.q), CONFIG, "triton").sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives"):
+        torch.autograd.grad(out, x.q, create_graph=True)
 
 
 @pytest.mark.parametrize(

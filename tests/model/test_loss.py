@@ -62,6 +62,13 @@ def test_the_compiled_loss_equals_the_eager_loss(dtype, monkeypatch):
     torch.testing.assert_close(found, wanted)
 
 
+def test_second_derivatives_are_rejected():
+    hidden, weight, targets = inputs(5, 7)
+    total = cross_entropy(hidden * hidden, weight, targets).total
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives"):
+        torch.autograd.grad(total, hidden, create_graph=True)
+
+
 def test_batches_of_any_shape_are_flattened():
     hidden, weight, targets = inputs(24, 9)
     loss = cross_entropy(hidden.view(2, 3, 4, -1), weight, targets.view(2, 3, 4), rows=5)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.attention.first_order import first_order
 from tercet.attention.layout import WHOLE, Packing, Span
 
 # Numbers in one tile of scores: 8 MiB of fp32 fits in a CPU's outer caches.
@@ -394,7 +394,7 @@ class _TiledAttention(torch.autograd.Function):
         return _from_group(out, batch, length).to(v.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         batch, length, heads, width = q.shape

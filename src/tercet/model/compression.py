@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.first_order import first_order
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, RowMap
 from tercet.model.layer import are_plain
@@ -142,7 +142,7 @@ class _MoveRows(torch.autograd.Function):
         return _gather(x, source, valid)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         return _gather(upstream[0], *ctx.saved_tensors), None, None, None, None
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tercet.attention.first_order import first_order
 from tercet.model.cost import chunk_rows
 
 IGNORED = -100
@@ -87,7 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = upstream
         d_hidden, d_weight = ctx.saved_tensors

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tercet.attention.first_order import first_order
 from tercet.attention.kernels.launch import call
 
 _BLOCK = 1024
@@ -61,7 +61,7 @@ class SiluMul(torch.autograd.Function):
         return F.silu(gate) * up
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *upstream: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         dy: Tensor = torch.ops.tercet.swiglu_gradient(y, upstream[0])

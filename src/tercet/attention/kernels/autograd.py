@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.first_order import first_order
 from tercet.attention.kernels.ops import (
     GRADIENTS,
     KEPT,
@@ -68,7 +68,7 @@ def _keep_op(ctx, inputs, output) -> None:
     )
 
 
-@once_differentiable
+@first_order
 def _op_backward(ctx, dout, *_unused):
     if dout is None:
         return (None,) * _INPUTS
@@ -93,7 +93,7 @@ class _Compressed(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, _lse):
         q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
         not_differentiable = (None,) * (2 + len(Numbers._fields))
@@ -129,7 +129,7 @@ class _AttendAndProject(torch.autograd.Function):
         return project(out, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = upstream
         weight, *kept = ctx.saved_tensors
@@ -168,7 +168,7 @@ class _Attend(torch.autograd.Function):
         return found[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
         kept = ctx.saved_tensors
         if dout is None:

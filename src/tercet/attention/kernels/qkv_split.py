@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tercet.attention.first_order import first_order
 from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.launch import call, power_of_2
 
@@ -331,7 +331,7 @@ class _Split(torch.autograd.Function):
         return tuple(parts)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return torch.ops.tercet.heads_together(list(grads), *ctx.saved_tensors, ctx.sizes), *(None,) * 7
 

@@ -1,0 +1,28 @@
+"""Decorator of hand-written backward passes: they have no second derivative, and asking for one raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise under create_graph=True, the only case in which autograd runs a backward pass with gradients enabled.
+
+    torch's once_differentiable is silent if only saved tensors require a gradient, and autograd.grad never reaches its
+    delayed error: the second derivative would be wrong without a word.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for second derivatives, and tercet's operators have only first ones: "
+                "call grad or backward without create_graph"
+            )
+        return backward(ctx, *grads)
+
+    return wrapper
