@@ -352,6 +352,20 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(fork_server: 
     assert "does not match its SHA-256" in child.output
 
 
+def test_a_damaged_line_in_the_event_log_does_not_prevent_resuming(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert train(small(run__dir=str(folder))) == 0
+    lines = events_file(folder).read_bytes().split(b"\n")
+    lines[1] = b"\0" + lines[1][1:]
+    events_file(folder).write_bytes(b"\n".join(lines))
+    capsys.readouterr()
+    assert train(small(run__dir=str(folder), train__steps=8), resume="auto") == 0
+    assert capsys.readouterr().out.count("damaged line") == 1
+    assert max(losses(folder)) == 8
+
+
 def test_a_changed_config_is_refused_with_the_difference(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     assert fork_server.run(small(run__dir=folder)).code == 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,9 +312,9 @@ def encode(event: Event) -> str:
         return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def decode(line: str) -> Event | None:
-    """Parse a line; None for a kind that this version does not know. Raises ValueError on a broken line."""
-    record: dict[str, Any] = json.loads(line)
+def decode(line: str | bytes) -> Event | None:
+    """Parse a line; None for a kind that this version does not know. Raises ValueError on a damaged line."""
+    record = _parse(line)
     cls = KINDS.get(record.pop("kind"))
     if cls is None:
         return None
@@ -327,45 +327,60 @@ def decode(line: str) -> Event | None:
         raise ValueError(str(error)) from None
 
 
+def _parse(line: str | bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
+        raise ValueError("not a JSON object with kind and step")
+    return record
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """Events of a file in order. An incomplete last line (from a crash) is ignored."""
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.endswith("\n"):
+    """Events of a file in order, without damaged lines and an incomplete last line (from a crash)."""
+    with path.open("rb") as stream:
+        for line in stream:
+            if not line.endswith(b"\n"):
                 return
             try:
                 event = decode(line)
-            except (ValueError, KeyError) as error:
-                raise TercetError(f"{path}:{number}: not an event ({error})") from None
+            except ValueError:
+                continue
             if event is not None:
                 yield event
 
 
-def rewind(folder: Path, rank: int, step: int) -> int:
-    """Move measurements after `step` to superseded_rank{r}.jsonl; returns how many. Call before opening the log."""
+def rewind(folder: Path, rank: int, step: int) -> tuple[int, list[int]]:
+    """Move measurements after `step` to superseded_rank{r}.jsonl. Call before opening the log.
+
+    Returns how many were moved, and the numbers of damaged lines, which stay in the file.
+    """
     path = events_file(folder, rank)
     if not path.exists():
-        return 0
-    kept: list[str] = []
-    moved: list[str] = []
-    # Not splitlines: it also splits at other characters, which a sample's text may contain.
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # drop an incomplete last line
-        record = json.loads(line)
+        return 0, []
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    damaged: list[int] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # drop an incomplete last line
+        try:
+            record = _parse(line)
+        except ValueError:
+            damaged.append(number)
+            kept.append(line + b"\n")
+            continue
         cls = KINDS.get(record["kind"])
         # Unknown kinds, from a newer version, count as measurements.
         stale = record["step"] > step and (cls is None or cls.measured)
-        (moved if stale else kept).append(line + "\n")
+        (moved if stale else kept).append(line + b"\n")
     if moved:
-        with (folder / f"superseded_rank{rank}.jsonl").open("a", encoding="utf-8") as stream:
+        with (folder / f"superseded_rank{rank}.jsonl").open("ab") as stream:
             stream.writelines(moved)
     # Replaced by one rename: a crash leaves the old stream or the new one.
     fresh = path.with_suffix(".tmp")
-    with fresh.open("w", encoding="utf-8") as stream:
+    with fresh.open("wb") as stream:
         stream.writelines(kept)
         stream.flush()
         os.fsync(stream.fileno())
     fresh.replace(path)
-    return len(moved)
+    return len(moved), damaged
 
 
 def _plain(value: Any) -> Any:

@@ -80,7 +80,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
         if strategy.rank == 0:
             folder.describe(config, origins or {}, environment(device, device_name(device)))
-        superseded = events.rewind(folder.path, strategy.rank, state.step)
+        superseded, damaged = events.rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
@@ -96,6 +96,10 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer, forked
         )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
+        if damaged:
+            lines = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+            text = f"warning: {log.path} has damaged lines, which were ignored: line {lines}"
+            log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
         return trainer.run()
