@@ -52,6 +52,20 @@ def test_half_precision_inputs_differ_at_near_ties_only(dtype: torch.dtype, back
     assert wrong_sets(judge(x, cfg), aux.block_indices, 1e-3) == []
 
 
+def test_a_nan_compressed_key_shows_in_the_output_and_drops_no_block(backend: str):
+    cfg = config(select_count=4)
+    x = inputs(cfg, 40)
+    x.kc[:, 0] = torch.nan  # seen from the last token of the first compressed block on
+    out, aux = attend(x, cfg, backend, return_aux=True)
+    assert out[:, cfg.compress_block - 1 :].isnan().all()
+    for t in range(40):
+        for g in range(x.ks.shape[2]):
+            blocks = chosen(aux.block_indices, 0, t, g)
+            assert forced_blocks(t, cfg) <= set(blocks)
+            assert len(blocks) == min(cfg.select_count, t // cfg.select_block + 1)
+    assert not attend(x, cfg, backend, branches=("selected",)).isnan().any()
+
+
 def test_scores_come_from_the_sum_over_the_heads_of_a_group(backend: str):
     """Two heads prefer different blocks: the one with the higher probability wins for both."""
     cfg = config(select_count=3, select_initial=1, select_local=1)

@@ -145,7 +145,8 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     j = torch.arange(num_blocks, device=scores.device)
     c = (t // config.select_block)[..., None]
     forced = (j < config.select_initial) | (j > c - config.select_local)
-    key = torch.where(forced, torch.inf, scores)
+    # NaN counts as 0, as in the kernels: topk ranks it above the forced blocks, and it equals nothing
+    key = torch.where(forced, torch.inf, torch.where(scores.isnan(), 0, scores))
     key = torch.where(j > c, -torch.inf, key)
     # topk may break ties either way: use it only for the n-th best score
     nth = key.topk(min(n, num_blocks), dim=-1).values[..., -1:]
