@@ -105,6 +105,13 @@ def test_control_characters_in_an_error_are_escaped(capsys):
     assert (code, err) == (2, "error: config file \\x1b[2Jno.toml does not exist\n")
 
 
+def test_a_world_size_that_is_not_a_number_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    code, _, err = run(capsys, "train", "--preset", "tiny")
+    assert code == 2
+    assert err.startswith("error: WORLD_SIZE='x' must be a positive integer")
+
+
 def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):
     plain, traced = run(capsys, "plan", "--preset", "tny"), run(capsys, "plan", "--preset", "tny", "--debug")
     assert (plain[0], traced[0]) == (2, 2)

@@ -345,8 +345,10 @@ def _launch_layers(options: Any) -> list[Layer]:
     from tercet.config.load import Layer
 
     layers = []
-    if "WORLD_SIZE" in os.environ:
-        layers.append(Layer("torchrun", {"parallel.world_size": int(os.environ["WORLD_SIZE"])}))
+    if (ranks := os.environ.get("WORLD_SIZE")) is not None:
+        if not ranks.isdecimal():
+            raise _usage(f"WORLD_SIZE={ranks!r} must be a positive integer: unset it, or start with torchrun")
+        layers.append(Layer("torchrun", {"parallel.world_size": int(ranks)}))
     if options.allow_single_rank:
         layers.append(Layer("--allow-single-rank", {"parallel.allow_single_rank": True}))
     return layers
