@@ -22,7 +22,7 @@ LAYERS = [
     {"config"},
     {"model"},
     {"attention"},
-    {"atomic_io", "errors", "hints", "shell", "terminal", "version"},
+    {"atomic_io", "errors", "hints", "parse", "shell", "terminal", "version"},
 ]
 LEVEL = {name: len(LAYERS) - i for i, layer in enumerate(LAYERS) for name in layer}
 SAME_LAYER = {

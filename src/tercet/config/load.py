@@ -19,6 +19,7 @@ from tercet.atomic_io import write_json, write_text
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
+from tercet.parse import parse_toml
 
 DEFAULT = "default"
 FLAG = "flag"
@@ -97,14 +98,14 @@ def preset_layers(name: str) -> list[Layer]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file; errors are one line and name the file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"config file {path} is not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import re
 import tokenize
 import zlib
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from tercet.data.stream import BadRecordError, DataError
+from tercet.parse import parse_json
 
 
 class Record(NamedTuple):
@@ -142,7 +142,7 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
 
 def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, index: int) -> Record | BadRecordError:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:  # broken JSON, or not UTF-8
         return BadRecordError(str(path), index, f"is not JSON ({error})")
     if not isinstance(value, dict):

@@ -25,6 +25,7 @@ from tercet import atomic_io
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
+from tercet.parse import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -166,7 +167,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): prepare the shards again into a new folder") from error
     return value

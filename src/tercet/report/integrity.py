@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
 
+from tercet.parse import parse_json
 from tercet.report.read import Run
 from tercet.telemetry.events import Event, RunEnded, RunStarted, StepLogged
 
@@ -28,7 +28,7 @@ def checkpoint_problem(folder: Path) -> str:
     if not folder.is_dir():
         return "the folder does not exist"
     try:
-        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files = parse_json((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
         sizes = {name: int(record["bytes"]) for name, record in files.items()}
     except (OSError, ValueError, KeyError, TypeError):
         return "manifest.json cannot be read"

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import re
 import statistics
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from typing import Any, TypeVar
 
 from tercet.config.keys import flatten_table
 from tercet.errors import UsageError
+from tercet.parse import parse_json, parse_toml
 from tercet.telemetry.events import (
     DoctorReported,
     Event,
@@ -257,7 +256,7 @@ def _has_type(value: Any, declared: str) -> bool:
 
 def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
-        config = flatten_table(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+        config = flatten_table(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         problems.append(f"config.toml cannot be read ({type(error).__name__})")
         config = {}
@@ -266,7 +265,7 @@ def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -292,7 +291,7 @@ def last_heartbeat(path: Path) -> dict[str, Any]:
     """The last readable heartbeat of a rank; empty if there is none."""
     for line in reversed(tail(path)):
         with contextlib.suppress(ValueError):
-            beat = json.loads(line)
+            beat = parse_json(line)
             if isinstance(beat, dict) and isinstance(beat.get("time"), (int, float)):
                 return beat
     return {}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tercet.errors import UsageError
+from tercet.parse import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +329,7 @@ def decode(line: str | bytes) -> Event | None:
 
 
 def _parse(line: str | bytes) -> dict[str, Any]:
-    record = json.loads(line)
+    record = parse_json(line)
     if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
         raise ValueError("not a JSON object with kind and step")
     return record

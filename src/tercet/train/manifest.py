@@ -13,7 +13,6 @@ checkpoints/
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any
 
 from tercet.atomic_io import sha256, sync
 from tercet.errors import TercetError
+from tercet.parse import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -118,7 +118,7 @@ def verify(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; errors name the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except (OSError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tercet.errors import TercetError, UsageError
+from tercet.parse import parse_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -24,7 +24,7 @@ class FolderError(UsageError):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FolderError(
             f"{path.parent} has no {path.name}: it is not a Hugging Face model, or is incomplete; export it again"
