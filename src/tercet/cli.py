@@ -1,7 +1,7 @@
 """The `tercet` command: find the command, parse its arguments, return its exit code.
 
 Nothing heavy is imported here: commands load pydantic to parse their arguments, and torch only after that. Exit codes
-are what a command returns, or those of its error (tercet.errors), or 130 and 143 for signals; docs/configuration.md
+are what a command returns, or those of its error (tercet.errors), or 128 + N for signal N; docs/configuration.md
 lists them.
 """
 
