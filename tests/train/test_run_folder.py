@@ -1,4 +1,4 @@
-"""The run folder: locking, and cleaning up after a refused run."""
+"""The run folder: locking, cleaning up after a refused run, and keeping it apart from data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tercet.errors import TercetError
+from runs import small
+from tercet.errors import TercetError, UsageError
 from tercet.train import run_folder as module
 from tercet.train.run_folder import LOCK, RunFolder
+from tercet.train.trainer import train
 
 
 def test_an_unused_folder_is_removed_with_the_parents_created_for_it(tmp_path: Path):
@@ -54,3 +56,20 @@ def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path, monkeypatch: py
     with pytest.raises(TercetError, match="is in use by another process"):
         RunFolder(tmp_path / "run")
     second.close()
+
+
+def test_a_run_in_its_data_folder_does_not_read_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    monkeypatch.chdir(tmp_path)
+    config = {"data__source": "text", "data__validation_fraction": 0.0, "log__tensorboard": True}
+    for path, folder in ((".", "runs/folder"), ("**/*.txt", "runs/glob")):
+        assert train(small(**config, data__path=[path], run__dir=folder, train__steps=4)) == 0
+        assert train(small(**config, data__path=[path], run__dir=folder, train__steps=6), resume="auto") == 0
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_folder_with_other_files_is_not_used_for_a_run(tmp_path: Path, resume: str | None):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UsageError, match=f"{tmp_path} holds other files.*--run.dir"):
+        train(small(run__dir=str(tmp_path)), resume=resume)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

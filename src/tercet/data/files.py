@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import sys
 import sysconfig
@@ -42,7 +43,10 @@ class FileSet:
 
 
 def find_files(paths: Sequence[str], kind: str) -> FileSet:
-    """Expand `paths`: files as they are, folders searched by suffix, globs (** allowed)."""
+    """Expand `paths`: files as they are, folders searched by suffix, globs (** allowed).
+
+    Run folders inside are skipped: a run started in its data folder would read its own files, which change.
+    """
     found: list[tuple[str, Path]] = []
     for number, given in enumerate(paths):
         prefix = f"{number}/" if len(paths) > 1 else ""
@@ -68,7 +72,10 @@ def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
                 f"path={given} has no {kind} files{expected}: name the files, or set data.source to their format"
             )
     else:
-        files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+        top = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+        runs = set(filter(_is_run, {p for file in matches for p in file.parents} - {top, *top.parents}))
+        files = [file for file in matches if runs.isdisjoint(file.parents)]
         if not files:
             raise DataUsageError(f"path={given} matches no file: check the spelling and the current folder")
         root = Path(os.path.commonpath([file.parent for file in files]))
@@ -105,11 +112,19 @@ def python_files(which: str) -> FileSet:
 
 def _walk(root: Path, exclude: tuple[str, ...] = ()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
+        if folder != str(root) and _is_run(Path(folder)):
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if name not in exclude and not name.startswith(".")]
         for name in names:
             file = Path(folder, name)
             if not name.startswith(".") and file.is_file():
                 yield file
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it is a run folder: these two exist before the run lists its data, and for as long as the folder does."""
+    return (folder / "lock").is_file() and (folder / "checkpoints").is_dir()
 
 
 class FileRecords:
