@@ -107,6 +107,8 @@ def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> M
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FolderError(f"config.json has a value of the wrong type ({error}): copy the model again") from None
 
 
 def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
