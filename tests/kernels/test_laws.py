@@ -118,6 +118,23 @@ def test_strides_as_they_come() -> None:
     assert torch.equal(attend(strided, cfg, "triton"), attend(x, cfg, "triton"))
 
 
+def test_heads_may_lie_further_apart_than_32_bits_count() -> None:
+    cfg = config(select_count=2)
+    x = inputs(cfg, 40, groups=1, per_group=3, key_size=16, value_size=16, dtype=torch.float16)
+    dout = torch.randn(1, 40, 3, 16).half()
+
+    def apart(t: torch.Tensor) -> torch.Tensor:
+        """The last head at element 2^31. Only the pages that are written to take memory."""
+        far = torch.empty((1 << 31) + 40 * 16, dtype=t.dtype).as_strided(t.shape, (40 * 16, 16, 1 << 30, 1))
+        return far.copy_(t)
+
+    out, _, grads = gradients(x, cfg, "triton", dout)
+    q = apart(x.q).requires_grad_()
+    found = attend(x.with_(q=q), cfg, "triton")
+    assert torch.equal(found, out)
+    assert torch.equal(torch.autograd.grad(found, q, apart(dout))[0], grads[0])
+
+
 def test_branches_left_out_and_blocks_given() -> None:
     cfg = config()
     x = inputs(cfg, 50, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)

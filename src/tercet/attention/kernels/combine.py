@@ -58,12 +58,12 @@ def delta_kernel(
 ):  # fmt: skip
     # R tokens of one head
     token = (tl.program_id(0) // H).to(tl.int64) * R + tl.arange(0, R)
-    head = tl.program_id(0) % H
+    head = (tl.program_id(0) % H).to(tl.int64)
     d = tl.arange(0, DP)
     inside = token < tokens
     row = token * H + head
     plane = tokens.to(tl.int64) * H
-    by_head = head.to(tl.int64) * tokens + token
+    by_head = head * tokens + token
     at = row[:, None] * D + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
     do = tl.load(DOUT + (token * do_t + head * do_h)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -60,7 +60,7 @@ def _heads_tile(
     r = tl.arange(0, HT * QT)
     h = tile * HT + r // QT
     t = r % QT
-    head = g * HEADS + h
+    head = (g * HEADS + h).to(tl.int64)
     inside = (h < HEADS) & (first + t < size)
     d = tl.arange(0, DKP)
     row = (row0 + first + t).to(tl.int64)
@@ -68,7 +68,7 @@ def _heads_tile(
     if DK != DKP:
         mask = mask & (d < DK)[None, :]
     q = tl.load(Q + (row * q_t + head * q_h)[:, None] + d[None, :], mask=mask, other=0.0)
-    lse = tl.load(LSE + head.to(tl.int64) * rows + row, mask=inside, other=float("inf"))
+    lse = tl.load(LSE + head * rows + row, mask=inside, other=float("inf"))
     return q, lse - shift
 
 
