@@ -117,6 +117,13 @@ def test_what_the_kernels_cannot_do_has_a_reason(changes: dict[str, int], reason
     assert "float64" in kernels.unsupported(*double.tensors()[:7], CONFIG)
 
 
+def test_the_interpreter_refuses_bfloat16() -> None:
+    x = sample().map(lambda t: t.bfloat16())
+    with pytest.raises(RuntimeError, match=r"bfloat16.*interpreter.*float32"):
+        attend(x, CONFIG, "triton")
+    assert attend(x, CONFIG, "auto").isfinite().all()
+
+
 def test_partial_sums_of_key_gradients_are_no_more_than_fill_a_device() -> None:
     split_work, launch = importlib.import_module("tercet.attention.kernels.compressed").split_work, Launch(parts=48)
     # 65,536 tokens, 2 groups of 6 heads, tiles of 64: in 128 documents all heads apart, in 4,096 none

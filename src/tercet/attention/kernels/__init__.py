@@ -51,6 +51,8 @@ def unsupported(
     if q.dtype not in KERNEL_DTYPES or any(x.dtype != q.dtype for x in keys + values):
         found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))
         return f"q, k and v must share one of bfloat16, float16, float32: got {found}"
+    if q.device.type != "cuda" and q.dtype == torch.bfloat16:
+        return "q is bfloat16 and Triton's interpreter gives wrong products of it: use float16 or float32"
     if (reason := unsupported_blocks(config)) is not None:
         return reason
     if config.select_count > 256:
