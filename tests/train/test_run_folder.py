@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runs import small
-from tercet.errors import TercetError, UsageError
+from tercet.errors import TercetError
 from tercet.train import run_folder as module
 from tercet.train.run_folder import LOCK, RunFolder
 from tercet.train.trainer import train
@@ -65,11 +65,3 @@ def test_a_run_in_its_data_folder_does_not_read_its_own_files(tmp_path: Path, mo
     for path, folder in ((".", "runs/folder"), ("**/*.txt", "runs/glob")):
         assert train(small(**config, data__path=[path], run__dir=folder, train__steps=4)) == 0
         assert train(small(**config, data__path=[path], run__dir=folder, train__steps=6), resume="auto") == 0
-
-
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_a_folder_with_other_files_is_not_used_for_a_run(tmp_path: Path, resume: str | None):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UsageError, match=f"{tmp_path} holds other files.*--run.dir"):
-        train(small(run__dir=str(tmp_path)), resume=resume)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

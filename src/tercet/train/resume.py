@@ -89,8 +89,6 @@ class FoundCheckpoint:
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
     _check_events_writable(folder, config.parallel.world_size)
-    if folder.has_other_files:
-        raise UsageError(f"{folder.path} holds other files than a run: pick a new or empty folder as --run.dir")
     if resume is None:
         if folder.has_run:
             raise UsageError(

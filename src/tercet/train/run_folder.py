@@ -24,7 +24,6 @@ from tercet.train import manifest
 from tercet.version import __version__
 
 LOCK = "lock"
-ENVIRONMENT = "env.json"
 
 
 class RunFolder:
@@ -73,16 +72,10 @@ class RunFolder:
         logged = events.exists() and events.stat().st_size > 0  # an empty file: a run that was refused
         return logged or bool(manifest.complete_checkpoints(self.checkpoints))
 
-    @property
-    def has_other_files(self) -> bool:
-        """Whether the folder held files before this run, but not those of a run."""
-        files = self._existing - {LOCK, self.checkpoints.name}  # another rank may have created these
-        return bool(files) and not files & {ENVIRONMENT, events_file(self.path).name}
-
     def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
         """Write what is needed to repeat the run. Each file is replaced atomically."""
         write_config(config, origins, self.path)
-        write_json(self.path / ENVIRONMENT, environment)
+        write_json(self.path / "env.json", environment)
 
     def close(self) -> None:
         """Release the folder. If nothing was written to it, remove what this process created."""
