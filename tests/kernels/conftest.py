@@ -73,7 +73,7 @@ _children: dict[Path, Child] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if INTERPRETING or item.get_closest_marker("interpreter") is None:
         return None
     if item.path not in _children:
@@ -86,6 +86,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in _children[item.path].reports_of(item.nodeid):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The test before this one kept its folder's fixtures for it; release what the next one does not share.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
