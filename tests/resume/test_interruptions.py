@@ -19,17 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fork_server import ForkServer
 from runs import losses, small
+from tercet import atomic_io
 from tercet.config.load import to_toml
 from tercet.data import loader
 from tercet.data.stream import BadRecordError
 from tercet.doctor import machine
 from tercet.errors import TercetError
+from tercet.report.integrity import contradictions
+from tercet.report.read import read_run
 from tercet.shell import program
-from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, events_file, read_events
+from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, StepLogged, events_file, read_events
 from tercet.train import trainer
+from tercet.train.checkpoint import HashingFile
 from tercet.train.hooks import StopSignals
 from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
@@ -274,6 +279,51 @@ def test_failed_saves_are_tolerated_if_allowed_and_counted(fork_server: ForkServ
     assert len(failed) == 1
     assert saved_steps(folder) == [4, 6]
     assert child.output.count("warning: checkpoint of step 2 could not be written") == 1
+
+
+def test_a_full_disk_is_tolerated_if_failed_saves_are_and_nothing_is_missing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, full, step = tmp_path / "run", [False], trainer.train_step
+
+    def space_until(write: Callable[..., Any]) -> Callable[..., Any]:
+        def limited(*arguments: Any) -> Any:
+            if full[0]:
+                raise OSError(28, "No space left on device")
+            return write(*arguments)
+
+        return limited
+
+    def counted_step(*arguments: Any, **options: Any) -> Any:
+        full[0] = 3 <= options["step"] <= 5
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(os, "write", space_until(os.write))
+    monkeypatch.setattr(HashingFile, "_write_part", space_until(HashingFile._write_part))
+    monkeypatch.setattr("tercet.atomic_io.sync", space_until(atomic_io.sync))
+    monkeypatch.setattr(trainer, "train_step", counted_step)
+    config = small(
+        run__dir=str(folder), train__steps=8, checkpoint__failures_allowed=1, checkpoint__async_save=False,
+        log__tensorboard=True,
+    )  # fmt: skip
+    assert train(config) == 0
+    logged = list(read_events(events_file(folder)))
+    assert [e.step for e in logged if isinstance(e, CheckpointFailed)] == [4]
+    assert [e.step for e in logged if isinstance(e, StepLogged)] == list(losses(folder)) == list(range(1, 9))
+    assert saved_steps(folder) == [2, 6, 8]
+    board = EventAccumulator(str(folder / "tb")).Reload()
+    assert [e.step for e in board.Scalars("train/loss")] == list(range(1, 9))
+    output = capsys.readouterr().out
+    assert output.count("no space left; events wait in memory") == output.count("is complete again") == 1
+
+
+def test_a_deleted_event_log_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert train(small(run__dir=str(folder), train__steps=4)) == 0
+    events_file(folder).unlink()
+    assert train(small(run__dir=str(folder)), resume="auto") == 0
+    assert "events of steps 1 to 4 are lost" in capsys.readouterr().out
+    assert any("steps 1 to 4 are missing" in sentence for sentence in contradictions(read_run(folder)))
 
 
 def test_a_failed_save_stops_the_run_by_default(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +95,43 @@ def test_a_csv_is_rebuilt_from_past_events_and_then_appended_to(tmp_path: Path) 
         ["1", "1.0"],
         ["2", "0.5"],
     ]
+
+
+def test_events_and_rows_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, write, said = [10**6], os.write, []
+
+    def limited(handle: int, data: bytes) -> int:
+        if not free[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = write(handle, data[: free[0]])
+        free[0] -= taken
+        return taken
+
+    monkeypatch.setattr("tercet.telemetry.events.os.write", limited)
+    log = EventLog(tmp_path)
+    log.readers += [*csv_sinks(tmp_path, []), lambda e: said.append(e.text) if isinstance(e, Noted) else None]
+    log.emit(logged(1))
+    free[0] = 9  # the disk takes the start of the line
+    log.emit(logged(2))
+    log.emit(logged(3))
+    log.sync()
+    assert [e.step for e in read_events(log.path)] == [1]
+    assert log.waiting == 3
+    free[0] = 10**6
+    log.emit(Validated(step=3, loss=1.0, tokens=5, seconds=0.1))
+    assert log.waiting == 0
+    assert [e.step for e in read_events(log.path) if isinstance(e, StepLogged)] == [1, 2, 3]
+    assert (tmp_path / "training.csv").read_text().count("\n") == 4
+    assert ["no space left" in said[0], "3 events were written late" in said[1], len(said)] == [True, True, 2]
+
+
+def test_a_run_continues_when_the_disk_of_its_output_is_full() -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115
+    screen = Screen(stream=full)
+    screen.say("one")
+    screen.say("two")
+    with pytest.raises(OSError, match="No space"):
+        full.close()
 
 
 def test_ranks_write_their_own_files(tmp_path: Path) -> None:

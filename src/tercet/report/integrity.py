@@ -17,7 +17,7 @@ CLOCK_SECONDS = 5.0
 
 def contradictions(run: Run) -> list[str]:
     """One sentence for everything that is missing, cut off or inconsistent."""
-    found = [*run.problems, *_check_ranks(run)]
+    found = [*run.problems, *_check_history(run), *_check_ranks(run)]
     for rank, stream in sorted(run.events.items()):
         found += [f"events_rank{rank}.jsonl: {sentence}" for sentence in _check_stream(stream)]
     return [*found, *_check_training_csv(run), *_check_metrics(run), *_check_config(run)]
@@ -39,6 +39,16 @@ def checkpoint_problem(folder: Path) -> str:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, expected {size}"
     return "" if sizes else "the manifest lists no files"
+
+
+def _check_history(run: Run) -> list[str]:
+    """A run whose first event resumes its own checkpoint has lost the events before it."""
+    first = run.started[0] if run.started else None
+    if first is None or not first.step or first.resumed_from is None:
+        return []
+    if Path(first.resumed_from).resolve().parent != (run.folder / "checkpoints").resolve():
+        return []  # forked from another run
+    return [f"events_rank0.jsonl: steps 1 to {first.step} are missing: the file was deleted before the run resumed"]
 
 
 def _check_ranks(run: Run) -> list[str]:

@@ -1,16 +1,20 @@
 """Events: the record of a run, as typed JSON lines in events_rank{r}.jsonl. Logs, CSV files and reports read them.
 
 Each line is a single `write` to a file opened for appending, so a killed process loses at most the line it was writing.
+A full disk does not end a run: what cannot be written waits in memory (AppendedFile) and follows when there is space.
 When a run resumes from step k, measurements of later steps move to `superseded_rank{r}.jsonl`: each step appears once
 in the stream, and nothing is deleted. No torch at import: reports read this module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -272,6 +276,45 @@ def events_file(folder: Path, rank: int = 0) -> Path:
     return folder / f"events_rank{rank}.jsonl"
 
 
+def is_disk_full(error: OSError) -> bool:
+    """Whether the disk is full or a quota is exceeded: space may be freed while the run continues."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def full_disk_allowed() -> Iterator[None]:
+    """For files that a run can do without."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+
+
+class AppendedFile:
+    """A file that is only appended to. On a full disk, what was not written waits in memory for the next write."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lock = threading.Lock()  # the watchdog writes too
+        self.waiting = b""
+
+    def write(self, data: bytes) -> None:
+        with self._lock, full_disk_allowed():
+            self.waiting += data
+            while self.waiting:  # a nearly full disk takes a part
+                self.waiting = self.waiting[os.write(self._file, self.waiting) :]
+
+    def sync(self) -> None:
+        """fsync everything written so far."""
+        with full_disk_allowed():
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        self.write(b"")
+        os.close(self._file)
+
+
 class EventLog:
     """Appends events to this rank's file and passes each to its readers."""
 
@@ -279,28 +322,32 @@ class EventLog:
         self.path, self.rank = events_file(folder, rank), rank
         self.readers: list[Callable[[Event], None]] = []
         try:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = AppendedFile(self.path)
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written ({error.strerror}): pick another --run.dir") from None
 
+    @property
+    def waiting(self) -> int:
+        """Events that the disk had no space for."""
+        return self._file.waiting.count(b"\n")
+
     def emit(self, event: Event) -> None:
-        """Write one line, then call the readers."""
-        event = dataclasses.replace(event, rank=self.rank)
-        line = encode(event).encode()
-        size = os.fstat(self._file).st_size
-        written = os.write(self._file, line)
-        if written != len(line):
-            os.ftruncate(self._file, size)  # a partial line would corrupt the next one
-            raise OSError(28, f"only {written} of {len(line)} bytes could be written", str(self.path))
+        """Write one line, then call the readers. Notes when the disk becomes full and when it has space again."""
+        event, late = dataclasses.replace(event, rank=self.rank), self.waiting
+        self._file.write(encode(event).encode())
         for reader in self.readers:
             reader(event)
+        if self.waiting and not late:
+            text = f"warning: {self.path}: no space left; events wait in memory and the run continues: free some space"
+            self.emit(Noted(step=event.step, text=text))
+        elif late and not self.waiting:
+            self.emit(Noted(step=event.step, text=f"{self.path} is complete again: {late} events were written late"))
 
     def sync(self) -> None:
-        """fsync everything written so far."""
-        os.fsync(self._file)
+        self._file.sync()
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
 def encode(event: Event) -> str:

@@ -27,6 +27,7 @@ from tercet.telemetry.events import (
     ResourcesObserved,
     RoutesCounted,
     StepLogged,
+    full_disk_allowed,
 )
 from tercet.telemetry.health import HealthMonitor
 from tercet.telemetry.profile import PhaseClock, Profiler
@@ -176,18 +177,24 @@ class Observer:
         )
 
     def _write_profile(self, step: int) -> None:
-        self._log.emit(Noted(step=step, text=f"profile: {', '.join(self._profiler.close())}"))
+        try:
+            text = f"profile: {', '.join(self._profiler.close())}"
+        except OSError as error:
+            text = f"warning: the profile could not be written ({error})"
+        self._log.emit(Noted(step=step, text=text))
 
     def _after_first_step(self, step: int) -> None:
         self._snapshot(f"step{step}", step)
         if self._rank == 0:
             lines = memory.dtypes(self._model, self._optimizer, self._compute, self._gradients)
-            memory.write_after_first_step(self._folder, self._optimizer, lines)
+            with full_disk_allowed():
+                memory.write_after_first_step(self._folder, self._optimizer, lines)
 
     def _snapshot(self, name: str, step: int) -> None:
         held = self._held_bytes()
         record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients, held)
-        memory.write_snapshot(self._folder, self._rank, name, record)
+        with full_disk_allowed():
+            memory.write_snapshot(self._folder, self._rank, name, record)
 
 
 class LayerProbe:

@@ -24,6 +24,7 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
     Validated,
+    is_disk_full,
 )
 from tercet.telemetry.units import duration, quantity
 from tercet.terminal import printable
@@ -34,9 +35,12 @@ class _Console(Console):
         try:
             super()._check_buffer()
         except OSError as error:
-            if error.errno != errno.EIO:  # EIO: the terminal is gone
+            if is_disk_full(error):
+                del self._buffer[:]  # the file keeps it, and writes it once there is space
+            elif error.errno == errno.EIO:  # the terminal is gone
+                self.on_broken_pipe()
+            else:
                 raise
-            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """The reader of the output is gone. rich would raise SystemExit(1); the run continues without output."""

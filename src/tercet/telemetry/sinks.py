@@ -19,8 +19,10 @@ import dataclasses
 import io
 import os
 import queue
+import socket
 import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import Any
 from tercet.atomic_io import write_text
 from tercet.errors import TercetError
 from tercet.telemetry.events import (
+    AppendedFile,
     CheckpointSaved,
     Event,
     HealthFired,
@@ -41,6 +44,7 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
     Validated,
+    is_disk_full,
 )
 
 TRAINING_COLUMNS = (
@@ -111,11 +115,10 @@ class CsvSink:
     ) -> None:
         self._rows = rows
         _rewrite(path, [csv_line(columns), *(csv_line(row) for event in past for row in rows(event))])
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._file = AppendedFile(path)
 
     def __call__(self, event: Event) -> None:
-        if text := "".join(csv_line(row) for row in self._rows(event)):
-            os.write(self._file, text.encode())
+        self._file.write("".join(csv_line(row) for row in self._rows(event)).encode())
 
 
 class LayerSink(CsvSink):
@@ -189,7 +192,7 @@ class ExchangeSink:
     """
 
     def __init__(self, path: Path, traffic: Mapping[str, int], step: int) -> None:
-        self._path, self._traffic, self._step = path, traffic, step
+        self._traffic, self._step = traffic, step
         self._before = dict(traffic)
         kept = []
         if path.exists():  # rows of steps that will be repeated are dropped
@@ -198,14 +201,14 @@ class ExchangeSink:
         fresh = io.StringIO()
         csv.writer(fresh, lineterminator="\n").writerows([("step", *EXCHANGE_COLUMNS), *kept])
         write_text(path, fresh.getvalue())  # atomic: a kill here leaves the old rows
+        self._file = AppendedFile(path)
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, StepLogged) or event.step <= self._step:
             return
         steps, now = event.step - self._step, dict(self._traffic)
         row = [round((now.get(name, 0) - self._before.get(name, 0)) / steps) for name in EXCHANGE_COLUMNS]
-        with self._path.open("a", newline="") as stream:
-            csv.writer(stream, lineterminator="\n").writerow((event.step, *row))
+        self._file.write(csv_line((event.step, *row)).encode())
         self._step, self._before = event.step, now
 
 
@@ -230,31 +233,42 @@ def import_wandb() -> Any:
 
 
 class TensorBoardSink:
-    """Scalars and samples under tb/. After a resume, `purge_step` hides superseded values."""
+    """Scalars and samples under tb/. After a resume, a restart record hides superseded values.
+
+    TensorBoard's SummaryWriter stops for good when a write fails.
+    """
 
     def __init__(self, folder: Path, from_step: int) -> None:
-        tensorboard = import_tensorboard()
-        self._writer: Any = tensorboard.SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        self._text: Any = import_tensorboard().summary.text
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._record: Any = Summary
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self._records: Any = RecordWriter(AppendedFile(folder / name))
         self._closed = False
+        self._write(time.time(), file_version="brain.Event:2")
+        if from_step:
+            restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(time.time(), step=from_step + 1, session_log=restart)
 
     def __call__(self, event: Event) -> None:
-        if self._closed:  # a late event of another thread would open a new file, or fail
+        if self._closed:  # a late event of another thread
             return
         if isinstance(event, Sampled):
-            self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, walltime=event.time)
+            summary = self._text("sample", f"```\n{event.prompt}{event.text}\n```")
+            self._write(event.time, step=event.step, summary=summary)
         elif isinstance(event, RunEnded):
-            self._writer.close()
+            self._records.close()
             self._closed = True
         elif named := scalars(event):
-            # One record per event: add_scalar writes one per value, and the 150 of a log line would hold the
-            # interpreter lock for tens of milliseconds.
-            record = self._record()
-            for name, value in named.items():
-                record.value.add(tag=name, simple_value=value)
-            self._writer.file_writer.add_summary(record, event.step, walltime=event.time)
+            values = [self._summary.Value(tag=name, simple_value=value) for name, value in named.items()]
+            self._write(event.time, step=event.step, summary=self._summary(value=values))
+
+    def _write(self, seconds: float, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=seconds, **fields).SerializeToString())
 
 
 class WandbSink:
@@ -293,7 +307,10 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 class BackgroundSink:
-    """Runs a slow sink in its own thread. If it fails, it is dropped with one warning and the run continues."""
+    """Runs a slow sink in its own thread. If it fails, it is dropped with one warning and the run continues.
+
+    On a full disk it misses events until there is space again.
+    """
 
     def __init__(self, name: str, sink: Callable[[Event], None], warn: Callable[[str], None]) -> None:
         self._name, self._sink, self._warn = name, sink, warn
@@ -312,13 +329,22 @@ class BackgroundSink:
             self._warn(f"warning: {self._name} did not finish in {CLOSE_SECONDS:.0f} s; events_rank*.jsonl is complete")
 
     def _run(self) -> None:
+        missed = 0
         while (event := self._queue.get()) is not None:
             try:
                 self._sink(event)
             except Exception as error:
+                if isinstance(error, OSError) and is_disk_full(error):
+                    missed += 1
+                    if missed == 1:
+                        self._warn(f"warning: {self._name} cannot be written ({error}): free some space")
+                    continue
                 reason = f"{type(error).__name__}: {error}"
                 self._warn(f"warning: {self._name} stopped ({reason}); events_rank*.jsonl is complete")
                 return
+            if missed:
+                self._warn(f"{self._name} is written again; it missed {missed} events")
+                missed = 0
 
 
 def summarise(events: Iterable[Event]) -> dict[str, Any]:

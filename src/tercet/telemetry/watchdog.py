@@ -278,16 +278,15 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(self._line())
-                stream.flush()
-                while not self._stop.wait(self._seconds):
-                    stream.write(self._line())
-                    stream.flush()
-                stream.write(self._line())
-        except OSError:
-            return  # a full disk ends the heartbeat; the event log reports the error
+        self._write()
+        while not self._stop.wait(self._seconds):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        # The event log reports a full disk.
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
+            stream.write(self._line())
 
     def _line(self) -> str:
         now = time.time()

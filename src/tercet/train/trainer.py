@@ -100,6 +100,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             lines = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
             text = f"warning: {log.path} has damaged lines, which were ignored: line {lines}"
             log.emit(events.Noted(step=state.step, text=text))
+        elif strategy.rank == 0 and start is not None and not forked and not past:
+            text = f"warning: {log.path} was deleted or emptied: events of steps 1 to {state.step} are lost"
+            log.emit(events.Noted(step=state.step, text=f"{text}, and training.csv and the report lack them"))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
         return trainer.run()
@@ -410,6 +413,9 @@ class Trainer:
             log_end(self.log, self.folder, outcome, reason, self.state, self._started)
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
+        if self.log.waiting:
+            lost = f"{self.log.waiting} events could not be written to {self.log.path}: no space left"
+            self.screen.say(f"warning: {lost}", "bold red")
 
 
 def _due(step: int, every: int) -> bool:
