@@ -1,7 +1,8 @@
-"""Unreadable records are reported by name, or skipped and counted."""
+"""Bad records are reported by name, or skipped and counted. I/O errors are retried, and never skipped."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 
@@ -10,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tercet.config.data import DataConfig
+from tercet.data import records
+from tercet.data.loader import build_loader
 from tercet.data.stream import BadRecordError, DataError
 
 zstandard = pytest.importorskip("zstandard")  # machines of `make test-gpu` may lack it
@@ -69,8 +72,6 @@ def test_skipped_and_empty_records_are_counted_once_even_after_a_resume(tmp_path
 
 
 def test_skipped_records_are_reported(tmp_path):
-    from tercet.data.loader import build_loader
-
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl_with(b"nonsense"))
     with build_loader(config("jsonl", path, bad_records="skip"), seed=0, batch_sequences=1) as loader:
@@ -90,6 +91,55 @@ def test_a_truncated_compressed_file_is_an_error(suffix, tmp_path, read, documen
     batches = read(config("jsonl", tmp_path, bad_records="skip"))
     assert documents_of(batches)[-1] == b"good 0"
     assert batches[-1].stats.skipped == 1
+
+
+class UnreliableStorage:
+    """Replaces `open_binary`: the first `failures` reads of a file fail, after two lines."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.open = failures, records.open_binary
+
+    def __call__(self, path):
+        self.failures -= 1
+        return self if self.failures >= 0 else self.open(path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __iter__(self):
+        yield from (line.encode() + b"\n" for line in GOOD[:2])
+        self.read()
+
+    def read(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text"])
+def test_an_io_error_is_retried_and_warned_about(source, tmp_path, monkeypatch, documents_of):
+    (tmp_path / "a.jsonl").write_text("\n".join(GOOD))
+    monkeypatch.setattr("tercet.data.files.RETRY_SECONDS", (0, 0, 0))
+    monkeypatch.setattr(records, "open_binary", UnreliableStorage(3))
+    with build_loader(config(source, tmp_path, bad_records="skip"), seed=0, batch_sequences=1) as loader:
+        batches = list(loader)
+        assert len(loader.io_retries) == 3
+        assert "a.jsonl could not be read (Input/output error): retry 1 of 3" in loader.io_retries[0]
+    assert len(documents_of(batches)) == (6 if source == "jsonl" else 1)
+    assert batches[-1].stats.skipped == 0
+
+
+def test_an_io_error_that_stays_is_fatal_and_not_a_bad_record(tmp_path, monkeypatch, read):
+    (tmp_path / "a.jsonl").write_text("\n".join(GOOD))
+    waits = []
+    monkeypatch.setattr("tercet.data.files.time.sleep", waits.append)
+    monkeypatch.setattr(records, "open_binary", UnreliableStorage(99))
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(Input/output error\), also after 4 retries in 15 s"):
+        read(config("jsonl", tmp_path, bad_records="skip"))
+    assert waits == [1, 2, 4, 8]
+    with pytest.raises(FileNotFoundError):  # raised by the reader, so retried too
+        next(records.parquet_reader("text", "")(tmp_path / "missing.parquet", 0))
 
 
 def test_bad_parquet_rows_and_files_are_named(tmp_path, read, documents_of):

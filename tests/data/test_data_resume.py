@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
+from tercet.config.data import DataConfig
+from tercet.data.files import save_file_lists
 from tercet.data.loader import build_loader
 from tercet.data.stream import DataError
 
@@ -98,18 +101,89 @@ def test_a_cursor_of_other_data_is_rejected_with_the_changed_setting(change, nam
         read(data, 1, seed=seed, state=state)
 
 
-def test_a_cursor_is_rejected_when_the_files_changed(tmp_path, configs, read):
-    folder = tmp_path / "corpus"
+def corpus_of(folder, configs, **files: str):
+    """A folder of jsonl files, and a configuration that reads it."""
     folder.mkdir()
-    (folder / "a.jsonl").write_text('{"text": "one two three"}\n' * 40)
-    data = configs["jsonl"].model_copy(update={"path": (str(folder),), "validation_fraction": 0.0})
-    state = read(data, 1)[-1].state
-    moved = folder.rename(tmp_path / "elsewhere")
-    data = data.model_copy(update={"path": (str(moved),)})
+    for name, text in files.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    return configs["jsonl"].model_copy(update={"path": (str(folder),), "validation_fraction": 0.0})
+
+
+def saved(data, lists):
+    """A state in the middle of `data`, with its file lists."""
+    with build_loader(data, seed=7, batch_sequences=4) as loader:
+        save_file_lists(lists, loader.files)
+        next(loader)
+        return next(loader).state
+
+
+LINES = '{"text": "one two three four five six"}\n' * 40
+
+
+@pytest.mark.parametrize("shuffled", [0, 6])
+def test_files_that_changed_are_named_and_read_as_they_are_if_accepted(shuffled, tmp_path, configs, read):
+    data = corpus_of(tmp_path / "corpus", configs, a=LINES, b=LINES, c=LINES)
+    data = data.model_copy(update={"shuffle_sequences": shuffled})
+    state = saved(data, tmp_path / "lists")
+    folder = (tmp_path / "corpus").rename(tmp_path / "elsewhere")
+    data = data.model_copy(update={"path": (str(folder),)})
     assert read(data, 1, state=state), "a moved folder has the same files"
-    (moved / "b.jsonl").write_text('{"text": "four"}\n')
-    with pytest.raises(DataError, match=r"data changed since the checkpoint: files was"):
+    (folder / "a.jsonl").write_text(LINES.replace("one", "two"))  # of the same size
+    (folder / "b.jsonl").unlink()
+    (folder / "d.jsonl").write_text(LINES)
+    named = r"added d.jsonl, removed b.jsonl, changed a.jsonl: restore .*--data.accept_changes"
+    with pytest.raises(DataError, match=f"data changed since the checkpoint: jsonl: {named}"):
+        read(data, 1, state=state, file_lists=tmp_path / "lists")
+    with pytest.raises(DataError, match="list was not saved"):
         read(data, 1, state=state)
+    accepting = data.model_copy(update={"accept_changes": True})
+    with build_loader(accepting, seed=7, batch_sequences=4, state=state, file_lists=tmp_path / "lists") as loader:
+        assert loader.changes == ["jsonl: added d.jsonl, removed b.jsonl, changed a.jsonl"]
+        after = [next(loader) for _ in range(30)]
+    assert after[-1].stats.epoch > 1
+    assert read(data, 1, state=after[-1].state), "the new files are now those of the run"
+
+
+def test_a_cursor_past_the_end_of_a_shortened_file_continues_if_accepted(tmp_path, configs, read):
+    data = corpus_of(tmp_path / "corpus", configs, a=LINES)
+    state = saved(data, tmp_path / "lists")
+    assert state["offset"] > 0
+    (tmp_path / "corpus" / "a.jsonl").write_text('{"text": "one"}\n')
+    assert len(read(data.model_copy(update={"accept_changes": True}), 3, state=state)) == 3
+
+
+def test_documents_keep_their_order_when_a_bad_record_is_repaired(tmp_path, configs, documents_of, read):
+    lines = [json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)]
+    data = corpus_of(tmp_path / "corpus", configs, a="".join(lines[:47]) + "{damaged\n" + "".join(lines[48:]))
+    data = data.model_copy(update={"exhaustion": "stop", "accept_changes": True})
+    batches = []
+    with build_loader(data, seed=7, batch_sequences=1) as loader, pytest.raises(DataError, match="record 48"):
+        batches += iter(loader)
+    (tmp_path / "corpus" / "a.jsonl").write_text("".join(lines))
+    rest = read(data, sequences=1, state=batches[-1].state)
+    assert documents_of(batches + rest) == documents_of(read(data, sequences=1))
+
+
+def test_changed_shards_and_parts_of_a_mixture_are_named(tmp_path, configs, shards, read):
+    data = corpus_of(tmp_path / "corpus", configs, a=LINES)
+    copied = shutil.copytree(shards, tmp_path / "shards")
+    parts = ({"source": "jsonl", "path": data.path}, {"source": "shards", "name": "web", "path": str(copied)})
+    data = DataConfig(source="mixture", mixture=parts, seq_len=64)
+    state = saved(data, tmp_path / "lists")
+    tokens = copied / "shard-00001.tokens.npy"
+    tokens.write_bytes(tokens.read_bytes()[:-2] + b"x\0")
+    with pytest.raises(DataError, match=r"checkpoint: web: changed shard-00001.tokens.npy: restore"):
+        read(data, 1, state=state, file_lists=tmp_path / "lists")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "shards", "mixture", "fineweb"])
+def test_a_cursor_of_version_0_1_has_no_file_contents_and_resumes(kind, configs, read, same):
+    straight = read(configs[kind], 4)
+    state = json.loads(json.dumps(straight[1].state))
+    for identity in (state["identity"], *(v for v in state["identity"].values() if isinstance(v, dict))):
+        identity.pop("contents", None)
+    resumed = read(configs[kind], 2, state=state)
+    assert all(same(a, b) for a, b in zip(straight[2:], resumed, strict=True))
 
 
 def test_an_indivisible_batch_is_rejected(configs):

@@ -181,7 +181,18 @@ class DataConfig(SourceConfig):
     pass."""
 
     bad_records: Literal["error", "skip"] = "error"
-    """A record that cannot be read (broken JSON, no text, not UTF-8): stop and name it, or skip and count it."""
+    """A record that is damaged (broken JSON, no text, not UTF-8): stop and name it, or skip and count it. Files that
+    cannot be read for another reason (disk, network) are retried for 15 seconds, then an error."""
+
+    accept_changes: bool = False
+    """When a resumed run finds other files than its checkpoint was saved with, read them as they are now instead of
+    stopping; not saved in config.toml. Reading continues at the same position: if files were only repaired, all others
+    keep their place. If files were added or removed, the shuffled order is drawn anew from the new list: in the current
+    epoch some documents are read twice and others not at all; later epochs read each once."""
+
+    max_lost_text: float = Field(default=0.01, ge=0, le=1)
+    """Largest share of characters that the tokenizer may lose, checked on the first documents; more is an error.
+    Changes of case, accents, whitespace and Unicode normalization are not losses. 1: do not check."""
 
     prefetch: int = Field(default=4, ge=0, le=1024)
     """Batches prepared in the background; 0: prepare each batch when training asks for it."""

@@ -24,7 +24,7 @@ from tercet.parse import parse_toml
 DEFAULT = "default"
 FLAG = "flag"
 # A repeated run gets a new folder.
-NOT_SAVED = ("run.dir",)
+NOT_SAVED = ("run.dir", "data.accept_changes")
 
 
 class ConfigError(UsageError):

@@ -5,17 +5,26 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tercet.atomic_io import write_json
 from tercet.data.order import permutation
 from tercet.data.records import Reader, Record
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
+from tercet.parse import parse_json
 
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # waits before an I/O error is final: network storage is away for seconds
+SAMPLE_BYTES, SAMPLES = 4096, 8  # of a file's content, for its fingerprint
+FileList = dict[str, list[Any]]  # name -> [size, fingerprint]
 SUFFIXES = {
     "text": ("",),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst"),
@@ -35,11 +44,64 @@ class FileSet:
         return len(self.paths)
 
     def fingerprint(self) -> str:
-        """Hash of names and sizes; hashing the content of a large corpus would delay every start."""
+        """Hash of names and sizes."""
         digest = hashlib.sha256()
         for name, path in zip(self.names, self.paths, strict=True):
             digest.update(f"{name}\0{path.stat().st_size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()[:32]
+
+    @cached_property
+    def listing(self) -> FileList:
+        """Size and content fingerprint of every file."""
+        with ThreadPoolExecutor(8) as threads:  # network storage answers slowly, but many at a time
+            return dict(zip(self.names, threads.map(_size_and_fingerprint, self.paths), strict=True))
+
+    @cached_property
+    def contents(self) -> str:
+        """Hash of `listing`."""
+        return hashlib.sha256(json.dumps(self.listing).encode()).hexdigest()[:32]
+
+
+def _size_and_fingerprint(path: Path) -> list[Any]:
+    """A small file is hashed whole. Of a larger one, a few samples: hashing a corpus would delay every start."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= SAMPLE_BYTES * SAMPLES:
+                content = file.read()
+            else:
+                starts = [i * (size - SAMPLE_BYTES) // (SAMPLES - 1) for i in range(SAMPLES)]
+                content = b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): make it readable, or leave it out") from error
+    return [size, hashlib.sha256(content).hexdigest()[:16]]
+
+
+def save_file_lists(folder: Path, sources: Mapping[str, FileSet]) -> None:
+    """Write the file list of each source, named by its hash: every checkpoint finds the list it was saved with."""
+    for source, files in sources.items():
+        path = folder / f"{files.contents}.json"
+        if not path.exists():
+            folder.mkdir(exist_ok=True)
+            write_json(path, {"source": source, "files": files.listing})
+
+
+def describe_changes(folder: Path | None, contents: str | None, now: FileSet) -> str:
+    """Which files were added, removed or changed since the list `contents` was saved to `folder`."""
+    try:
+        before: FileList = parse_json(Path(folder or "", f"{contents}.json").read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        return "names or sizes of the files differ (their list was not saved)"
+    changes = {
+        "added": now.listing.keys() - before.keys(),
+        "removed": before.keys() - now.listing.keys(),
+        "changed": {name for name in before.keys() & now.listing.keys() if before[name] != now.listing[name]},
+    }
+    return ", ".join(f"{what} {_first_names(names)}" for what, names in changes.items() if names)
+
+
+def _first_names(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def find_files(paths: Sequence[str], kind: str) -> FileSet:
@@ -133,6 +195,7 @@ class FileRecords:
     def __init__(self, files: FileSet, reader: Reader, *, seed: int, shuffle: bool, one_per_file: bool) -> None:
         self.files = files
         self.one_per_file = one_per_file
+        self.io_retries: list[str] = []
         self._reader, self._seed, self._shuffle = reader, seed, shuffle
 
     def identity(self) -> dict[str, Any]:
@@ -144,15 +207,16 @@ class FileRecords:
         else:
             order = list(range(len(self.files)))
         done, start = position or (0, 0)
-        return FileRecordIterator([self.files.paths[i] for i in order], self._reader, done, start)
+        return FileRecordIterator([self.files.paths[i] for i in order], self._reader, done, start, self.io_retries)
 
 
 class FileRecordIterator:
-    """One pass over files in an epoch's order."""
+    """One pass over files in an epoch's order. An I/O error is retried, then fatal; `retries` gets the warnings."""
 
-    def __init__(self, paths: list[Path], reader: Reader, done: int, start: int) -> None:
-        self._paths, self._reader = paths, reader
+    def __init__(self, paths: list[Path], reader: Reader, done: int, start: int, retries: list[str]) -> None:
+        self._paths, self._reader, self._retries = paths, reader, retries
         self._done, self._read = done, start
+        self._failures = 0  # in a row
         self._current = reader(paths[done], start) if done < len(paths) else iter(())
 
     def __iter__(self) -> Iterator[Record | BadRecordError]:
@@ -162,12 +226,31 @@ class FileRecordIterator:
         while self._done < len(self._paths):
             try:
                 self._read, record = next(self._current)
+                self._failures = 0
                 return record
+            except OSError as error:
+                self._wait_and_reopen(error)
             except StopIteration:
                 self._done, self._read = self._done + 1, 0
                 if self._done < len(self._paths):
                     self._current = self._reader(self._paths[self._done], 0)
         raise StopIteration
+
+    def _wait_and_reopen(self, error: OSError) -> None:
+        path = self._paths[self._done]
+        if self._failures == len(RETRY_SECONDS):
+            raise DataError(
+                f"{path} cannot be read ({error.strerror}), also after {self._failures} retries in "
+                f"{sum(RETRY_SECONDS):g} s: check the disk or the network, then run it again"
+            ) from error
+        wait = RETRY_SECONDS[self._failures]
+        self._failures += 1
+        self._retries.append(
+            f"{path} could not be read ({error.strerror}): retry {self._failures} of {len(RETRY_SECONDS)} "
+            f"after {wait:g} s"
+        )
+        time.sleep(wait)
+        self._current = self._reader(path, self._read)
 
     def position(self) -> list[int]:
         return [self._done, self._read]

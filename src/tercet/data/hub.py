@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tercet.data.files import find_files
+from tercet.data.files import FileSet, find_files
 from tercet.data.order import permutation
 from tercet.data.records import Record, make_record
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
@@ -32,9 +32,20 @@ class HubRecords:
 
     one_per_file = False
 
-    def __init__(self, urls: list[str], identity: dict[str, Any], text_field: str, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        urls: list[str],
+        identity: dict[str, Any],
+        text_field: str,
+        *,
+        seed: int,
+        shuffle: bool,
+        files: FileSet | None = None,
+    ) -> None:
         self._urls, self._identity, self._text_field = urls, identity, text_field
         self._seed, self._shuffle = seed, shuffle
+        self.files = files
+        self.io_retries: list[str] = []  # the library retries by itself
 
     def identity(self) -> dict[str, Any]:
         return self._identity
@@ -129,8 +140,9 @@ def hub_records(dataset: str, folder: str, revision: str, text_field: str, *, se
 def local_records(paths: tuple[str, ...], text_field: str, *, seed: int, shuffle: bool) -> HubRecords:
     """The same stream over a local copy of the parquet files."""
     files = find_files(paths, "parquet")
+    urls = [str(path.resolve()) for path in files.paths]
     identity = {"files": files.fingerprint()}
-    return HubRecords([str(p.resolve()) for p in files.paths], identity, text_field, seed=seed, shuffle=shuffle)
+    return HubRecords(urls, identity, text_field, seed=seed, shuffle=shuffle, files=files)
 
 
 def _import_datasets() -> Any:

@@ -6,18 +6,21 @@ that were prefetched but not used are neither lost nor repeated.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from tercet.config.data import DataConfig
-from tercet.data.packing import LoaderStats, PackedBatches, Packing, block_dtype, pack, pack_shuffled
+from tercet.data.files import FileSet, describe_changes
+from tercet.data.packing import LoaderStats, PackedBatches, Packing, block_dtype, check_identity, pack, pack_shuffled
 from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
-from tercet.data.stream import DataUsageError, DocumentStream
+from tercet.data.stream import DataError, DataUsageError, DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -42,7 +45,9 @@ class Loader:
         prefetch: int,
         stop: Callable[[], bool] = lambda: False,
         others_wait: bool = False,
+        changes: Sequence[str] = (),
     ) -> None:
+        self.changes = changes  # of the files since the state was saved, which data.accept_changes accepted
         self._stream, self._source = stream, batches
         self._prefetcher = Prefetcher(batches, prefetch, stop, others_wait) if prefetch else None
         self._waited = 0.0
@@ -69,6 +74,16 @@ class Loader:
         """Messages of the first few skipped records; batch.stats.skipped counts all."""
         return list(self._stream.bad_records)
 
+    @property
+    def io_retries(self) -> list[str]:
+        """One warning for each retry of an I/O error so far."""
+        return list(self._stream.io_retries)
+
+    @property
+    def files(self) -> Mapping[str, FileSet]:
+        """The local files of each source."""
+        return self._stream.files
+
     def close(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
@@ -91,6 +106,7 @@ def build_loader(
     world_size: int = 1,
     split: Literal["train", "validation"] = "train",
     state: dict[str, Any] | None = None,
+    file_lists: Path | None = None,
     tokenizer: Tokenizer | None = None,
     stop: Callable[[], bool] = lambda: False,
     others_wait: bool = False,
@@ -98,6 +114,7 @@ def build_loader(
     """Batches of `batch_sequences` sequences over all ranks; this rank gets its contiguous share.
 
     state: a batch's state, to continue after that batch, at any world size, batch size or sequence length.
+    file_lists: folder with the file lists of the run that saved the state, to name files that changed since.
     stop: polled while waiting for a batch; once it returns True, StoppedWaiting is raised after a grace period.
     others_wait: other ranks wait for this one's batch, so the grace period is longer.
 
@@ -114,6 +131,9 @@ def build_loader(
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)
+    changes: list[str] = []
+    if state is not None:
+        state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
     share = batch_sequences // world_size
     packing = Packing(
         seq_len=data.seq_len,
@@ -122,6 +142,7 @@ def build_loader(
         count=share,
         whole=data.packing == "whole",
         padding_token=tokenizer.eos_id,
+        accept_changes=data.accept_changes,
     )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if data.shuffle_sequences and split == "train":
@@ -130,7 +151,33 @@ def build_loader(
     else:
         packed = pack(stream, packing, state)
     batches = _to_torch(packed, data, device)
-    return Loader(stream, batches, data.prefetch, stop, others_wait)
+    return Loader(stream, batches, data.prefetch, stop, others_wait, changes)
+
+
+def _match_files(
+    state: dict[str, Any], stream: DocumentStream, file_lists: Path | None, *, accept: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The state for the files as they are now, and how they changed, which is an error unless `accept`."""
+    before, now = copy.deepcopy(state.get("identity", {})), stream.identity
+    changes = []
+    for source, files in stream.files.items():
+        mixed = isinstance(now.get(source), dict)
+        was, is_ = (identity.get(source, {}) if mixed else identity for identity in (before, now))
+        changed = {key: is_[key] for key in ("files", "shards", "contents") if key in was and was[key] != is_.get(key)}
+        if changed and changed.keys() <= is_.keys():
+            changes.append(f"{source}: {describe_changes(file_lists, was.get('contents'), files)}")
+            was.update(changed)
+    if changes and not accept:
+        raise DataError(
+            f"the data changed since the checkpoint: {'; '.join(changes)}: restore the files, or read them as they are "
+            "now with --data.accept_changes (its help says in which order), or start from the weights alone with "
+            "train.init_from"
+        )
+    check_identity(state | {"identity": before}, now)
+    state = state | {"identity": now}
+    if (shuffle := state.get("shuffle")) and shuffle["start"]:
+        state["shuffle"] = shuffle | {"start": shuffle["start"] | {"identity": now}}
+    return state, changes
 
 
 def _to_torch(packed: PackedBatches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:

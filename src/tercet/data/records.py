@@ -1,7 +1,8 @@
 """Readers of one local file: text, Python source, JSON lines, parquet.
 
 A reader yields (records read so far in this file, record or error), starting after the first `start` records. The
-count is part of the cursor, so it includes every line or row, good or bad.
+count is part of the cursor, so it includes every line or row, good or bad. Damaged content is a bad record. An I/O
+error is not: it says nothing about the record, so readers raise it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ def import_pyarrow(path: Path):  # type: ignore[no-untyped-def]
     return pyarrow
 
 
+def _raise_io_error(error: Exception) -> None:
+    """Raise an error of the operating system again. Decompressors and pyarrow use OSError too, but without errno."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+
+
 def text_reader(separator: str) -> Reader:
     """One document per file, or several split at `separator`."""
     split_at = separator.encode()
@@ -57,6 +64,7 @@ def text_reader(separator: str) -> Reader:
             with open_binary(path) as file:
                 data = file.read()
         except (OSError, EOFError, zlib.error) as error:
+            _raise_io_error(error)
             yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
             return
         for index, text in enumerate(data.split(split_at) if split_at else [data]):
@@ -78,8 +86,6 @@ def read_python(path: Path, start: int) -> Iterator[Read]:
     except (SyntaxError, UnicodeError):
         # The standard library has a few such files, which test Python's error messages.
         yield 1, Record(b"")
-    except OSError as error:
-        yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
 
 
 def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
@@ -95,6 +101,7 @@ def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
                         continue
                     yield index, _json_record(line, text_field, prompt_field, path, index)
         except (OSError, EOFError, zlib.error) as error:
+            _raise_io_error(error)
             yield index + 1, BadRecordError(str(path), index + 1, f"the file is truncated here ({error})")
 
     return read
@@ -109,7 +116,8 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
         index = 0
         try:
             file = arrow.parquet.ParquetFile(path)
-        except (OSError, arrow.ArrowException) as error:
+        except (OSError, ValueError, arrow.ArrowException) as error:
+            _raise_io_error(error)
             yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({_first_line(error)})")
             return
         with file:
@@ -134,6 +142,7 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                                     prompt = values[prompt_field][row]
                                 yield index, make_record(text, prompt, prompt_field, str(path), index)
                 except (OSError, arrow.ArrowException) as error:
+                    _raise_io_error(error)
                     yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({_first_line(error)})")
                     return
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tercet import atomic_io
+from tercet.data.files import FileSet
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
@@ -37,6 +38,7 @@ class ShardStream:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str) -> None:
         self.bad_records: list[str] = []
+        self.io_retries: list[str] = []
         self._options, self._name = options, name
         manifest = read_manifest(folder)
         used = manifest["tokenizer"]
@@ -48,6 +50,8 @@ class ShardStream:
             )
         entries = manifest["shards"]
         self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
+        names = [f"{entry['name']}.{kind}.npy" for entry in entries for kind in entry["files"]]
+        self.files = {name: FileSet((file, folder / file) for file in names)}
         self._tokens = [_open(folder, entry, "tokens") for entry in entries]
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         documents = [np.asarray(_open(folder, entry, "documents")) for entry in entries]
@@ -72,6 +76,7 @@ class ShardStream:
         return {
             "source": self._name,
             "shards": self._fingerprint,
+            "contents": self.files[self._name].contents,
             "validation_fraction": self._options.validation_fraction,
             "shuffle": self._options.shuffle,
             "seed": self._options.seed,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.config.data import DataConfig, SourceConfig
-from tercet.data.files import FileRecords, find_files, python_files
+from tercet.data.files import FileRecords, FileSet, find_files, python_files
 from tercet.data.order import document_hash, key
 from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_reader
 from tercet.data.shards import ShardStream
@@ -77,6 +77,8 @@ def _read_options(data: DataConfig, seed: int, split: Split) -> ReadOptions:
         shuffle=data.shuffle,
         shuffle_block=data.shuffle_block,
         skip_bad=data.bad_records == "skip",
+        accept_changes=data.accept_changes,
+        max_lost_text=data.max_lost_text,
     )
 
 
@@ -97,6 +99,14 @@ class MixtureStream:
     @property
     def bad_records(self) -> list[str]:
         return [message for _, stream in self._parts.values() for message in stream.bad_records]
+
+    @property
+    def io_retries(self) -> list[str]:
+        return [message for _, stream in self._parts.values() for message in stream.io_retries]
+
+    @property
+    def files(self) -> dict[str, FileSet]:
+        return {name: files for _, stream in self._parts.values() for name, files in stream.files.items()}
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         names = list(self._parts)

@@ -5,7 +5,7 @@ A stream is an iterator of documents that can be reopened after any document, fr
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -40,6 +40,8 @@ class ReadOptions:
     shuffle: bool = True
     shuffle_block: int = 4096
     skip_bad: bool = False
+    accept_changes: bool = False  # of the files: a cursor may be past the end of what is there now
+    max_lost_text: float = 1.0  # share of characters that the tokenizer may lose
 
 
 class DocumentStream(Protocol):
@@ -50,6 +52,14 @@ class DocumentStream(Protocol):
     @property
     def bad_records(self) -> list[str]:
         """Messages of the first few skipped records."""
+
+    @property
+    def io_retries(self) -> list[str]:
+        """One warning for each retry of an I/O error."""
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        """The local files of each source, as FileSets."""
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         """Documents after `cursor`; None: from the start."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
+from tercet.data.files import FileSet
 from tercet.data.order import in_validation, key, mix, random_below, random_u64
 from tercet.data.stream import Cursor, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
@@ -43,6 +44,8 @@ class SyntheticStream:
         self, config: SyntheticConfig, seq_len: int, tokenizer: Tokenizer, options: ReadOptions, name: str
     ) -> None:
         self.bad_records: list[str] = []
+        self.io_retries: list[str] = []
+        self.files: dict[str, FileSet] = {}
         self._options, self._name = options, name
         length = config.length or seq_len
         self._facts = {**config.model_dump(), "length": length, "tokenizer": tokenizer.fingerprint}

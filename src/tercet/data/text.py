@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tercet.data.files import FileSet
 from tercet.data.order import document_hash, permutation, validation_threshold
 from tercet.data.prefetch import Prefetcher
 from tercet.data.records import Record
@@ -41,6 +42,11 @@ class RecordIterator(Protocol):
 
 class RecordSource(Protocol):
     one_per_file: bool  # each file is one record, so shuffling files shuffles documents
+    io_retries: list[str]  # one warning for each retry of an I/O error
+
+    @property
+    def files(self) -> FileSet | None:
+        """None: not local."""
 
     def identity(self) -> dict[str, Any]: ...
     def open(self, epoch: int, position: Any) -> RecordIterator:
@@ -74,10 +80,19 @@ class TextStream:
         self._shuffle_in_block = options.shuffle and not records.one_per_file
 
     @property
+    def io_retries(self) -> list[str]:
+        return self._records.io_retries
+
+    @property
+    def files(self) -> dict[str, FileSet]:
+        return {self._name: files} if (files := self._records.files) else {}
+
+    @property
     def identity(self) -> dict[str, Any]:
         return {
             "source": self._name,
             **self._records.identity(),
+            **({"contents": files.contents} if (files := self._records.files) else {}),
             "tokenizer": self._tokenizer.fingerprint,
             "validation_fraction": self._options.validation_fraction,
             "shuffle": self._options.shuffle,
@@ -104,7 +119,7 @@ class TextStream:
     def _documents_in(self, block: _Block, at: int, counts: Cursor) -> Iterator[Document]:
         """Documents of a block from number `at`, in shuffled order."""
         count = len(block.records)
-        if at > count:
+        if at > count and not self._options.accept_changes:
             raise DataError(
                 f"{self._name}: the cursor is at document {at} of a block that now has {count}: the files changed "
                 "since the checkpoint; restore them, or start from the weights alone with train.init_from"

@@ -54,6 +54,8 @@ MAY_CHANGE = (
     "parallel.",
     "data.prefetch",
     "data.bad_records",
+    "data.accept_changes",
+    "data.max_lost_text",
     "train.steps",
     "train.micro_batch",
     "train.compile",

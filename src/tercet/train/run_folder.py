@@ -19,11 +19,16 @@ from tercet.atomic_io import write_json
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
 from tercet.errors import TercetError, UsageError
+from tercet.parallel import flight_recorder
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
 from tercet.version import __version__
 
 LOCK = "lock"
+ENVIRONMENT = "env.json"
+FILE_LISTS = "data_files"  # a file list for each source of data, named by its hash
+# What a new run's folder may hold: what other ranks and launchers create, and logs that the shell has opened.
+EXPECTED = (LOCK, "checkpoints", flight_recorder.FOLDER, "log", "logs", "*.log", "*.out", "*.err", ".*")
 
 
 class RunFolder:

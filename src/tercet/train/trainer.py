@@ -11,6 +11,7 @@ from functools import partial
 from tercet import hints
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
+from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.stream import StoppedWaiting
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -37,11 +38,11 @@ from tercet.train.console import (
 from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
 from tercet.train.hooks import StopSignals, attach, run_started
-from tercet.train.manifest import describe_newest
+from tercet.train.manifest import describe_newest, run_of
 from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start
-from tercet.train.run_folder import RunFolder, environment
+from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
 from tercet.train.state import TrainState, build_state
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
@@ -70,6 +71,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 rank=strategy.data_rank,
                 world_size=strategy.data_ranks,
                 state=state.cursor,
+                file_lists=run_of(start.path) / FILE_LISTS if start else None,
                 tokenizer=tokenizer,
                 stop=lambda: stop.signal is not None,
                 others_wait=strategy.world_size > 1,
@@ -78,8 +80,10 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
         # Nothing refuses the run from here on, so the run folder may change.
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
+        messages += [f"the data changed since the checkpoint: {change}" for change in loader.changes]
         if strategy.rank == 0:
             folder.describe(config, origins or {}, environment(device, device_name(device)))
+            save_file_lists(folder.path / FILE_LISTS, loader.files)
         superseded, damaged = events.rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
