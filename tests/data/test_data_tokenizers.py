@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
+from tercet.data.prepare import prepare
 from tercet.data.stream import DataError
-from tercet.data.tokenizers import load_tokenizer
+from tercet.data.tokenizers import LibraryTokenizer, check_round_trip, load_tokenizer
 from tercet.data.train_tokenizer import train_bpe
 
 TEXT = "def f(x):\n\treturn x ** 2  # naïve – 日本語 🎉 <|endoftext|>\r\n"
@@ -35,6 +36,37 @@ def test_a_trained_tokenizer_round_trips_everything(small_bpe):
     (tokens,) = bpe.encode_documents([TEXT.encode()])
     assert tokens.tolist() == [*bpe.encode(TEXT), bpe.eos_id]
     assert tokens.dtype == np.uint16
+
+
+@pytest.fixture
+def two_letters(tmp_path) -> str:
+    """A tokenizer that knows only a and b, and drops the rest."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    Tokenizer(BPE({"a": 0, "b": 1, "<eos>": 2}, [])).save(str(tmp_path / "ab.json"))
+    return str(tmp_path / "ab.json")
+
+
+def test_a_tokenizer_that_loses_text_is_refused_unless_the_loss_is_accepted(two_letters, corpus, read, tmp_path):
+    data = DataConfig(source="text", path=str(corpus["text"]), tokenizer=two_letters, seq_len=64)
+    message = r"ab.json loses 8\d\.\d% of the characters in the first documents \(such as .*--data.max_lost_text"
+    with pytest.raises(DataError, match=message):
+        read(data, 1)
+    with pytest.raises(DataError, match=message):
+        prepare(data, tmp_path / "shards", workers=1)
+    assert read(data.model_copy(update={"max_lost_text": 1.0}), 1)
+
+
+def test_normalization_is_not_a_loss(small_bpe):
+    from tokenizers import Tokenizer, normalizers
+
+    library = Tokenizer.from_file(str(small_bpe))
+    library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
+    lowercase = LibraryTokenizer(library, "lowercase")
+    text = "  Ｆｕｌｌ Width, ﬁne Éclair\n"
+    assert lowercase.decode(lowercase.encode(text)) == "full width, fine éclair"
+    check_round_trip(lowercase, [text.encode()], 0.0)
 
 
 def test_training_excludes_validation_documents_and_is_repeatable(tmp_path, corpus):

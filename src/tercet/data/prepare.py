@@ -29,7 +29,13 @@ from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manif
 from tercet.data.sources import record_source
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.text import BAD_RECORDS_KEPT, RecordIterator, check_encodable, encode_records, record_hash
-from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
+from tercet.data.tokenizers import (
+    CHECKED_DOCUMENTS,
+    LibraryTokenizer,
+    Tokenizer,
+    check_round_trip,
+    load_tokenizer,
+)
 
 PLAN = "prepare.json"
 LOCK = ".lock"
@@ -109,6 +115,9 @@ def prepare(
         writer = _ShardWriter(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
         with _Workers(workers, data) as pool:
             for chunk, encoded in pool.tokenise(chunks):
+                if writer.is_empty:
+                    texts = [record.text for record in chunk.records[:CHECKED_DOCUMENTS]]
+                    check_round_trip(tokenizer, texts, data.max_lost_text)
                 if writer.add(chunk, encoded) and report:
                     report(_progress(entries, time.perf_counter() - begin))
         writer.finish()
@@ -163,6 +172,10 @@ class _ShardWriter:
             return False
         self._write()
         return True
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._entries or self._tokens)
 
     def finish(self) -> None:
         if self._tokens or self._skipped or self._left_out or not self._entries:

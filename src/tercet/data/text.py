@@ -22,7 +22,7 @@ from tercet.data.stream import (
     ReadOptions,
     zero_counts,
 )
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.tokenizers import CHECKED_DOCUMENTS, Tokenizer, check_round_trip
 
 BLOCK_BYTES = 64 << 20  # two blocks are in memory: one in use, one being read
 ONE_PER_FILE_BLOCK = 64  # records per block where the file order already shuffles everything
@@ -163,6 +163,7 @@ class TextStream:
     def _read_block(self, source: RecordIterator, epoch: int, number: int) -> _Block:
         start = source.position()
         records: list[Record] = []
+        texts: list[bytes] = []
         read = size = skipped = left_out = 0
         last = False
         while read < self._block_records and size < BLOCK_BYTES:
@@ -180,8 +181,12 @@ class TextStream:
                 left_out += 1
             else:
                 size += len(record.text)
+                if len(texts) < CHECKED_DOCUMENTS:
+                    texts.append(record.text)
                 if self._in_split(record):
                     records.append(record)
+        if epoch == number == 0:
+            check_round_trip(self._tokenizer, texts, self._options.max_lost_text)
         return _Block(epoch, number, start, source.position(), records, skipped, left_out, last)
 
     def _skip(self, bad: BadRecordError) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
+
+CHECKED_DOCUMENTS, CHECKED_BYTES = 32, 2048  # for `check_round_trip`: the first documents, and how much of each
 
 
 class Tokenizer(Protocol):
@@ -112,6 +116,40 @@ class LibraryTokenizer:
 
     def save(self, path: Path) -> None:
         path.write_text(self.to_str(), encoding="utf-8")
+
+
+def text_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """UTF-8 bytes of the text of these tokens, which may begin or end inside a character."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return sum(i != tokenizer.eos_id for i in ids)
+    return len(tokenizer.decode(ids).encode())
+
+
+def check_round_trip(tokenizer: Tokenizer, documents: Sequence[bytes], max_lost: float) -> None:
+    """Raise if more than `max_lost` of the characters at the start of `documents` are lost by encoding and decoding."""
+    total, lost = 0, Counter[str]()
+    for document in documents if max_lost < 1 else ():
+        text = document[:CHECKED_BYTES].decode(errors="ignore")
+        decoded = tokenizer.decode(tokenizer.encode(text))
+        if decoded == text:
+            total += len(text)
+        else:
+            before = _characters(text)
+            total += before.total()
+            lost += before - _characters(decoded)
+    if (share := lost.total() / max(1, total)) > max_lost:
+        examples = " ".join(character for character, _ in lost.most_common(5))
+        raise DataError(
+            f"tokenizer={tokenizer.name} loses {100 * share:.1f}% of the characters in the first documents (such as "
+            f"{examples}), data.max_lost_text={max_lost:g} allows {100 * max_lost:g}%: use a tokenizer for this text, "
+            f"or accept the loss with --data.max_lost_text {min(1.0, 1.5 * share):.2g}"
+        )
+
+
+def _characters(text: str) -> Counter[str]:
+    """Characters with their counts, without what tokenizers normalize: case, accents, whitespace, control codes."""
+    folded = unicodedata.normalize("NFKD", text).casefold()
+    return Counter(c for c in folded if unicodedata.category(c)[0] not in "MZC")
 
 
 def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
