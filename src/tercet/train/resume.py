@@ -91,6 +91,11 @@ class FoundCheckpoint:
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
     _check_events_writable(folder, config.parallel.world_size)
+    if others := folder.other_files:
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise UsageError(
+            f"{folder.path} holds {shown}, which a run does not write: pick a new or empty folder as --run.dir"
+        )
     if resume is None:
         if folder.has_run:
             raise UsageError(

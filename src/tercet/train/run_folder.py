@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,17 @@ class RunFolder:
         logged = events.exists() and events.stat().st_size > 0  # an empty file: a run that was refused
         return logged or bool(manifest.complete_checkpoints(self.checkpoints))
 
+    @property
+    def other_files(self) -> list[str]:
+        """What the folder held before this run, if that was neither a run nor expected."""
+        if self.has_run or ENVIRONMENT in self._existing:
+            return []
+        return sorted(name for name in self._existing if not any(fnmatch(name, pattern) for pattern in EXPECTED))
+
     def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
         """Write what is needed to repeat the run. Each file is replaced atomically."""
         write_config(config, origins, self.path)
-        write_json(self.path / "env.json", environment)
+        write_json(self.path / ENVIRONMENT, environment)
 
     def close(self) -> None:
         """Release the folder. If nothing was written to it, remove what this process created."""
