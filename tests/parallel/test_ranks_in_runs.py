@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fork_server import Child
-from parallel.world import RankedRun, TorchrunRun, flags, free_port, rank_environment
+from parallel.world import RankedRun, TorchrunRun, flags, free_port, rank_environment, start_ranks
 from runs import SMALL, losses, rows
+from tercet.cli import main
 from tercet.config.load import ConfigError, load
+from tercet.data import loader, prefetch
+from tercet.data.stream import DataError
 from tercet.parallel.flight_recorder import read, summarize
+from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
 
 # A constant learning rate, so that a shorter run equals the start of a longer one.
@@ -85,6 +92,41 @@ def test_checkpoints_of_two_ranks_resume_on_one_and_then_on_four(fork_server, tm
     with RankedRun(fork_server, tmp_path / "out", 4, *command, "--resume", "auto") as run:
         assert run.wait() == 0, run.text
     assert_same(folder, alone)
+
+
+def train_with_broken_data() -> int:
+    """On each rank: `tercet train`, but on rank 1 the data of step 4 fails, or hangs until the run is stopped."""
+    how, *arguments = sys.argv[1:]
+    pack = loader.pack
+
+    def broken(*args: Any) -> Iterator[Any]:
+        for number, batch in enumerate(pack(*args)):
+            if number == 3 and how == "fails":
+                raise DataError("the disk is gone")
+            if number == 3:
+                threading.Event().wait()
+            yield batch
+
+    prefetch.POLL_SECONDS = prefetch.GRACE_WITH_OTHERS_SECONDS = prefetch.CLOSE_SECONDS = 0.1
+    if os.environ["RANK"] == "1":
+        loader.pack = broken
+    sys.argv = ["tercet", *arguments]
+    return main()
+
+
+@pytest.mark.parametrize("how", ["fails", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_all_ranks_save_when_the_data_of_one_rank_fails_or_hangs(how, fork_server, tmp_path):
+    folder, output = tmp_path / "run", tmp_path / "out"
+    command = arguments(folder, parallel__strategy="ddp", checkpoint__every=0)
+    function = "parallel.test_ranks_in_runs:train_with_broken_data"
+    ranks = start_ranks(fork_server, 2, function, how, "train", *command, output=output)
+    if how == "hangs":
+        ranks[0].until("step 3/6")
+        for rank in ranks:
+            rank.signal(signal.SIGTERM)
+    assert [rank.wait(60) for rank in ranks] == ([1, 1] if how == "fails" else [143, 143]), output.read_text()
+    assert output.read_text().count("error: ") == (1 if how == "fails" else 0)
+    assert [step_of(path) for path in complete_checkpoints(folder / "checkpoints")] == [3]
 
 
 def test_ranks_that_share_a_sequence_count_what_they_fetch(fork_server, tmp_path, alone):

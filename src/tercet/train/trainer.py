@@ -19,6 +19,7 @@ from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token
 from tercet.model.sampling import INVALID_TOKEN
+from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
@@ -136,6 +137,7 @@ class Trainer:
     _started: float = field(default_factory=time.time)
     _recent: dict[int, list[Batch]] = field(default_factory=dict)  # batches since the last log line, for a dump
     _first_step_reported: bool = False
+    _io_retries: int = 0  # logged so far
     _data_seconds: float = 0.0  # waited for data up to the last log line
 
     def __post_init__(self) -> None:
@@ -176,16 +178,14 @@ class Trainer:
         if self.forked:
             self._save()  # so that this folder can be resumed without the other run
         while state.step < steps:
-            if self.strategy.any_rank(self.stop.signal is not None):
-                return self._interrupted()
-            self.beat.at(state.step + 1, "waiting for data")
-            try:
-                batches = self.batches.next_step()
-            except StoppedWaiting:
-                return self._interrupted_without_data()
-            except Exception:
-                self._save_after_error()
-                raise
+            batches, error = self._next_batches()
+            self.beat.at(state.step + 1, "waiting for other ranks")
+            # All ranks are between two steps here, so they can save together.
+            if self.strategy.any_rank(self.stop.signal is not None or error is not None):
+                if not self.strategy.any_rank(error is not None):
+                    return self._interrupted()
+                self.saver.save_after_error(self.screen)
+                raise error or PeerFailed("another rank could not read its data", reported_elsewhere=True)
             if not batches:
                 return "completed", "the data ended", 0
             self._step(batches)
@@ -196,16 +196,25 @@ class Trainer:
         name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
         return "interrupted", name, 128 + (self.stop.signal or 15)
 
-    def _interrupted_without_data(self) -> tuple[str, str, int]:
-        """A signal came while the loader was stuck. A single process can still save, since it is between two steps;
-        with several ranks, the others may already wait in the next step."""
-        if self.strategy.world_size > 1:
-            raise TercetError(
-                f"{self._interrupted()[1]} while waiting for data in step {self.state.step + 1}: stopped without "
-                f"saving, because other ranks are in another step; {describe_newest(self.folder.checkpoints)}: "
-                "resume with --resume auto"
-            )
-        return self._interrupted()
+    def _next_batches(self) -> tuple[list[Batch], Exception | None]:
+        """The batches of the next step, or why there are none; neither after a signal."""
+        if self.stop.signal is not None:
+            return [], None
+        self.beat.at(self.state.step + 1, "waiting for data")
+        try:
+            return self.batches.next_step(), None
+        except StoppedWaiting:
+            return [], None
+        except Exception as error:
+            return [], error
+        finally:
+            self._log_io_retries()
+
+    def _log_io_retries(self) -> None:
+        messages = self.loader.io_retries
+        for message in messages[self._io_retries :]:
+            self.log.emit(events.Noted(step=self.state.step, text=f"warning: {message}"))
+        self._io_retries = len(messages)
 
     def _step(self, batches: list[Batch]) -> None:
         state, config = self.state, self.config.train
