@@ -109,7 +109,7 @@ def test_a_world_size_that_is_not_a_number_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "x")
     code, _, err = run(capsys, "train", "--preset", "tiny")
     assert code == 2
-    assert err.startswith("error: WORLD_SIZE='x' must be a positive integer")
+    assert err.startswith("error: WORLD_SIZE='x' must be an integer from 1")
 
 
 def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):

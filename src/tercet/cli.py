@@ -346,9 +346,7 @@ def _launch_layers(options: Any) -> list[Layer]:
 
     layers = []
     if (ranks := os.environ.get("WORLD_SIZE")) is not None:
-        if not ranks.isdecimal():
-            raise _usage(f"WORLD_SIZE={ranks!r} must be a positive integer: unset it, or start with torchrun")
-        layers.append(Layer("torchrun", {"parallel.world_size": int(ranks)}))
+        layers.append(Layer("torchrun", {"parallel.world_size": launch_number("WORLD_SIZE", ranks, least=1)}))
     if options.allow_single_rank:
         layers.append(Layer("--allow-single-rank", {"parallel.allow_single_rank": True}))
     return layers
@@ -366,6 +364,7 @@ def _named(name: str) -> Loaded:
     if path.is_file() or path.suffix == ".toml":
         return load(file=path)
     raise _usage(f"{name} is not a preset, a TOML file or a run folder: `{hints.list_presets()}` lists the presets")
+    from tercet.config.environment import launch_number
 
 
 def _overview() -> str:

@@ -1,11 +1,14 @@
-"""Warnings about `NSA_*` environment variables, which configured the scripts before Tercet.
+"""Environment variables: numbers that torchrun sets, and warnings about `NSA_*`.
 
-None of them is read. Each one that is set gets a warning that names its replacement; docs/from-m7c.md has the details.
+NSA_* configured the scripts before Tercet. None of them is read. Each one that is set gets a warning that names its
+replacement; docs/from-m7c.md has the details.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from tercet.errors import UsageError
 
 PREFIX = "NSA_"
 
@@ -34,6 +37,14 @@ ANSWERS: dict[str, tuple[str | None, str]] = {
     "NSA_NVTX": ("profile.steps", "traces the given steps"),
     "NSA_ACCUM": ("train.tokens_per_step", "accumulation is derived from it"),
 }
+
+
+def launch_number(name: str, value: str, *, least: int = 0, most: int = 2**31 - 1) -> int:
+    """The value of a variable that torchrun sets, such as RANK."""
+    number = int(value) if value.isascii() and value.isdecimal() and len(value) < 12 else -1
+    if not least <= number <= most:
+        raise UsageError(f"{name}={value!r} must be an integer from {least} to {most}: unset it, or use torchrun")
+    return number
 
 
 def environment_warnings(environment: Mapping[str, str]) -> list[str]:

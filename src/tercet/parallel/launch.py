@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tercet import hints
+from tercet.config.environment import launch_number
 from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
@@ -56,12 +57,15 @@ class Launch:
     def from_environment(cls) -> Launch:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
+        world_size = launch_number("WORLD_SIZE", os.environ["WORLD_SIZE"], least=1)
+        if "MASTER_PORT" in os.environ:
+            launch_number("MASTER_PORT", os.environ["MASTER_PORT"], most=65535)
         return cls(
-            rank=int(os.environ["RANK"]),
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            rank=launch_number("RANK", os.environ["RANK"], most=world_size - 1),
+            local_rank=launch_number("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")),
+            world_size=world_size,
+            local_world_size=launch_number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"), least=1),
+            restarts=launch_number("TORCHELASTIC_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             by_torchrun=True,
         )
 
