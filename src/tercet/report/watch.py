@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import time
 from collections import deque
@@ -64,8 +63,8 @@ class Follower:
                 *lines, rest = stream.read().split(b"\n")
                 self._offset = stream.tell() - len(rest)
             for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError, UnicodeDecodeError):
-                    if (event := decode(line.decode())) is not None:
+                with contextlib.suppress(ValueError):
+                    if (event := decode(line)) is not None:
                         self._handle(event)
 
     def _handle(self, event: Event) -> None:
@@ -75,8 +74,8 @@ class Follower:
         elif isinstance(event, events.RunEnded):
             self.ended = True
         elif isinstance(event, events.StepLogged):
-            self.losses.extend(v for v in event.losses if math.isfinite(v))
-            self.speeds.append(event.tokens_per_s)
+            self.losses.extend(v for v in event.losses if abs(v) < 1e100)
+            self.speeds.append(_finite(event.tokens_per_s))
         elif isinstance(event, (events.HealthFired, events.Stalled, events.StepsSkipped, events.CheckpointFailed)):
             self.problems.append(event)
 
@@ -173,13 +172,18 @@ class View:
                 str(rank),
                 Text(printable(str(beat.get("step")))),
                 Text(printable(str(beat.get("doing")))),
-                duration(float(beat.get("for_seconds", 0)) + (0 if follower.ended else age)),
+                duration(_finite(beat.get("for_seconds")) + (0 if follower.ended else age)),
                 Text(
                     f"{duration(age)} ago" + (" (frozen or dead)" if stale else ""), style="bold red" if stale else ""
                 ),
                 str(step.step if step else 0),
             )
         return table
+
+
+def _finite(value: Any) -> float:
+    """A number of a heartbeat or of an event; 0 for infinity, NaN and everything that is not a number."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e100 else 0.0
 
 
 def sparkline(values: list[float], width: int) -> Text:
@@ -194,7 +198,7 @@ def sparkline(values: list[float], width: int) -> Text:
 
 
 def _phases(resources: Any) -> Text:
-    seconds = {name: getattr(resources, f"{name}_seconds") or 0.0 for name, _ in PHASES}
+    seconds = {name: max(0.0, _finite(getattr(resources, f"{name}_seconds"))) for name, _ in PHASES}
     total = sum(seconds.values()) or 1.0
     shown = [(name, seconds[name] / total, colour) for name, colour in PHASES if seconds[name] / total >= 0.005]
     text = Text()
@@ -211,7 +215,7 @@ def _gates(layers: Any) -> RenderableType:
         shares = [v for v in getattr(layers, f"gate_share_{branch}") if v is not None]
         if not shares:
             return Text("")
-        bars = "".join(BLOCKS[min(len(BLOCKS) - 1, int(v * len(BLOCKS)))] if v == v else "?" for v in shares)
+        bars = "".join(BLOCKS[min(len(BLOCKS) - 1, int(v * len(BLOCKS)))] if 0 <= v <= 1 else "?" for v in shares)
         text = f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
         grid.add_row(branch, Text(bars, style=colour), Text(text, style="dim"))
     return Panel(grid, title=f"gate shares by layer, step {layers.step}", title_align="left", border_style="dim")

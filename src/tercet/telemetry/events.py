@@ -278,6 +278,10 @@ def events_file(folder: Path, rank: int = 0) -> Path:
 
 def is_disk_full(error: OSError) -> bool:
     """Whether the disk is full or a quota is exceeded: space may be freed while the run continues."""
+# Events whose lists are the columns of one table and must have equal lengths.
+TABLES = (LayersObserved, RoutesCounted, DoctorReported)
+
+
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -361,7 +365,10 @@ def encode(event: Event) -> str:
 
 
 def decode(line: str | bytes) -> Event | None:
-    """Parse a line; None for a kind that this version does not know. Raises ValueError on a damaged line."""
+    """Parse a line; None for a kind that this version does not know.
+
+    Raises ValueError on a damaged line, and if a value does not have its declared type.
+    """
     record = _parse(line)
     cls = KINDS.get(record.pop("kind"))
     if cls is None:
@@ -370,7 +377,7 @@ def decode(line: str | bytes) -> Event | None:
     numbers = {k for k, f in known.items() if "float" in str(f.type)}
     values = {k: _number(v) if k in numbers else v for k, v in record.items() if k in known}
     try:
-        return cls(**values)
+        event = cls(**values)
     except TypeError as error:
         raise ValueError(str(error)) from None
 
@@ -379,6 +386,37 @@ def _parse(line: str | bytes) -> dict[str, Any]:
     record = parse_json(line)
     if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
         raise ValueError("not a JSON object with kind and step")
+    if not _well_typed(event):
+        raise ValueError("a value has the wrong type")
+    return event
+
+
+def _well_typed(event: Event) -> bool:
+    """Whether every field has its declared type, and tables have columns of equal length."""
+    lengths = set()
+    for f in dataclasses.fields(event):
+        value, declared = getattr(event, f.name), str(f.type)
+        if not declared.startswith("list"):
+            if not has_type(value, declared):
+                return False
+            continue
+        item = declared.removeprefix("list[").removesuffix("]")
+        if not isinstance(value, list) or not all(has_type(v, item) for v in value):
+            return False
+        lengths.add(len(value))
+    return not isinstance(event, TABLES) or len(lengths) == 1
+
+
+def has_type(value: Any, declared: str) -> bool:
+    """Whether a value has the type of an annotation, such as `float | None`. Integers have 64 bits."""
+    if value is None:
+        return "None" in declared
+    if declared.startswith("list"):
+        return isinstance(value, list)
+    kind = declared.split(" ")[0]
+    if kind in ("int", "float"):
+        return (kind == "float" and isinstance(value, float)) or (type(value) is int and abs(value) < 2**63)
+    return isinstance(value, {"str": str, "bool": bool}.get(kind, object))
     return record
 
 

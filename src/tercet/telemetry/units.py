@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def quantity(value: float, unit: str = "") -> str:
     """12345 -> 12.3k, or with a unit 12.3 kFLOP."""
@@ -15,7 +17,9 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """3725 -> 1h02m."""
+    """3725 -> 1h02m; ? for infinity and NaN."""
+    if not math.isfinite(seconds):
+        return "?"
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
