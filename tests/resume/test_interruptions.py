@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,14 +25,14 @@ from fork_server import ForkServer
 from runs import losses, small
 from tercet import atomic_io
 from tercet.config.load import to_toml
-from tercet.data import loader
-from tercet.data.stream import BadRecordError
+from tercet.data import loader, records
+from tercet.data.stream import BadRecordError, DataError
 from tercet.doctor import machine
 from tercet.errors import TercetError
 from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
 from tercet.shell import program
-from tercet.telemetry.events import CheckpointFailed, RunEnded, Sampled, StepLogged, events_file, read_events
+from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged, events_file, read_events
 from tercet.train import trainer
 from tercet.train.checkpoint import HashingFile
 from tercet.train.hooks import StopSignals
@@ -222,16 +222,49 @@ def test_the_printed_resume_command_resumes_the_run(fork_server: ForkServer, tmp
 
 def test_a_bad_record_keeps_the_steps_before_it_and_may_be_skipped_on_resume(tmp_path: Path) -> None:
     data, folder = tmp_path / "data.jsonl", tmp_path / "run"
-    data.write_text("".join(json.dumps({"text": f"{i}" * 60}) + "\n" for i in range(100)) + "{damaged\n")
+    data.write_text("".join(json.dumps({"text": f"{i}" * 60}) + "\n" for i in range(40)) + "{damaged\n")
     config = {"data__source": "jsonl", "data__path": [str(data)], "data__shuffle_block": 10, "checkpoint__every": 0}
-    config |= {"train__steps": 100, "data__validation_fraction": 0.0, "run__dir": str(folder)}
-    with pytest.raises(BadRecordError, match="record 101"):
+    config |= {"train__steps": 40, "data__validation_fraction": 0.0, "run__dir": str(folder)}
+    with pytest.raises(BadRecordError, match="record 41"):
         train(small(**config))
     last = ended(folder)
     assert last.step > 10
     assert saved_steps(folder) == [last.step]
     assert train(small(**config, data__bad_records="skip"), resume="auto") == 0
-    assert list(losses(folder)) == list(range(1, 101))
+    assert list(losses(folder)) == list(range(1, 41))
+
+
+def test_a_repaired_record_is_accepted_on_resume(tmp_path: Path) -> None:
+    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text(json.dumps({"text": "word " * 400}) + "\n{damaged\n")
+    config = {"data__source": "jsonl", "data__path": [str(data)], "data__shuffle_block": 1, "checkpoint__every": 0}
+    config |= {"train__steps": 20, "data__validation_fraction": 0.0, "data__shuffle": False, "run__dir": str(folder)}
+    with pytest.raises(BadRecordError, match="record 2"):
+        train(small(**config))
+    data.write_text(data.read_text().replace("{damaged", '{"text": "repaired"}'))
+    with pytest.raises(DataError, match=r"jsonl: changed data.jsonl: .*--data.accept_changes"):
+        train(small(**config), resume="auto")
+    assert train(small(**config, data__accept_changes=True), resume="auto") == 0
+    assert list(losses(folder)) == list(range(1, 21))
+    assert "accept_changes" not in (folder / "config.toml").read_text()
+    assert train(small(**config), resume="auto") == 0
+
+
+def test_retries_of_io_errors_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, true, failures = tmp_path / "data.jsonl", records.open_binary, iter([OSError(5, "Input/output error")])
+
+    def fail_once(path: Path) -> IO[bytes]:
+        for error in failures:
+            raise error
+        return true(path)
+
+    monkeypatch.setattr("tercet.data.files.RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr(records, "open_binary", fail_once)
+    data.write_text(json.dumps({"text": "word " * 400}))
+    config = {"data__source": "jsonl", "data__path": [str(data)], "data__validation_fraction": 0.0, "train__steps": 1}
+    assert train(small(**config, run__dir=str(tmp_path / "run"))) == 0
+    noted = [event.text for event in read_events(events_file(tmp_path / "run")) if isinstance(event, Noted)]
+    assert noted == [f"warning: {data} could not be read (Input/output error): retry 1 of 1 after 0.01 s"]
 
 
 @pytest.fixture
