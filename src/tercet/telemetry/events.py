@@ -272,16 +272,16 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+# Events whose lists are the columns of one table and must have equal lengths.
+TABLES = (LayersObserved, RoutesCounted, DoctorReported)
+
+
 def events_file(folder: Path, rank: int = 0) -> Path:
     return folder / f"events_rank{rank}.jsonl"
 
 
 def is_disk_full(error: OSError) -> bool:
     """Whether the disk is full or a quota is exceeded: space may be freed while the run continues."""
-# Events whose lists are the columns of one table and must have equal lengths.
-TABLES = (LayersObserved, RoutesCounted, DoctorReported)
-
-
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -380,12 +380,6 @@ def decode(line: str | bytes) -> Event | None:
         event = cls(**values)
     except TypeError as error:
         raise ValueError(str(error)) from None
-
-
-def _parse(line: str | bytes) -> dict[str, Any]:
-    record = parse_json(line)
-    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
-        raise ValueError("not a JSON object with kind and step")
     if not _well_typed(event):
         raise ValueError("a value has the wrong type")
     return event
@@ -417,6 +411,12 @@ def has_type(value: Any, declared: str) -> bool:
     if kind in ("int", "float"):
         return (kind == "float" and isinstance(value, float)) or (type(value) is int and abs(value) < 2**63)
     return isinstance(value, {"str": str, "bool": bool}.get(kind, object))
+
+
+def _parse(line: str | bytes) -> dict[str, Any]:
+    record = parse_json(line)
+    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
+        raise ValueError("not a JSON object with kind and step")
     return record
 
 
