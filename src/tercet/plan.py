@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tercet.config.schema import RunConfig
-from tercet.config.sections import ParallelConfig, resolved_precision
+from tercet.config.sections import resolved_precision
+from tercet.doctor.memory import Fix, find_fixes, fits, step_memory, usable
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
 from tercet.telemetry.hardware import (
     CPU_UTILISATION,
     GIB,
     GPU_UTILISATION,
-    KNOWN,
+    GPUS,
+    find_gpu,
     host_total_gib,
     measured_cpu_flops,
     peak_flops,
@@ -52,6 +55,8 @@ class CostPlan:
     device: Device
     seconds: float | None
     warnings: tuple[str, ...]
+    fits: bool | None  # None if the device's memory is unknown
+    fixes: tuple[Fix, ...]  # settings that would make it fit
 
     def as_dict(self) -> dict[str, Any]:
         totals = {"parameters_total": self.parameters.total, "memory_total": self.memory.total}
@@ -61,10 +66,7 @@ class CostPlan:
 def find_device(wanted: str, gpu: str | None = None) -> Device:
     """The device that `run.device` selects on this machine, or the named GPU for a run elsewhere."""
     if gpu is not None:
-        flops = peak_flops(gpu)
-        if flops is None:
-            raise UsageError(f"--gpu {gpu} is unknown: pick one of {', '.join(KNOWN)}")
-        return Device(gpu.upper(), flops, None, GPU_UTILISATION)
+        return _named_gpu(gpu)
     found = None if wanted == "cpu" else _nvidia_smi()
     if wanted == "cuda" and found is None:
         raise TercetError("run.device=cuda, but this machine has no GPU: name one with --gpu, e.g. --gpu H200")
@@ -77,22 +79,17 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
 def make_plan(config: RunConfig, device: Device) -> CostPlan:
     """Estimate the cost of a run on this device."""
     model, parallel, length = config.model, config.parallel, config.data.seq_len
-    low_precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu") == "bf16"
-    shards = _shards(parallel)
+    precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu")
     flops = cost.flops_per_token(model, length)
     tokens = config.train.steps * config.train.tokens_per_step
     # The known peak is bf16 on a GPU and fp32 on a CPU; it says nothing about the other precision.
-    peak = device.flops if low_precision == device.is_gpu else None
+    peak = device.flops if (precision == "bf16") == device.is_gpu else None
     rate = None if peak is None else peak * device.utilisation * parallel.world_size
     kinds = model.attention_kinds
-    memory = cost.memory(
-        model,
-        config.train.micro_batch * length // parallel.context,
-        compute_bytes=2 if low_precision else 4,
-        activation_checkpointing=config.train.activation_checkpointing,
-        weight_shards=shards if parallel.sharding == "full" else 1,
-        optimizer_shards=shards,
-    )
+    memory = step_memory(config, precision)
+    fit = None if device.memory is None else fits(memory.total, device.memory)
+    fixes = find_fixes(config, precision, device.memory) if device.memory is not None and not fit else []
+    shuffle = config.data.shuffle_warning(config.data.max_vocab(config.model.vocab_size))
     return CostPlan(
         parameters=cost.parameters(model),
         tokens_per_step=config.train.tokens_per_step,
@@ -104,7 +101,9 @@ def make_plan(config: RunConfig, device: Device) -> CostPlan:
         memory=memory,
         device=device,
         seconds=None if rate is None else tokens * flops / rate,
-        warnings=_warnings(config, memory, device),
+        warnings=() if shuffle is None else (shuffle,),
+        fits=fit,
+        fixes=tuple(fixes),
     )
 
 
@@ -131,33 +130,27 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
         "  transient": f"activations {size(m.activations)} (activation_checkpointing="
         f"{config.train.activation_checkpointing}), logits and their gradients {size(m.loss)}",
         "device": _device_line(plan),
+        "fit": f"\n{'':12}".join(_fit_lines(plan)),
         "time": _time_line(plan),
     }
     notes = [("warning", text) for text in plan.warnings]
     if config.run.device == "auto" and not plan.device.is_gpu:
         notes.append(("hint", "no GPU found: plan for one with --gpu H200"))
-    return [f"{name:<11} {text}" for name, text in (*rows.items(), *notes)]
+    return [line for name, text in (*rows.items(), *notes) for line in f"{name:<11} {text}".splitlines()]
 
 
-def _warnings(config: RunConfig, memory: cost.Memory, device: Device) -> tuple[str, ...]:
-    warnings = []
-    if device.memory is not None and memory.total > device.memory:
-        where = "" if device.is_gpu else " of this machine"
-        warnings.append(
-            f"{size(memory.total)} may not fit in the {size(device.memory)}{where}: lower train.micro_batch "
-            "(accumulation follows), or set train.activation_checkpointing to selective or full"
-        )
-    if (warning := config.data.shuffle_warning(config.data.max_vocab(config.model.vocab_size))) is not None:
-        warnings.append(warning)
-    return tuple(warnings)
-
-
-def _shards(parallel: ParallelConfig) -> int:
-    """Number of devices that share one copy of the weights."""
-    if parallel.strategy == "hsdp":
-        return parallel.shard_ranks or parallel.world_size
-    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "cp" and parallel.context_weights == "sharded")
-    return parallel.world_size if sharded else 1
+def _fit_lines(plan: CostPlan) -> list[str]:
+    """Whether a step fits and, if not, what would make it fit."""
+    if plan.device.memory is None:
+        return ["not checked: the memory of this device is unknown"]
+    left = f"{size(usable(plan.device.memory))} usable of {size(plan.device.memory)}"
+    if plan.fits:
+        return [f"fits: {left}"]
+    if not plan.fixes:
+        return [f"does not fit: {left}; use a smaller model, or a device with more memory"]
+    width = max(len(str(fix)) for fix in plan.fixes)
+    fixes = [f"  {fix!s:<{width}}  {size(fix.memory)}" for fix in plan.fixes]
+    return [f"does not fit: {left}; {'each of these' if len(fixes) > 1 else 'this'} would make it fit:", *fixes]
 
 
 def _step_line(config: RunConfig, plan: CostPlan) -> str:
@@ -197,6 +190,24 @@ def _time_line(plan: CostPlan) -> str:
     rate = plan.tokens / plan.seconds
     share = f"{plan.device.utilisation:.0%} of the device's peak"
     return f"about {duration(plan.seconds)} at {rate:,.0f} tokens/s, if steps reach {share}"
+
+
+def _named_gpu(name: str) -> Device:
+    """The device of --gpu: a known model in any spelling, perhaps with its memory (A100 40GB), or a memory size."""
+    asked = re.search(r"(\d+) *gi?b\b", name.lower())
+    memory = int(asked[1]) if asked else None
+    if asked and asked[0] == name.lower().strip() and memory:
+        return Device(f"a GPU with {memory} GB", None, memory * GIB, GPU_UTILISATION)
+    known = find_gpu(name)
+    if known is None:
+        models = ", ".join(gpu.name for gpu in GPUS)
+        raise UsageError(f"--gpu {name} is unknown: pick one of {models}, or give its memory, e.g. --gpu 24GB")
+    if memory is not None and memory not in known.memory:
+        sizes = " or ".join(f"{n} GB" for n in known.memory)
+        raise UsageError(f"--gpu {name}: {known.name} has {sizes}; give that, or only a memory size: --gpu {memory}GB")
+    memory = memory or next(iter(known.memory))
+    shown = f"{known.name} {memory} GB" if len(known.memory) > 1 else known.name
+    return Device(shown, known.tflops * 1e12, round(known.memory[memory] * GIB), GPU_UTILISATION)
 
 
 def _nvidia_smi() -> Device | None:

@@ -13,7 +13,7 @@ import pytest
 
 from tercet import cli
 from tercet.config import help as help_texts
-from tercet.config.flags import call, help_topic, parse
+from tercet.config.flags import call, help_topic, key_options, parse
 from tercet.config.keys import all_keys
 from tercet.config.load import preset_layers
 
@@ -66,6 +66,7 @@ def error(capsys, *words: str) -> str:
         ("--model.no-tie-embeddings", {"model.tie_embeddings": False}),
         ("--log.no_tensorboard --log.tensorboard", {"log.tensorboard": True}),
         ("--log.tensorboard false", {"log.tensorboard": False}),
+        ("--log.tensorboard auto", {"log.tensorboard": "auto"}),
         ("--log.tensorboard=off --log.wandb yes", {"log.tensorboard": False, "log.wandb": True}),
         ("--train.betas 0.8 0.9", {"train.betas": (0.8, 0.9)}),
         ("--train.betas=0.8 0.9", {"train.betas": (0.8, 0.9)}),
@@ -153,7 +154,7 @@ def documented_flags() -> set[str]:
 def test_documented_flags_exist():
     found = {flag.replace("-", "_") for flag in documented_flags()}
     assert len(found) > 30
-    known = {*all_keys(), *(re.sub(r"(\w+)$", r"no_\1", k) for k, v in all_keys().items() if v.annotation is bool)}
+    known = {*all_keys(), *(re.sub(r"(\w+)$", r"no_\1", k) for k, v in key_options({}).items() if v.type.is_switch)}
     assert found - known == set()
 
 
@@ -179,7 +180,7 @@ NUMBERS = [
 SWITCHES = [
     (
         "--log.tensorboard maybe",
-        "--log.tensorboard maybe: expected true or false, or --log.tensorboard or --log.no_tensorboard alone",
+        "--log.tensorboard maybe: expected true, false or auto, or --log.tensorboard or --log.no_tensorboard alone",
     ),
     ("--log.no-tensorboard yes", "--log.no-tensorboard yes: --log.no_tensorboard takes no value"),
 ]

@@ -8,6 +8,7 @@ import pytest
 
 from tercet import plan
 from tercet.config.load import differences, load, preset_about, preset_names
+from tercet.errors import UsageError
 from tercet.model.cost import parameters
 from tercet.plan import Device, find_device, make_plan, render
 
@@ -70,10 +71,9 @@ def test_a_plan_for_this_cpu_warns_of_too_little_memory_and_suggests_a_gpu(monke
     hint = "hint        no GPU found: plan for one with --gpu H200"
     lines = plan_lines("auto")
     assert hint in lines
-    assert [line for line in plan_lines("cpu") if line.startswith("warning")] == [
-        x for x in lines if x.startswith("warning")
-    ]
-    assert ("may not fit in the 8.0 GiB of this machine: lower train.micro_batch" in "\n".join(lines)) == warned
+    (fit,) = (line for line in lines if line.startswith("fit"))
+    assert ("does not fit: 6.8 GiB usable of 8.0 GiB" in fit) == warned
+    assert ("not checked" in fit) == (gib is None)
     assert hint not in plan_lines("cpu")  # chosen explicitly
     assert not [line for line in plan_lines("auto", "H200") if line.startswith(("hint", "warning"))]
 
@@ -108,3 +108,48 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
 )
 def test_parameter_counts(name, millions):
     assert round(parameters(load(name).config.model).total / 1e6) == millions
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "gib"),
+    [
+        ("4090", "RTX 4090", 23.5),
+        ("rtx 4090", "RTX 4090", 23.5),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 23.5),
+        ("RTX4090", "RTX 4090", 23.5),
+        ("h100", "H100", 79.1),
+        ("H100-PCIe", "H100 PCIe", 79.1),
+        ("A100 80GB", "A100 80 GB", 79.1),
+        ("A100-SXM4-40GB", "A100 40 GB", 39.4),
+        ("6000 ada", "RTX 6000 Ada", 47.4),
+        ("24 GB", "a GPU with 24 GB", 24.0),
+    ],
+)
+def test_gpus_are_found_in_any_spelling(name, shown, gib):
+    device = find_device("auto", name)
+    assert (device.name, round(device.memory / 2**30, 1)) == (shown, gib)
+
+
+@pytest.mark.parametrize("name", ["4091", "H2000", "A100 64GB", "RTX 4090 Laptop GPU"])
+def test_an_unknown_gpu_is_a_usage_error(name):
+    with pytest.raises(UsageError, match=f"--gpu {name}"):
+        find_device("auto", name)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(mode):
+    gpu = find_device("auto", "8GB")
+    flags = {"train.micro_batch": 32, "train.tokens_per_step": 65536, "train.activation_checkpointing": mode}
+    flags |= {"model.dim": 1024}
+    config = load("m7c", flags=flags).config
+    made = make_plan(config, gpu)
+    assert not made.fits
+    assert len(made.fixes) == 3
+    assert {"train.micro_batch"} in [set(fix.flags) for fix in made.fixes]
+    # a setting that is already on is not advised
+    assert ("train.activation_checkpointing" in str(made.fixes)) == (mode == "none")
+    for fix in made.fixes:
+        changed = make_plan(load("m7c", flags=flags | fix.flags).config, gpu)
+        assert changed.fits
+        assert changed.memory.total == fix.memory
+    assert make_plan(config, find_device("auto", "H200")).fits

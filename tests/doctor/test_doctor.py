@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import tercet
 from runs import GPU_SIZES, small
-from tercet.doctor import kernels, machine, storage
+from tercet.doctor import kernels, machine, memory, storage
 from tercet.doctor.commands import doctor
 from tercet.doctor.examine import checks, examine_before_training, exit_code, lines
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
@@ -28,6 +29,37 @@ def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):
     assert "is not >=99" in found.finding
     assert "no_such_package is missing" in found.finding
     assert found.fix
+
+
+@pytest.mark.parametrize(
+    ("missing", "setting", "verdict"),
+    [
+        ("torch.utils.tensorboard", {"log__tensorboard": "auto"}, OK),
+        ("torch.utils.tensorboard", {"log__tensorboard": True}, FAILED),
+        ("wandb", {"log__wandb": True}, FAILED),
+    ],
+)
+def test_missing_log_packages_fail_here_as_in_training(monkeypatch, missing, setting, verdict):
+    monkeypatch.setitem(sys.modules, missing, None)
+    check = dict(checks(small(**setting), short=True))["logging"]
+    assert check().verdict == verdict
+    assert bool(check().fix) == (verdict == FAILED)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_triton_is_not_missed_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert kernels.triton_works().verdict == NOT_TESTED
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_step_that_does_not_fit_in_memory_is_a_warning(monkeypatch):
+    check = dict(checks(small(train__micro_batch=2**12, train__tokens_per_step=2**18), short=False))["memory"]
+    for gib, verdict in ((64, OK), (2, WARNING), (None, NOT_TESTED)):
+        monkeypatch.setattr(memory, "host_total_gib", lambda gib=gib: gib)
+        found = check()
+        assert found.verdict == verdict
+        assert ("--train.micro_batch" in found.fix) == (verdict == WARNING)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,16 @@ def test_a_run_that_failed_for_a_missing_package_can_be_retried_in_its_folder(
         assert run(folder, data, train__steps=1)[1] == 0
 
 
+def test_without_tensorboard_a_run_notes_it_once_and_has_no_tb_folder(tmp_path, monkeypatch, capsys):
+    folder, data = tmp_path / "run", corpus(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    for steps, noted in ((1, 1), (2, 0)):  # a new run, then its resume
+        config = settings(folder, data, train__steps=steps, log__tensorboard="auto")
+        assert train(config, resume="auto") == 0
+        assert capsys.readouterr().out.count("TensorBoard is not installed") == noted
+    assert not (folder / "tb").exists()
+
+
 def test_a_slow_sink_does_not_block_and_a_failed_one_is_reported(tmp_path):
     entered, release, seen, warnings = threading.Event(), threading.Event(), [], []
 

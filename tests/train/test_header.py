@@ -42,10 +42,14 @@ def test_the_time_is_estimated_for_known_devices(monkeypatch):
 
 def test_a_step_that_does_not_fit_in_memory_is_warned_about(monkeypatch):
     assert "warning" not in lines()
-    monkeypatch.setattr(console, "host_total_gib", lambda: 2**-13)
-    told = lines()["warning"]
-    assert "but there are 0.1 MiB" in told
-    assert "train.micro_batch" in told
+    monkeypatch.setattr(console, "host_total_gib", lambda: 2)
+    large = {"train__micro_batch": 2**12, "train__tokens_per_step": 2**18}
+    told = lines(**large)["warning"]
+    assert "GiB of 2.0 GiB are usable" in told
+    assert "--train.micro_batch" in told
+    assert "--train.activation_checkpointing" in told
+    larger = {"train__micro_batch": 2**15, "train__tokens_per_step": 2**21}
+    assert "activation_checkpointing" not in lines(**larger, train__activation_checkpointing="full")["warning"]
 
 
 def test_a_large_shuffle_buffer_is_warned_about(monkeypatch):

@@ -26,7 +26,7 @@ from tercet.config.schema import RunConfig
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import Event, EventLog, StepLogged
 from tercet.telemetry.observer import Observer
-from tercet.telemetry.sinks import BackgroundSink, LayerSink, RouteSink, TensorBoardSink, csv_sinks
+from tercet.telemetry.sinks import BackgroundSink, LayerSink, RouteSink, TensorBoardSink, csv_sinks, tensorboard_wanted
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.train.console import precision_of
 from tercet.train.device import device_name, peak_memory_gib, pick_device
@@ -57,7 +57,7 @@ class Bench:
             LayerSink(folder / "k_stats.csv", []),
             RouteSink(folder / "fallback_counters.csv"),
         ]
-        if config.log.tensorboard:
+        if tensorboard_wanted(config.log.tensorboard):
             slow.append(TensorBoardSink(folder / "tb", 0))
         self.behind = [BackgroundSink("a sink", sink, print) for sink in slow]
         self.log.readers += [*csv_sinks(folder, []), *self.behind]

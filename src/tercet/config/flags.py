@@ -59,6 +59,7 @@ class ValueType:
     count: int | None = 1  # number of values; None: any number
     optional: bool = False  # accepts none
     unwrap: bool = False  # one value stands for itself, as in `str | tuple[str, ...]`
+    words: tuple[str, ...] = ()  # accepted by a switch besides true and false, as in `bool | Literal["auto"]`
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -196,7 +197,8 @@ def value_type(annotation: Any) -> ValueType | None:
         widest = next((kind for kind in kinds if kind and kind.container), kinds[0])
         if widest is None or None in kinds:
             return None
-        return dataclasses.replace(widest, optional=type(None) in parts, unwrap=len(kinds) > 1)
+        words = tuple(word for kind in kinds if kind and widest.is_switch for word in kind.choices)
+        return dataclasses.replace(widest, optional=type(None) in parts, unwrap=len(kinds) > 1, words=words)
     return None
 
 
@@ -333,13 +335,16 @@ def _count(option: Option, words: Sequence[str], follow: Sequence[str], *, missi
     return taken
 
 
-def _read_switch(flag: str, words: Sequence[str], option: Option, negated: bool) -> bool:
+def _read_switch(flag: str, words: Sequence[str], option: Option, negated: bool) -> bool | str:
     if not words:
         return not negated
     value = _BOOLEANS.get(words[0].lower())
     if negated:
         raise ConfigError(f"{flag} {words[0] or repr('')}: {option.negative} takes no value")
+    if words[0] in option.type.words:
+        return words[0]
     if value is None:
+        values = "true, false or auto" if "auto" in option.type.words else "true or false"
         raise ConfigError(
             f"{flag} {words[0] or repr('')}: expected true or false, or {option.flag} or {option.negative} alone"
         )

@@ -141,8 +141,8 @@ class LogConfig(Section):
 
     every: int = Field(default=10, ge=1)
     """Steps between log lines. The host waits for the device only then."""
-    tensorboard: bool = True
-    """Write TensorBoard files to tb/ in the run folder."""
+    tensorboard: bool | Literal["auto"] = "auto"
+    """Write TensorBoard files to tb/ in the run folder. auto: if tensorboard is installed."""
     wandb: bool = False
     """Also log to Weights & Biases (needs the wandb extra)."""
     progress: Switch = "auto"

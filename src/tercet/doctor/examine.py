@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.doctor import kernels, machine, storage
+from tercet.doctor import kernels, machine, memory, storage
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
 from tercet.telemetry.events import DoctorReported
@@ -33,6 +33,8 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
         ("versions", machine.versions),
         ("device", lambda: machine.device(wanted)),
     ]
+    if config is not None:
+        found.append(("logging", lambda: machine.logging(config.log)))
     if uses_kernels and not (short and on_cpu):
         if not short:
             found.append(("triton", kernels.triton_works))
@@ -53,6 +55,7 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
             ("collectives", machine.collectives),
         ]
         if config is not None:
+            found.append(("memory", lambda: memory.memory(config)))
             found.append(("data", lambda: storage.data(config)))
     return found
 

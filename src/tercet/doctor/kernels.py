@@ -21,14 +21,13 @@ class Unsupported(Exception):
 
 def triton_works() -> Finding:
     """Compile and run a small kernel; without a GPU only compile it."""
-    if importlib.util.find_spec("triton") is None:
-        return Finding(
-            "triton",
-            WARNING,
-            "Triton is not installed: only the reference backend runs",
-            "pip install 'tercet[kernels]'",
-        )
     import torch
+
+    if importlib.util.find_spec("triton") is None:
+        if not torch.cuda.is_available():
+            return Finding("triton", NOT_TESTED, "Triton is not installed; without a GPU nothing uses it")
+        fix = "pip install 'tercet[kernels]'"
+        return Finding("triton", WARNING, "Triton is not installed: only the reference backend runs", fix)
     import triton
 
     from tercet.doctor.triton_probe import add_one

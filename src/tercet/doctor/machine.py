@@ -17,7 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tercet.config.sections import LogConfig
+from tercet.errors import TercetError
 from tercet.telemetry.hardware import host_total_gib, peak_flops
+from tercet.telemetry.sinks import import_tensorboard, import_wandb, tensorboard_wanted
 
 OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
 
@@ -90,6 +93,21 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
+
+
+def logging(config: LogConfig) -> Finding:
+    """Packages that the run's logs need: those asked for must be installed, TensorBoard with auto may be missing."""
+    for wanted, load in ((config.tensorboard is True, import_tensorboard), (config.wandb, import_wandb)):
+        try:
+            if wanted:
+                load()
+        except TercetError as error:
+            problem, _, fix = str(error).partition(": ")
+            return Finding("logging", FAILED, problem, fix)
+    if config.tensorboard == "auto" and not tensorboard_wanted("auto"):
+        return Finding("logging", OK, "CSV and JSON; TensorBoard is not installed, so runs have no tb/")
+    extra = [name for name, on in (("TensorBoard", config.tensorboard), ("W&B", config.wandb)) if on]
+    return Finding("logging", OK, " and ".join(["CSV", "JSON", *extra]))
 
 
 def device(wanted: str = "auto") -> Finding:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of known devices, and properties of this machine. No torch at import: `tercet plan` uses it.
+"""Speed and memory of known GPUs, and properties of this machine. No torch at import: `tercet plan` uses it.
 
 For an unknown device no MFU is shown: a wrong number is worse than none.
 """
@@ -8,41 +8,69 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-# Dense bf16 TFLOP/s from the data sheets, by a word of the device name that CUDA reports. The first match wins.
-_BF16_TFLOPS = (
-    ("GH200", 989.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("B200", 2250.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("RTX 4090", 165.0),
-)
-KNOWN = tuple(part for part, _ in _BF16_TFLOPS)
-
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU model: dense bf16 TFLOP/s of its data sheet, and its memory, advertised GB -> GiB that CUDA reports."""
+
+    name: str
+    tflops: float
+    memory: Mapping[int, float]
+
+
+# The first match wins: specific names come first.
+GPUS = (
+    GPU("GH200", 989.0, {96: 95.0, 144: 140.0}),
+    GPU("H200", 989.0, {141: 139.8}),
+    GPU("H100 PCIe", 756.0, {80: 79.1}),
+    GPU("H100 NVL", 835.0, {94: 93.0}),
+    GPU("H100", 989.0, {80: 79.1}),
+    GPU("H800", 989.0, {80: 79.1}),
+    GPU("H20", 148.0, {96: 95.0}),
+    GPU("B200", 2250.0, {180: 178.0}),
+    GPU("A100", 312.0, {80: 79.1, 40: 39.4}),
+    GPU("A800", 312.0, {80: 79.1, 40: 39.4}),
+    GPU("RTX A6000", 155.0, {48: 47.4}),
+    GPU("A40", 150.0, {48: 44.4}),
+    GPU("A10", 125.0, {24: 22.0}),
+    GPU("L40S", 362.0, {48: 44.4}),
+    GPU("L40", 181.0, {48: 44.4}),
+    GPU("L4", 121.0, {24: 22.0}),
+    GPU("RTX PRO 6000", 500.0, {96: 95.0}),
+    GPU("RTX 6000 Ada", 364.0, {48: 47.4}),
+    GPU("RTX 5090", 210.0, {32: 31.4}),
+    GPU("RTX 4090", 165.0, {24: 23.5}),
+    GPU("RTX 3090", 71.0, {24: 23.6}),
+)
 
 # MFU that time estimates assume, from measured training steps.
 GPU_UTILISATION = 0.30
 CPU_UTILISATION = 0.30
 
 
+def find_gpu(name: str) -> GPU | None:
+    """The model that a device name means, in any spelling: NVIDIA GeForce RTX 4090, rtx4090, 4090; None if unknown."""
+    given = _words(name)
+    if "laptop" in given:  # slower, and with less memory
+        return None
+    return next((gpu for gpu in GPUS if _words(gpu.name) - {"rtx"} <= given), None)
+
+
+def _words(name: str) -> set[str]:
+    # Whole words: an H2000 is not an H200.
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"nvidia|geforce|tesla|rtx|pcie|sxm|nvl", r" \g<0> ", name.lower())))
+
+
 def peak_flops(device_name: str) -> float | None:
     """Peak bf16 FLOP/s of a device; None if unknown."""
-
-    def named(part: str) -> bool:
-        # match whole words: an H2000 is not an H200
-        return re.search(rf"(?<![a-z0-9]){re.escape(part)}(?![a-z0-9])", device_name, re.IGNORECASE) is not None
-
-    return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS if named(part)), None)
+    gpu = find_gpu(device_name)
+    return None if gpu is None else gpu.tflops * 1e12
 
 
 def measured_cpu_flops(side: int = 512) -> float:

@@ -224,6 +224,17 @@ def import_tensorboard() -> Any:
 
 
 def import_wandb() -> Any:
+def tensorboard_wanted(setting: bool | str) -> bool:
+    """What log.tensorboard means here; auto is true if the package is installed."""
+    if setting != "auto":
+        return bool(setting)
+    try:
+        import_tensorboard()
+    except TercetError:
+        return False
+    return True
+
+
     """wandb, or an error that names the missing package."""
     try:
         import wandb as found

@@ -15,7 +15,9 @@ from tercet import hints
 from tercet.atomic_io import write_json
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.model.cost import flops_per_token, memory, parameters
+from tercet.doctor.memory import shortage, step_memory
+from tercet.errors import TercetError, UsageError, is_out_of_memory
+from tercet.model.cost import flops_per_token, parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.events import EventLog, RunEnded, read_events
 from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
@@ -64,15 +66,8 @@ def header_lines(
     if state.parent:
         lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
     if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
-        needed = memory(
-            model,
-            config.tokens_per_pass,
-            compute_bytes=2 if precision_of(config, device) == "bf16" else 4,
-            activation_checkpointing=train.activation_checkpointing,
-        ).total
-        if needed > available:
-            fix = "lower train.micro_batch, set train.activation_checkpointing=full, or use a smaller preset"
-            lines.append(("warning", f"a step needs about {size(needed)}, but there are {size(available)}: {fix}"))
+        warning = shortage(config, precision_of(config, device), available)
+        lines += [] if warning is None else [("warning", warning)]
     if (warning := config.data.shuffle_warning(vocab_size, _host_memory())) is not None:
         lines.append(("warning", warning))
     if train.warmup_steps >= train.steps:
@@ -178,3 +173,58 @@ def disk_error(error: OSError, folder: RunFolder) -> str:
     """Error message for a failed write: what failed, what is safe, and how to resume."""
     where, newest = error.filename or folder.path, manifest.describe_newest(folder.checkpoints)
     return f"{where}: {error.strerror or error}; {newest}: resume with: {hints.resume(folder.path)}"
+def check_memory(config: RunConfig, device: torch.device) -> None:
+    """Refuse a model whose training state alone exceeds the device, before any of it is allocated."""
+    needed, available = step_memory(config, precision_of(config, device)), _device_memory(device)
+    state = needed.weights + needed.gradients + needed.optimizer
+    if available is not None and state > available:
+        raise UsageError(
+            f"{quantity(parameters(config.model).total)} parameters with gradients and optimizer state take "
+            f"{size(state)} per rank, and {device_name(device)} has {size(available)}: use a smaller model, or shard "
+            "it over more ranks with --parallel.strategy fsdp"
+        )
+
+
+@contextmanager
+def memory_errors(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Turn running out of memory into one line with three settings that need less, and how much less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TercetError(_out_of_memory(error, config, device)) from error
+
+
+def _out_of_memory(error: Exception, config: RunConfig, device: torch.device) -> str:
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
+    amount = "" if tried is None else size(float(tried[1])) if tried[2] == "bytes" else f"{tried[1]} {tried[2]}"
+    needed, available = step_memory(config, precision_of(config, device)).total, _device_memory(device)
+    return "; ".join(
+        [
+            f"out of memory on {device}{amount and f' (tried to allocate {amount})'}: a step needs about {size(needed)}"
+            + ("" if available is None else f" of {size(available)}"),
+            *(f"{flags} saves about {size(saved)}" for saved, flags in _memory_savings(config, device, needed)),
+            "--debug shows where",
+        ]
+    )
+
+
+def _memory_savings(config: RunConfig, device: torch.device, needed: int) -> list[tuple[int, str]]:
+    """Up to three changes that save memory: (bytes saved, flags)."""
+    batch, length, ranks = config.train.micro_batch, config.data.seq_len, 2 * config.parallel.world_size
+    # The ones that change the least first; accumulation follows a smaller micro-batch.
+    changes: list[dict[str, Any]] = [{"train.micro_batch": n} for n in range(batch // 2, 0, -1) if batch % n == 0][:1]
+    changes += [{"train.activation_checkpointing": "full"}, {"data.seq_len": length // 2}]
+    changes += [{"parallel.strategy": "fsdp", "parallel.world_size": ranks}] if device.type == "cuda" else []
+    changes += [{"model.layers": config.model.layers // 2}]
+    found = []
+    for change in changes:
+        with suppress(ValidationError):
+            smaller = RunConfig.model_validate(nest(flatten(config) | change))
+            saved = needed - step_memory(smaller, precision_of(config, device)).total
+            flags = " ".join(f"--{key} {value}" for key, value in change.items())
+            found += [(saved, flags)] if saved > 0 else []
+    return sorted(found[:3], reverse=True)
+
+

@@ -26,6 +26,7 @@ from tercet.telemetry.sinks import (
     TensorBoardSink,
     WandbSink,
     csv_sinks,
+    tensorboard_wanted,
 )
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.train.console import precision_of
@@ -49,8 +50,10 @@ def attach(
         log.readers += [screen, *csv_sinks(folder, past)]
         slow: dict[str, Callable[[Event], None]] = {"the layer table": LayerSink(folder / "k_stats.csv", past)}
         slow["the route table"] = RouteSink(folder / "fallback_counters.csv", past)
-        if config.log.tensorboard:
+        if tensorboard_wanted(config.log.tensorboard):
             slow["TensorBoard"] = TensorBoardSink(folder / "tb", state.step)
+        elif config.log.tensorboard and not past:
+            screen.say("TensorBoard is not installed, so tb/ is not written: pip install 'tercet[report]' adds it")
         if config.log.wandb:
             slow["W&B"] = WandbSink(folder, config.run.name, config.model_dump(mode="json"))
         log.readers += [

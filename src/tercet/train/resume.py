@@ -261,7 +261,7 @@ def _all_dense(config: Mapping[str, Any]) -> bool:
 
 def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
     """Raise now for what would fail later: missing log packages, a small vocabulary, a full disk."""
-    if config.log.tensorboard:
+    if config.log.tensorboard is True:
         import_tensorboard()
     if config.log.wandb:
         import_wandb()

@@ -1,0 +1,139 @@
+"""Does a step of a run fit in a device's memory and, if not, which settings would make it fit? Estimates; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from pydantic import ValidationError
+
+from tercet import hints
+from tercet.config.keys import flatten, nest
+from tercet.config.schema import RunConfig
+from tercet.config.sections import ParallelConfig, resolved_precision
+from tercet.doctor.machine import NOT_TESTED, OK, WARNING, Finding
+from tercet.model import cost
+from tercet.telemetry.hardware import GIB, host_total_gib
+from tercet.telemetry.units import size
+
+_MODES = ("none", "selective", "full")
+_MAX_RANKS = 64
+Flags = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Settings (dotted key -> value) with which a step fits, and its memory with them."""
+
+    flags: Flags
+    memory: int
+
+    def __str__(self) -> str:
+        flags = {key: value for key, value in self.flags.items() if key != "parallel.world_size"}
+        text = " ".join(f"--{key} {value}" for key, value in flags.items())
+        ranks = self.flags.get("parallel.world_size")
+        return f"{text} under `{hints.torchrun('train', ranks=ranks)} …`" if ranks else text
+
+
+def step_memory(config: RunConfig, precision: str) -> cost.Memory:
+    """Estimated bytes on one device at the peak of a step. precision: bf16 or fp32."""
+    parallel = config.parallel
+    shards = _shards(parallel)
+    return cost.memory(
+        config.model,
+        config.train.micro_batch * config.data.seq_len // parallel.context,
+        compute_bytes=2 if precision == "bf16" else 4,
+        activation_checkpointing=config.train.activation_checkpointing,
+        weight_shards=shards if parallel.sharding == "full" else 1,
+        optimizer_shards=shards,
+    )
+
+
+def usable(available: int) -> int:
+    """What a step may take of a device's memory: the rest is for the CUDA context, workspaces and fragmentation."""
+    return max(0, round(0.95 * available - 0.75 * GIB))
+
+
+def fits(needed: int, available: int) -> bool:
+    return needed <= usable(available)
+
+
+def find_fixes(config: RunConfig, precision: str, available: int, count: int = 3) -> list[Fix]:
+    """Up to `count` different ways to make a step fit, those that change the least first."""
+    return list(islice(_fixes(config, precision, available), count))
+
+
+def shortage(config: RunConfig, precision: str, available: int) -> str | None:
+    """One sentence for a step that does not fit, with the settings that would make it fit; None if it fits."""
+    needed = step_memory(config, precision).total
+    if fits(needed, available):
+        return None
+    fixes = " or ".join(map(str, find_fixes(config, precision, available)))
+    fix = f"{fixes} would make it fit" if fixes else "use a smaller model, or a device with more memory"
+    return f"a step needs about {size(needed)}, and {size(usable(available))} of {size(available)} are usable: {fix}"
+
+
+def memory(config: RunConfig) -> Finding:
+    """A step of the run on this machine's device."""
+    import torch
+
+    cuda = torch.cuda.is_available() and config.run.device != "cpu"
+    total = torch.cuda.get_device_properties(0).total_memory if cuda else round((host_total_gib() or 0) * GIB)
+    if not total:
+        return Finding("memory", NOT_TESTED, "the memory of this machine is unknown")
+    precision = resolved_precision(config.train.precision, "cuda" if cuda else "cpu")
+    if (problem := shortage(config, precision, total)) is not None:
+        finding, _, fix = problem.partition(": ")
+        return Finding("memory", WARNING, finding, fix)
+    needed = step_memory(config, precision).total
+    return Finding("memory", OK, f"a step needs about {size(needed)} of {size(total)}")
+
+
+def _fixes(config: RunConfig, precision: str, available: int) -> Iterator[Fix]:
+    batch, mode = config.train.micro_batch, config.train.activation_checkpointing
+    batches = [{"train.micro_batch": n} for n in range(batch - 1, 0, -1)]
+    modes = [{"train.activation_checkpointing": m} for m in _MODES[_MODES.index(mode) + 1 :]]
+    smallest: Flags = {**(batches[-1] if batches else {}), **(modes[-1] if modes else {})}
+    alone = 0
+    for group in (batches, modes):
+        for fix in _first_that_fits(config, group, precision, available):
+            alone += 1
+            yield fix
+    if not alone:
+        yield from _first_that_fits(config, [m | b for m in modes for b in batches], precision, available)
+    length, layers, parallel = config.data.seq_len, config.model.layers, config.parallel
+    for group in (
+        _more_ranks(parallel, "fsdp" if parallel.strategy in ("single", "ddp") else parallel.strategy),
+        _more_ranks(parallel, "cp") if parallel.strategy != "cp" else [],
+        [{"data.seq_len": length >> n} for n in range(1, length.bit_length()) if length >> n >= 256],
+        [{"model.layers": n} for n in range(layers - 1, 0, -1)],
+    ):
+        candidates = [flags | more for more in ({}, smallest) for flags in group]
+        yield from _first_that_fits(config, candidates, precision, available)
+
+
+def _first_that_fits(config: RunConfig, candidates: list[Flags], precision: str, available: int) -> Iterator[Fix]:
+    for flags in candidates:
+        try:
+            changed = RunConfig.model_validate(nest(flatten(config) | flags))
+        except ValidationError:  # e.g. a batch size that does not divide the step
+            continue
+        needed = step_memory(changed, precision).total
+        if fits(needed, available):
+            yield Fix(flags, needed)
+            return
+
+
+def _more_ranks(parallel: ParallelConfig, strategy: str) -> list[Flags]:
+    ranks = [2**n for n in range(1, _MAX_RANKS.bit_length()) if 2**n > parallel.world_size]
+    return [{"parallel.strategy": strategy, "parallel.world_size": n} for n in ranks]
+
+
+def _shards(parallel: ParallelConfig) -> int:
+    """Number of devices that share one copy of the weights."""
+    if parallel.strategy == "hsdp":
+        return parallel.shard_ranks or parallel.world_size
+    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "cp" and parallel.context_weights == "sharded")
+    return parallel.world_size if sharded else 1
