@@ -342,6 +342,7 @@ def _no_configuration(resume: str | None, folder: str | None) -> str:
 
 def _launch_layers(options: Any) -> list[Layer]:
     """Values from the way the process was started: the number of ranks that torchrun reports, --allow-single-rank."""
+    from tercet.config.environment import launch_number
     from tercet.config.load import Layer
 
     layers = []
@@ -364,7 +365,6 @@ def _named(name: str) -> Loaded:
     if path.is_file() or path.suffix == ".toml":
         return load(file=path)
     raise _usage(f"{name} is not a preset, a TOML file or a run folder: `{hints.list_presets()}` lists the presets")
-    from tercet.config.environment import launch_number
 
 
 def _overview() -> str:
