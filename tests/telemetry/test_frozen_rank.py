@@ -1,15 +1,24 @@
-"""When a rank freezes, another rank's dump names it."""
+"""When a rank freezes, another rank names it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from types import SimpleNamespace
 
-from parallel.world import RankedRun, flags
+import pytest
+import torch.distributed as dist
+
+from parallel.world import RankedRun, flags, free_port, start_ranks
 from runs import SMALL
+from tercet.cli import main
+from tercet.parallel import failure
+from tercet.parallel.failure import FailureMonitor, PeerFailed
 from tercet.report.read import read_run
 from tercet.telemetry.events import Stalled
+from tercet.train.checkpoint import HashingFile
 
 FLAGS = {
     "parallel.strategy": "ddp",
@@ -41,3 +50,79 @@ def test_a_waiting_rank_names_the_frozen_one(tmp_path, fork_server):
     assert "frozen or gone" not in lines["rank 0"]
     assert "-- events_rank1.jsonl" in dump
     assert "thread MainThread" in dump
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """The failure monitors of three ranks, in this process."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(failure, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    members = [{"pid": os.getpid(), "host": "elsewhere", "device": "cpu"}] * 3
+    worlds = [
+        SimpleNamespace(launch=SimpleNamespace(rank=rank, world_size=3), members=members, id="1", folder=None)
+        for rank in range(3)
+    ]
+    monitors = [FailureMonitor(world, lambda: (7, "saving")) for world in worlds]
+    store.wait([f"tercet/1/beat/{rank}" for rank in range(3)])
+    yield monitors
+    for monitor in monitors:
+        monitor.close()
+    del store
+
+
+def test_a_rank_that_freezes_during_a_save_is_named_within_the_limit(ranks):
+    deadline = time.monotonic() + 20
+
+    def save_completes(seconds: float) -> bool:
+        time.sleep(seconds)
+        return time.monotonic() > deadline
+
+    ranks[2].close()  # its heartbeat stops
+    with pytest.raises(PeerFailed, match=r"^rank 2 .* does not answer, last seen in step 7 \(saving\)") as first:
+        ranks[0].wait_for(save_completes, 0.5)
+    with pytest.raises(PeerFailed) as second:
+        ranks[1].wait_for(save_completes, 0.5)
+    assert [e.value.reported_elsewhere for e in (first, second)] == [False, True]
+
+
+def test_a_slow_save_is_waited_for(ranks):
+    polls = iter([False] * 20 + [True])
+
+    def next_poll(seconds: float) -> bool:
+        beats = [rank._count + 2 for rank in ranks]
+        while any(rank._count < count for rank, count in zip(ranks, beats, strict=True)):
+            time.sleep(seconds)
+        return next(polls)
+
+    ranks[0].wait_for(next_poll, 2 * failure.HEARTBEAT_SECONDS)
+    assert next(polls, None) is None
+
+
+def train_and_freeze_in_a_save() -> int:
+    """On each rank: `tercet train`, but rank 1 stops while it writes its first checkpoint."""
+    if os.environ["RANK"] == "1":
+        HashingFile._write_part = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    return main(sys.argv[1:])
+
+
+@pytest.mark.slow
+def test_a_rank_frozen_in_a_save_ends_the_run_with_its_name(tmp_path, fork_server):
+    changes = {
+        "checkpoint.every": 4,
+        "checkpoint.async_save": False,
+        "parallel.timeout_seconds": 4,
+        "run.dir": str(tmp_path / "run"),
+    }
+    command = ["train", "--preset", "tiny", *flags(SMALL | FLAGS | changes)]
+    function = "telemetry.test_frozen_rank:train_and_freeze_in_a_save"
+    first, frozen = start_ranks(fork_server, 2, function, *command)
+    try:
+        assert first.wait(60) == 1
+        assert f"error: rank 1 (pid {frozen.pid} on " in first.output
+        assert "is stopped (SIGSTOP), last seen in step 4 (saving)" in first.output
+    finally:
+        frozen.signal(signal.SIGKILL)
+        frozen.wait()

@@ -128,6 +128,10 @@ class Distributed:
             self._monitor = FailureMonitor(self.world, status)
         self._monitor.status = status
 
+    def wait_for(self, done: Callable[[float], bool]) -> None:
+        assert self._monitor is not None
+        self._monitor.wait_for(done, self.parallel.timeout_seconds)
+
     def explain(self, error: BaseException) -> BaseException:
         if self._monitor is None or isinstance(error, PeerFailed):
             return error

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -56,12 +57,13 @@ class FailureMonitor:
 
     def explain(self, error: BaseException) -> BaseException:
         """The error to exit with: `error` if this rank caused it, else a PeerFailed that names the other rank."""
-        rank, reported_elsewhere = self._launch.rank, False
-        step, activity = self.status()
+        reported_elsewhere = False
         try:
             store = self._connect()
             if not _is_collective_error(error):
-                store.set(f"failed/{rank}", json.dumps({"step": step, "doing": activity, "error": _summary(error)}))
+                step, activity = self.status()
+                failure = {"step": step, "doing": activity, "error": _summary(error)}
+                store.set(f"failed/{self._launch.rank}", json.dumps(failure))
                 return error
             cause = self._find_cause(store)
             reported_elsewhere = store.add("reported", 1) > 1
@@ -70,7 +72,33 @@ class FailureMonitor:
                 return error
             # The store lives in torchrun's first agent, or in rank 0 if agents do not share theirs.
             cause = f"{self._describe_silent(0, None)}, and the store that ranks communicate through went with it"
-        own = f"rank {rank} waited for it in step {step} ({activity}: {_summary(error)})"
+        return self._peer_failed(cause, _summary(error), reported_elsewhere=reported_elsewhere)
+
+    def wait_for(self, done: Callable[[float], bool], limit: float) -> None:
+        """Wait until `done(seconds)`, which waits up to that long, is true. Raises PeerFailed if the heartbeat of
+        another rank stops for `limit` seconds: a slow disk does not stop it, a frozen process does."""
+        store: dist.Store | None = None
+        before: dict[int, Any] = {}
+        silent: Counter[int] = Counter()
+        try:
+            others = [rank for rank in range(self._launch.world_size) if rank != self._launch.rank]
+            while not done(HEARTBEAT_SECONDS):
+                store = store or self._connect()
+                beats = dict(self._read(store, "beat"))
+                for rank in others:
+                    # Counted in polls, not by the clock, which runs on while this process itself is suspended.
+                    silent[rank] = silent[rank] + 1 if before.get(rank) == beats.get(rank) else 0
+                before = beats
+                if frozen := [r for r, polls in silent.items() if polls * HEARTBEAT_SECONDS >= limit]:
+                    cause = "; ".join(self._describe_silent(r, beats.get(r)) for r in frozen[:4])
+                    raise self._peer_failed(cause, f"{limit:g} s", reported_elsewhere=store.add("reported", 1) > 1)
+        except (dist.DistError, RuntimeError, OSError):  # without a store there are no heartbeats to read
+            while not done(HEARTBEAT_SECONDS):
+                pass
+
+    def _peer_failed(self, cause: str, waited: str, *, reported_elsewhere: bool) -> PeerFailed:
+        step, activity = self.status()
+        own = f"rank {self._launch.rank} waited for it in step {step} ({activity}: {waited})"
         self._write_flight_record()
         return PeerFailed(f"{cause}; {own}; all ranks stop", reported_elsewhere=reported_elsewhere)
 

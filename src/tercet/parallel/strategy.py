@@ -57,6 +57,9 @@ class Strategy(Protocol):
     def publish_status(self, status: Callable[[], tuple[int, str]]) -> None:
         """Publish this rank's (step, activity) to the other ranks periodically."""
 
+    def wait_for(self, done: Callable[[float], bool]) -> None:
+        """Wait until `done(seconds)`, which waits up to that long, is true. Raises if another rank is frozen."""
+
     def explain(self, error: BaseException) -> BaseException:
         """The error to exit with: if a collective failed because of another rank, one that names that rank."""
 
@@ -109,6 +112,10 @@ class Single:
 
     def publish_status(self, status: Callable[[], tuple[int, str]]) -> None:
         pass
+
+    def wait_for(self, done: Callable[[float], bool]) -> None:
+        while not done(60.0):
+            pass
 
     def explain(self, error: BaseException) -> BaseException:
         return error

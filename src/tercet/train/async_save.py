@@ -32,6 +32,7 @@ class AsyncSaver:
             rank=strategy.rank,
             world_size=strategy.world_size,
             process_group=strategy.checkpoint_group,
+            wait_for=strategy.wait_for,
         )
         self._saved_step = state.step
         self._failures_in_row = 0

@@ -16,8 +16,9 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,11 +86,14 @@ class Checkpointer:
         rank: int = 0,
         world_size: int = 1,
         process_group: Any = None,
+        wait_for: Callable[[Callable[[float], bool]], None] = lambda done: None,
     ) -> None:
+        """wait_for: Strategy.wait_for, which notices ranks that stop during a save."""
         self.checkpoints, self.config = checkpoints, config
         self.rank, self.world_size = rank, world_size
         # Not the group of training: two threads in one group would receive each other's messages.
         self.process_group = process_group
+        self._wait_for = wait_for
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
         self._started = self._blocked = 0.0
@@ -131,6 +135,7 @@ class Checkpointer:
         assert self._writer is not None
         future, writer, self._future = self._future, self._writer, None
         wait_started = time.perf_counter()
+        self._wait_for(lambda seconds: bool(wait_for_futures([future], seconds).done))
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception

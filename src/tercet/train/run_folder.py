@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -61,8 +62,11 @@ class RunFolder:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(handle)
+                pids = " ".join(map(str, _pids_with_open(self.path / LOCK)))
+                fix = f"wait for it, stop it with `kill {pids}`" if pids else "wait for it"
                 raise TercetError(
-                    f"run folder {self.path} is in use by another process: wait for it, or pick another --run.dir"
+                    f"run folder {self.path} is in use by another process{f' (pid {pids})' if pids else ''}: {fix}, "
+                    "or pick another --run.dir"
                 ) from None
             try:
                 if os.path.samestat(os.fstat(handle), os.stat(self.path / LOCK)):
@@ -102,6 +106,16 @@ class RunFolder:
                 except OSError:
                     break  # not empty
         os.close(self._lock)
+
+
+def _pids_with_open(path: Path) -> list[int]:
+    """Processes of this machine that have a file open, if the system has /proc. All ranks of a run open its lock."""
+    file, pids = os.path.realpath(path), set()
+    for handle in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # of another user, or closed meanwhile
+            if os.readlink(handle) == file:
+                pids.add(int(handle.parts[2]))
+    return sorted(pids)
 
 
 def locate(config: RunConfig, resume: str | None) -> Path:

@@ -57,7 +57,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     strategy, path, resume = join_run(config, resume, launch, device)
     screen = Screen(config.log.progress, quiet=strategy.rank > 0)
     with rank_context(strategy), ExitStack() as stack:
-        stop = stack.enter_context(StopSignals())
+        stop = stack.enter_context(StopSignals(watch_parent=launch.by_torchrun))
         folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
         start, messages = strategy.on_rank_0(lambda: find_start(config, resume, folder))
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
@@ -193,8 +193,7 @@ class Trainer:
         return "completed", "all steps done", 0
 
     def _interrupted(self) -> tuple[str, str, int]:
-        name = self.stop.signal.name if self.stop.signal else "a signal on another rank"
-        return "interrupted", name, 128 + (self.stop.signal or 15)
+        return "interrupted", self.stop.reason or "a signal on another rank", 128 + (self.stop.signal or 15)
 
     def _next_batches(self) -> tuple[list[Batch], Exception | None]:
         """The batches of the next step, or why there are none; neither after a signal."""
