@@ -9,6 +9,8 @@ import tercet
 from cases import cu, inputs, judge, wrong_sets
 from tercet.attention.kernels import compressed_select
 from tercet.attention.kernels.compressed import forward
+from tercet.attention.kernels.decode.scores import select_blocks as decode_select
+from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
 
@@ -101,3 +103,21 @@ def test_bounds_of_compressed_tokens() -> None:
     cfg = config()
     bounds = cu((5, 8, 0, 300, 9, 1) * 60)
     assert torch.equal(compressed_bounds(bounds, 8, 4), cfg.compressed_cu_seqlens(bounds))
+
+
+@pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 25.0), (torch.float16, 60.0), (torch.float32, 60.0)])
+def test_order_holds_far_below_the_largest_probability(dtype: torch.dtype, top: float) -> None:
+    """Logits rise by .5 from block to block; block 5's is 50 or 120. Prefill and decode select the same."""
+    cfg = config(compress_block=16, compress_stride=16, select_count=5)
+    q, kc = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 20, 1, 16, dtype=dtype)
+    q[..., 0] = 8
+    kc[0, :, 0, 0] = 0.25 * torch.arange(20)
+    kc[0, 5, 0, 0] = top
+    last = Documents(1, 320, 20, None, None, first_query=319, queries=1)
+    _, lse = forward(q, kc, kc, cfg, last)
+    assert select(q, kc, lse, cfg, last)[0, 0, 0].tolist() == [0, 5, 17, 18, 19]
+
+    logits = (q[:, 0].float() @ kc[:, :, 0].float().mT) * (0.25 * LOG2E)
+    indices, counter = torch.empty(1, 1, 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    decode_select(logits, lse.view(1, 1, 1), indices, torch.tensor([319]), None, counter, 1, 20, cfg)
+    assert indices[0, 0].tolist() == [0, 5, 17, 18, 19]

@@ -4,14 +4,17 @@ A second pass over q and kc with the log-sum-exp of the first: p comes out norma
 registers, and only scores of [queries, G, blocks] are written, for as many queries at a time as the scratch holds. A
 program holds all heads of its queries in a few row tiles and loops over the keys; re-reading the queries for every key
 tile would miss the cache where heads are many. Pooling p over blocks is a product with a constant matrix on the tensor
-cores. p is split into two fp16 numbers for it: a single fp16 loses the order of near-ties in up to 5 slots of 10,000.
+cores. For it, p is cut to 17 bits, which two bf16 numbers hold exactly: a single fp16 number loses the order of
+near-ties in up to 5 slots of 10,000, and fp16 numbers are 0 far below the row's largest p. Sums of a few such numbers
+are exact, so that equal blocks have equal scores wherever key tiles begin.
+
+Scores are scaled by 2^100, here and in decode/scores.py, so that their order holds down to 2^-218 of the largest p
+(logits 150 apart); below 2^-226 they are 0.
 
 scores: fp32 [queries, G, blocks]   block_indices: int32 [B, T, G, n], ascending, -1 at the end
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -19,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.hardware import interpreting
 from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
 from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import load_tile
@@ -42,6 +46,13 @@ _PER_BATCH = [
 
 
 @triton.jit
+def scaled_exp2(x):
+    """2^(x + 100) for x up to 0, as accurate as 2^x: near 0, adding 100 to x would round it."""
+    low = x < -100.0
+    return tl.exp2(tl.where(low, x + 100.0, x)) * tl.where(low, 1.0, 1.2676506002282294e30)
+
+
+@triton.jit
 def _pool(p, weights, carry, NBP: tl.constexpr, SPLIT: tl.constexpr):
     """Pool p over blocks. `carry`: what the previous tile adds to the first block."""
     high = p.to(weights.dtype)
@@ -52,11 +63,18 @@ def _pool(p, weights, carry, NBP: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _probabilities(q, kt, lse, scale, SPLIT: tl.constexpr):
+    """p · 2^100. SPLIT: lse is given less 100, which is accurate enough for half-precision inputs."""
+    x = tl.dot(q, kt, input_precision="ieee") * scale - lse[:, None]
+    return tl.exp2(x) if SPLIT else scaled_exp2(x)
+
+
+@triton.jit
 def _heads_tile(
-    Q, LSE, row0, first, size, g, tile, rows, q_t, q_h, shift,
-    HEADS: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+    Q, LSE, row0, first, size, g, tile, rows, q_t, q_h,
+    HEADS: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A row tile, QT queries of each of HT heads, and its lse - shift; idle rows get +inf, hence p = 0."""
+    """A row tile, QT queries of each of HT heads, and its lse, less 100 if SPLIT; idle rows get +inf, hence p = 0."""
     r = tl.arange(0, HT * QT)
     h = tile * HT + r // QT
     t = r % QT
@@ -69,7 +87,9 @@ def _heads_tile(
         mask = mask & (d < DK)[None, :]
     q = tl.load(Q + (row * q_t + head * q_h)[:, None] + d[None, :], mask=mask, other=0.0)
     lse = tl.load(LSE + head * rows + row, mask=inside, other=float("inf"))
-    return q, lse - shift
+    if SPLIT:
+        lse -= 100.0
+    return q, lse
 
 
 @triton.jit
@@ -80,11 +100,13 @@ def _score_step(
 ):  # fmt: skip
     k = load_tile(K, KD, c0 + j, end - j, g, k_t, DK, DKP, N, TMA, not MASK)
     kt = tl.trans(k)
-    p = tl.exp2(tl.dot(qs[0], kt, input_precision="ieee") * scale - lses[0][:, None])
+    p = _probabilities(qs[0], kt, lses[0], scale, SPLIT)
     for x in tl.static_range(1, TILES):
-        p += tl.exp2(tl.dot(qs[x], kt, input_precision="ieee") * scale - lses[x][:, None])
+        p += _probabilities(qs[x], kt, lses[x], scale, SPLIT)
     if MASK:
         p = tl.where(tl.arange(0, N)[None, :] < (seen - j)[:, None], p, 0.0)
+    if SPLIT:
+        p = (p.to(tl.int32, bitcast=True) & -128).to(tl.float32, bitcast=True)
     score = _pool(p, weights, carry, NBP, SPLIT)
     carry = tl.sum(p * spill[None, :], 1)
     score = tl.sum(tl.reshape(score, [HT, QT, NBP]), 0)
@@ -96,7 +118,7 @@ def _score_step(
 @triton.jit(do_not_specialize=_PER_BATCH)
 def scores_kernel(
     Q, K, KD, LSE, SCORES, CU, CCU, docs, length, per_sequence, first_query, queries, tile0, blocks, compressed_length,
-    rows, q_t, q_h, k_t, k_h, scale, shift,
+    rows, q_t, q_h, k_t, k_h, scale,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, HT: tl.constexpr, QT: tl.constexpr,
     TILES: tl.constexpr, N: tl.constexpr,
@@ -117,7 +139,7 @@ def scores_kernel(
         qs = ()
         lses = ()
         for x in tl.static_range(0, TILES):
-            q, lse = _heads_tile(Q, LSE, row0, first, size, g, x, rows, q_t, q_h, shift, HEADS, HT, QT, DK, DKP)
+            q, lse = _heads_tile(Q, LSE, row0, first, size, g, x, rows, q_t, q_h, HEADS, HT, QT, DK, DKP, SPLIT)
             qs = qs + (q,)
             lses = lses + (lse,)
         # blocks that are forced for every query of the tile need no scores
@@ -133,7 +155,7 @@ def scores_kernel(
             (i * S)[:, None], (b * BLOCK)[None, :]
         )
         overlap = tl.where((b < NB)[None, :], tl.maximum(overlap, 0), 0)
-        weights = (overlap.to(tl.float32) / L).to(tl.float16 if SPLIT else tl.float32)
+        weights = (overlap.to(tl.float32) / L).to(tl.bfloat16 if SPLIT else tl.float32)
         spill = tl.maximum(i * S + L - N * S, 0).to(tl.float32) / L  # what reaches into the next tile's first block
         carry = tl.zeros([HT * QT], tl.float32)
         blocks = tl.multiple_of(blocks, 4)
@@ -330,8 +352,7 @@ def select(
     if chunks > 1:
         shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
     (kd,) = descriptors(launch.tma, keys, k)
-    # scale p by 2^15 / heads: the sum over heads fits fp16, which then keeps 11 bits of values down to 2^-29 of it
-    shift = 15.0 - math.ceil(math.log2(heads))
+    split = q.dtype != torch.float32 and not interpreting()  # the interpreter multiplies no bf16
     cu, *bounds = documents.query_tokens(queries)
     sizes = (block, count, initial, local)
     for tile0 in range(0, tiles, step):
@@ -340,10 +361,9 @@ def select(
             call(
                 scores_kernel, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
                 (*bounds, tile0, blocks, documents.compressed_length, B * T),
-                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E, shift,
+                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
                 config.compress_block, config.compress_stride, block, count, local, G, heads, DK, padded(DK),
-                together, queries, held, keys, documents.packed, documents.query_range, kd is not None,
-                q.dtype != torch.float32),
+                together, queries, held, keys, documents.packed, documents.query_range, kd is not None, split),
                 **launch.options,
             )  # fmt: skip
         slots = power_of_2(count)

@@ -21,17 +21,17 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.decode.common import row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import call, power_of_2
-from tercet.attention.kernels.scores import largest
+from tercet.attention.kernels.scores import largest, scaled_exp2
 from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
 def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.constexpr):
-    """p of compressed tokens i, summed over the heads of a group."""
+    """p · 2^100 of compressed tokens i, summed over the heads of a group."""
     r = tl.arange(0, RP)
     s = tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
                 other=float("-inf"))  # fmt: skip
-    return tl.sum(tl.exp2(s - lse[:, None]), 0)
+    return tl.sum(scaled_exp2(s - lse[:, None]), 0)
 
 
 @triton.jit
