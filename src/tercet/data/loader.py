@@ -22,6 +22,7 @@ from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError, DataUsageError, DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
+from tercet.parse import one_line_errors
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def build_loader(
         tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)
     changes: list[str] = []
+    for files in stream.files.values():
+        _ = files.contents  # computed now, or the prefetch thread and its caller would both do it
     if state is not None:
         state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
     share = batch_sequences // world_size
@@ -150,6 +153,8 @@ def build_loader(
         packed = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
     else:
         packed = pack(stream, packing, state)
+    if state is not None:
+        packed = _check_cursor(packed)
     batches = _to_torch(packed, data, device)
     return Loader(stream, batches, data.prefetch, stop, others_wait, changes)
 
@@ -178,6 +183,19 @@ def _match_files(
     if (shuffle := state.get("shuffle")) and shuffle["start"]:
         state["shuffle"] = shuffle | {"start": shuffle["start"] | {"identity": now}}
     return state, changes
+
+
+def _check_cursor(packed: PackedBatches) -> PackedBatches:
+    """Report a damaged cursor, which reading the first batch uses, in one line."""
+    try:
+        with one_line_errors(DataError, "the data cursor of the checkpoint is damaged: use an earlier one"):
+            first = next(packed, None)
+        if first is not None:
+            yield first
+            del first  # it may hold a block of shuffled sequences
+            yield from packed
+    finally:
+        packed.close()
 
 
 def _to_torch(packed: PackedBatches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:

@@ -18,6 +18,7 @@ from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.transformer import Transformer
+from tercet.parse import one_line_errors
 from tercet.train import manifest, resume
 from tercet.train.device import pick_device
 
@@ -72,7 +73,9 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
         resume.load_weights_file(weights, model)
     else:
         found = _checkpoint(path, verify)
-        model = _without_weights(_config_of(found), found.path, int(found.run_state["step"]))
+        with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
+            config, step = _config_of(found), int(found.run_state["step"])
+        model = _without_weights(config, found.path, step)
         resume.load_tensors(found.path, model, None)
     target = pick_device(device, flag="--device")
     return model.to(target, _pick_dtype(dtype, model.run, target)).eval()

@@ -17,12 +17,14 @@ from typing import IO, Any
 
 from tercet.atomic_io import write_text
 from tercet.errors import TercetError, UsageError
+from tercet.parse import WRONG_VALUE, one_line_errors, parse_json
+from tercet.terminal import printable
 
 FOLDER = "flight_recorder"
 EARLIER = "earlier-"
 # Collectives kept per rank. At a few hundred per step this covers the last steps, at about a kilobyte each.
 BUFFER_SIZE = 2000
-_READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.UnpicklingError)
+_READ_ERRORS = (*WRONG_VALUE, EOFError, MemoryError, OSError, pickle.UnpicklingError)
 
 
 def settings(run: Path, rank: int) -> dict[str, str]:
@@ -79,7 +81,9 @@ def flight(run: str) -> int:
     if earlier and not _find_records(folder):
         print(f"no failure since the run was last started; the one before that ({earlier[-1].name}):")
         folder = earlier[-1]
-    print("\n".join(summarize(*read(folder))))
+    records, damaged = read(folder)
+    with one_line_errors(TercetError, f"{folder} has records with a value of the wrong type"):
+        print(printable("\n".join(summarize(records, damaged))))
     return 0
 
 
@@ -111,7 +115,7 @@ def _find_records(folder: Path) -> dict[Path, int]:
 
 def _load(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
-        record: dict[str, Any] = json.load(stream) if path.suffix else PlainUnpickler(stream).load()
+        record: dict[str, Any] = parse_json(stream.read()) if path.suffix else PlainUnpickler(stream).load()
     if not isinstance(record["entries"], list):
         raise TypeError("its entries are not a list")
     for entry in record["entries"]:
@@ -133,7 +137,7 @@ def summarize(records: Mapping[int, Mapping[str, Any]], damaged: Mapping[int, st
     """For each process group: where each rank is, and which ranks the others wait for."""
     lines = [*damaged.values(), f"records of rank {', '.join(map(str, sorted(records)))}"]
     ranks = max(int(record.get("world_size", 0)) for record in records.values())
-    missing = [str(rank) for rank in range(ranks) if rank not in records and rank not in damaged]
+    missing = [str(rank) for rank in range(min(ranks, 100_000)) if rank not in records and rank not in damaged]
     if missing:
         lines.append(f"no record of rank {', '.join(missing)}: it died before it could write one")
     groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}

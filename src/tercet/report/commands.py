@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from tercet.errors import TercetError, UsageError
+from tercet.parse import one_line_errors
 from tercet.report import render, side_by_side
 from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
@@ -49,11 +50,12 @@ def report(
     verdicts, pages = [], []
     for run in loaded:
         dense = given_baseline or _find_baseline(run, loaded)
-        verdict = judge(run, dense, limits)
-        folder = run.folder / "report" if out is None or len(loaded) > 1 else out
-        pages.append(render.write_report(run, verdict, folder, dense))
-        verdicts.append(verdict)
-        print(printable(_summary(run, verdict, pages[-1])))
+        with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
+            verdict = judge(run, dense, limits)
+            folder = run.folder / "report" if out is None or len(loaded) > 1 else out
+            pages.append(render.write_report(run, verdict, folder, dense))
+            verdicts.append(verdict)
+            print(printable(_summary(run, verdict, pages[-1])))
     if len(loaded) > 1:
         _write_comparison(loaded, verdicts, pages, out or Path("comparison"))
     return max((v.exit_code for v in verdicts), key=(0, 4, 3).index)

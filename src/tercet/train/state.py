@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tercet.config.schema import RunConfig
+from tercet.config.sections import SelectorConfig
 from tercet.errors import UsageError
 from tercet.model.nsa import NativeSparseAttention
+from tercet.model.selector import BlockSelector
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
+from tercet.parse import one_line_errors
 from tercet.train import manifest, resume
 from tercet.train.cuda_graph import StepGraph
 from tercet.train.interval import Interval
@@ -76,6 +79,7 @@ def build_state(
     if uses_compile(config, device):
         compile_blocks(model, config.train.activation_checkpointing)
     model = strategy.prepare(model)
+    _configure_selectors(model, config)
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
@@ -99,6 +103,23 @@ def _build_model(config: RunConfig) -> nn.Module:
     if not any(p.is_meta for p in model.parameters()):
         model.init_weights()
     return model
+
+
+def _configure_selectors(model: nn.Module, config: RunConfig) -> None:
+    """Settings of train.selector. The loss is a mean over the step's micro-batches, like the loss of the model."""
+    for module in model.modules():
+        if isinstance(module, BlockSelector):
+            module.weight = config.train.selector.weight / config.accumulation
+        if isinstance(module, Transformer):
+            module.taught_every = config.train.selector.every
+
+
+def set_teacher(model: nn.Module, config: SelectorConfig, step: int) -> None:
+    """The blocks that teach learned selectors in this step."""
+    teacher = "all" if step < config.all_until else config.teacher
+    for module in model.modules():
+        if isinstance(module, BlockSelector):
+            module.teacher = teacher
 
 
 def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
@@ -149,15 +170,17 @@ def uses_cuda_graph(config: RunConfig, device: torch.device) -> bool:
 def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy: Strategy) -> None:
     resume.load_tensors(start.path, state.model, state.optimizer)
     saved = start.run_state
-    state.step, state.tokens = int(saved["step"]), int(saved["tokens"])
-    state.cursor, state.parent = saved["data"], saved["parent"]
-    state.guard.load_state_dict(saved["guard"])
-    state.interval.load_state_dict(saved["interval"])
-    if state.graph is not None:
-        state.graph.capacity = int(saved.get("graph_room", 0))  # missing in old checkpoints
     rank_file = start.path / manifest.rank_file(strategy.rank)
-    if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
-        restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
+    fix = "restore it from a backup, or resume from an earlier checkpoint"
+    with one_line_errors(manifest.CheckpointError, f"{start.path} has a value of the wrong type: {fix}"):
+        state.step, state.tokens = int(saved["step"]), int(saved["tokens"])
+        state.cursor, state.parent = saved["data"], saved["parent"]
+        state.guard.load_state_dict(saved["guard"])
+        state.interval.load_state_dict(saved["interval"])
+        if state.graph is not None:
+            state.graph.capacity = int(saved.get("graph_room", 0))  # missing in old checkpoints
+        if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
+            restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
 
 
 def _load_initial_weights(state: TrainState, config: RunConfig) -> None:

@@ -15,7 +15,7 @@ self_attn.q_norm, k_norm (Qwen3)      attention.q_norm, k_norms of all branches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,27 @@ def _check_supported(hf_config: Mapping[str, Any]) -> None:
             raise ForeignModelError(f"{name}={hf_config.get(name)!r} cannot be imported: {why}")
 
 
+def check_sizes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise unless the weights have the sizes of config.json: building a larger model could take all memory."""
+    first, last = "model.layers.0.", f"model.layers.{config.layers - 1}."
+    expected = {
+        "model.embed_tokens.weight": (config.vocab_size, config.dim),
+        f"{last}input_layernorm.weight": (config.dim,),
+        f"{first}mlp.down_proj.weight": (config.dim, config.ffn_dim),
+        f"{first}self_attn.q_proj.weight": (config.heads * config.head_dim, config.dim),
+        f"{first}self_attn.k_proj.weight": (config.kv_heads * config.head_dim, config.dim),
+    }
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
+        _check_shape(name, shapes[name], shape)
+
+
+def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+    if list(shape) != list(expected):
+        raise ForeignModelError(f"{name} has shape {list(shape)}, but config.json requires {list(expected)}")
+
+
 @torch.no_grad()
 def load_dense_weights(model: Transformer, weights: Mapping[str, Tensor], *, cover: Cover, gate_logit: float) -> None:
     """Copy all weights into the model; raises for missing or surplus weights and for wrong shapes."""
@@ -110,8 +131,7 @@ def load_dense_weights(model: Transformer, weights: Mapping[str, Tensor], *, cov
         if name not in left:
             raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
         tensor = left.pop(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise ForeignModelError(f"{name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}")
+        _check_shape(name, tensor.shape, shape)
         return tensor
 
     def copy(into: Tensor, name: str) -> None:

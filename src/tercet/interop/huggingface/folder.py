@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         names = [WEIGHTS]
     for name in names:
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):  # False for impossible names too, which Path.is_file raises for
             others = sorted(p.name for p in folder.glob("*.bin"))
             pickles = f"; {others[0]} is a pickle, which is not supported: convert it to safetensors" if others else ""
             raise FolderError(f"{folder} has no {name}: it is incomplete; export or copy it again{pickles}")
@@ -67,6 +68,15 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with _open_weights(path) as stream:
             for name in stream.keys():  # noqa: SIM118  (not a mapping)
                 yield name, stream.get_tensor(name)
+
+
+def shapes(folder: Path) -> dict[str, list[int]]:
+    """The shape of every weight, from the headers of the files."""
+    found: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with _open_weights(path) as stream:
+            found |= {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118
+    return found
 
 
 def check_folder(folder: Path) -> None:

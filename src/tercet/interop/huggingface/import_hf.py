@@ -6,6 +6,7 @@ Continue training with: tercet train --config OUT/config.toml
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +19,8 @@ from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
-from tercet.inference.load import CONFIG as OUR_CONFIG
-from tercet.inference.load import WEIGHTS as OUR_WEIGHTS
+from tercet.inference.arguments import CONFIG as OUR_CONFIG
+from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
 from tercet.interop.huggingface import dense_weights
 from tercet.interop.huggingface.folder import (
     CONFIG,
@@ -28,11 +29,13 @@ from tercet.interop.huggingface.folder import (
     check_empty,
     check_folder,
     read_json,
+    shapes,
     tensors,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
+from tercet.parse import WRONG_VALUE, describe, one_line_errors
 
 TOKENIZER = "tokenizer.json"
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
@@ -75,6 +78,8 @@ def import_model(
     check_empty(out)
     check_folder(source)
     hf_config = read_json(source / CONFIG)
+    with _wrong_values(source / CONFIG):
+        context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
     exact_length = None
     options = {
         "nsa": nsa or NSAConfig(),
@@ -90,11 +95,11 @@ def import_model(
         model = _load_export(source, hf_config)
     else:
         config = _dense_model_config(hf_config, options)
+        dense_weights.check_sizes(config, shapes(source))  # before a model of this size is built
         torch.manual_seed(seed)  # for φ, which the checkpoint does not have
         model = Transformer(config)
         dense_weights.load_dense_weights(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
         exact_length = dense_weights.exact_length(config.nsa, cover) if attention == "nsa" else None
-    context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
     run = _write(source, out, model, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
     return Imported(out, run, exact_length)
 
@@ -107,8 +112,12 @@ def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> M
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (AttributeError, TypeError, ValueError) as error:
-        raise FolderError(f"config.json has a value of the wrong type ({error}): copy the model again") from None
+    except WRONG_VALUE as error:
+        raise FolderError(f"config.json has a value of the wrong type ({describe(error)}): copy it again") from None
+
+
+def _wrong_values(path: Path) -> AbstractContextManager[None]:
+    return one_line_errors(FolderError, f"{path} has a value of the wrong type: copy the model again")
 
 
 def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
@@ -117,6 +126,9 @@ def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise FolderError(f"{source / CONFIG}: tercet.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    layers = len({name.split(".")[2] for name in shapes(source) if name.startswith("model.blocks.")})
+    if layers != config.layers:
+        raise FolderError(f"{source}: config.json says {config.layers} layers, the weights {layers}: copy it again")
     with torch.device("meta"):
         model = Transformer(config)
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors(source)}
@@ -131,25 +143,28 @@ def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
 def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int) -> RunConfig:
     from safetensors.torch import save_file
 
+    batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
     values: dict[str, Any] = {
         "run.name": f"{source.resolve().name}-nsa",
         "run.seed": seed,
         "data.seq_len": seq_len,
-        "train.micro_batch": 1,
-        "train.tokens_per_step": seq_len * max(1, 65536 // seq_len),
+        "train.micro_batch": batch,
+        "train.tokens_per_step": batch * seq_len * max(1, 65536 // (batch * seq_len)),
         "train.init_from": str((out / OUR_WEIGHTS).resolve()),
         "train.init_state": "weights",
     }
     values |= {f"model.{name}": value for name, value in _model_keys(model.config).items()}
     tokenizer = source / TOKENIZER
-    if tokenizer.is_file() and not _is_byte_tokenizer(tokenizer):
+    with _wrong_values(tokenizer):
+        copy_tokenizer = tokenizer.is_file() and not _is_byte_tokenizer(tokenizer)
+    if copy_tokenizer:
         values["data.tokenizer"] = str((out / TOKENIZER).resolve())
         values["data.eos_token"] = _eos_token(source)
     run = load_config(flags=values).config
     with atomic_folder(out) as folder:
         weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, folder / OUR_WEIGHTS, {"format": "pt"})
-        if "data.tokenizer" in values:
+        if copy_tokenizer:
             shutil.copyfile(tokenizer, folder / TOKENIZER)
         (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
     return run
@@ -174,4 +189,4 @@ def _eos_token(source: Path) -> str:
     token = read_json(path).get("eos_token") if path.is_file() else None
     if isinstance(token, dict):
         token = token.get("content")
-    return token or ""
+    return token if isinstance(token, str) else ""
