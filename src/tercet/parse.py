@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
+    if _LONG_KEY.search(text):
+        raise ValueError("a key has more than 64 parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
