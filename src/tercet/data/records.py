@@ -14,7 +14,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from tercet.data.stream import BadRecordError, DataError
 from tercet.parse import parse_json
@@ -133,7 +133,7 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                     continue
                 try:
                     for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=columns):
-                        values = batch.to_pydict()
+                        values = _to_pydict(batch)
                         for row in range(batch.num_rows):
                             index += 1
                             if index > start:
@@ -147,6 +147,21 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                     return
 
     return read
+
+
+def _to_pydict(batch: Any) -> dict[str, list[Any]]:
+    """Columns as lists; a value that is not UTF-8 is its error, so that only its row is bad."""
+    try:
+        return cast(dict[str, list[Any]], batch.to_pydict())
+    except UnicodeDecodeError:
+        return {name: [_to_python(value) for value in batch[name]] for name in batch.schema.names}
+
+
+def _to_python(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, index: int) -> Record | BadRecordError:
@@ -165,6 +180,9 @@ def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, in
 
 def make_record(text: object, prompt: object, prompt_field: str, file: str, index: int) -> Record | BadRecordError:
     """A record from parsed values, or the error if they are not text."""
+    for value in (text, prompt):
+        if isinstance(value, UnicodeDecodeError):
+            return BadRecordError(file, index, f"is not UTF-8 ({value.reason} at byte {value.start})")
     if not isinstance(text, str):
         return BadRecordError(file, index, f"its text is {type(text).__name__}, not a string")
     if prompt_field and not isinstance(prompt, str):

@@ -20,17 +20,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from tercet import atomic_io
 from tercet.data.files import FileSet
 from tercet.data.order import in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
-from tercet.parse import parse_json
+from tercet.parse import describe, one_line_errors, parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
+DTYPES = {"tokens": ("|u1", "<u2", "<u4"), "documents": (DOCUMENT,), "loss": ("|b1",)}
+
+
+class _File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Shard(BaseModel):
+    name: str = Field(pattern=r"^[\w-]+$")  # not a path that leads out of the folder
+    tokens: int
+    documents: int
+    files: dict[str, _File]
+
+
+class _Tokenizer(BaseModel):
+    name: str
+    vocab_size: int
+    fingerprint: str
+
+
+class _Manifest(BaseModel):
+    """The fields of a manifest that are read."""
+
+    tokenizer: _Tokenizer
+    source: dict[str, Any]
+    shards: list[_Shard]
+    documents: int
+    tokens: int
+    skipped: int
+    left_out: int
 
 
 class ShardStream:
@@ -55,6 +87,13 @@ class ShardStream:
         self._tokens = [_open(folder, entry, "tokens") for entry in entries]
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         documents = [np.asarray(_open(folder, entry, "documents")) for entry in entries]
+        for entry, shard in zip(entries, documents, strict=True):
+            ends = shard["end"].astype(np.int64)
+            if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != entry["tokens"]:
+                raise DataError(
+                    f"{folder / entry['name']}.documents.npy does not fit its tokens: the end of a document is not "
+                    "after the one before; prepare the shards again or restore it"
+                )
         hashes = np.concatenate([shard["hash"] for shard in documents] or [np.empty(0, np.uint64)])
         # [documents of the split]: shard, first token, length
         ends = np.concatenate([shard["end"].astype(np.int64) for shard in documents] or [np.empty(0, np.int64)])
@@ -119,6 +158,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataUsageError(
             f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}: prepare the shards again"
         )
+    with one_line_errors(DataError, f"{path} is damaged: restore it, or prepare the shards again"):
+        _Manifest.model_validate(manifest, strict=True)
     return manifest
 
 
@@ -184,8 +225,14 @@ def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
     try:
         # An empty file cannot be mapped, and a shard of only skipped records has no tokens.
         array: np.ndarray = np.load(path, mmap_mode="r" if entry["tokens"] else None, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be opened ({error}): prepare the shards again or restore it") from error
+    except Exception as error:  # numpy raises errors of many kinds for a damaged header
+        raise DataError(f"{path} cannot be opened ({describe(error)}): restore it, or prepare it again") from None
+    length = entry["documents" if kind == "documents" else "tokens"]
+    if array.dtype not in DTYPES[kind] or array.shape != (length,):
+        raise DataError(
+            f"{path} holds {array.dtype} of shape {list(array.shape)}, its manifest says {length} {kind}: prepare the "
+            "shards again or restore it"
+        )
     # A plain array: slicing np.memmap costs a microsecond of Python per document.
     return array.view(np.ndarray)
 
