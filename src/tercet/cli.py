@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
+        _check_encoding(arguments)
         return _dispatch([a for a in arguments if a != "--debug"])
     except TercetError as error:
         if debug:
@@ -123,6 +124,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, TercetError):
+        return str(error)
+    cause = f" ({str(error).splitlines()[0][:200]})" if str(error) else ""
+    return f"out of memory{cause}: use a smaller batch, a shorter context or a smaller model; --debug shows where"
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """The files of a run are UTF-8, and name its folder, its data and its command line."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise _usage("the current folder was deleted: change to another one") from None
+    for name in (*arguments, folder):
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise _usage(f"{name!a} is not UTF-8: rename the file or folder")
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -373,7 +373,10 @@ def _convert(shown: str, word: str, kind: ValueType, example: str) -> Any:
             raise ConfigError(f"{shown} is unknown: {pick} {', '.join(kind.choices)}")
         return word
     try:
-        return kind.item(word)
+        value = kind.item(word)
+        if kind.item is int and abs(value) >= 2**63:
+            raise ConfigError(f"{shown} is an integer of {len(word)} digits: it must fit in 64 bits")
+        return value
     except ValueError:
         whole = _as_integer(word) if kind.item is int else None
         fix = f"write {whole}" if whole is not None else f"give {'numbers' if kind.container else 'one'}{example}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +15,7 @@ from tercet.config.sections import (
     ParallelConfig,
     ProfileConfig,
     Section,
+    SelectorConfig,
     TrainConfig,
 )
 from tercet.model.config import ModelConfig
@@ -57,6 +58,23 @@ class RunConfig(Section):
     profile: ProfileConfig = ProfileConfig()
     parallel: ParallelConfig = ParallelConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _values_can_be_saved(cls, values: Any) -> Any:
+        # The parsers of JSON and TOML return larger integers, which overflow later, and JSON has lone surrogates.
+        pending = [("", values)]
+        while pending:
+            key, value = pending.pop()
+            if isinstance(value, dict):
+                pending += [(f"{key}.{name}".lstrip("."), inner) for name, inner in value.items()]
+            elif isinstance(value, (list, tuple)):
+                pending += [(key, inner) for inner in value]
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError(f"{key} is an integer of {len(str(abs(value)))} digits: it must fit in 64 bits")
+            elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError(f"{key}={value!a} is not Unicode text: write it in UTF-8")
+        return values
+
     @model_validator(mode="after")
     def _tokens_per_step_divides(self) -> Self:
         unit = self.tokens_per_pass
@@ -86,6 +104,27 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _selector_is_supported(self) -> Self:
+        selector = self.train.selector
+        if self.model.selector == "compressed" and selector != SelectorConfig():
+            changed = next(name for name in type(selector).model_fields if name in selector.model_fields_set)
+            raise ValueError(
+                f"train.selector.{changed} has no effect with model.selector=compressed: nothing of it is learned; "
+                "drop it, or use model.selector learned"
+            )
+        if self.model.selector == "learned" and self.parallel.strategy == "cp":
+            raise ValueError(
+                "model.selector=learned with parallel.strategy=cp: ranks that share a sequence cannot exchange the "
+                "selector's keys yet; use model.selector compressed, or another strategy"
+            )
+        if selector.all_until and (selector.teacher == "all" or self.train.cuda_graph == "on"):
+            raise ValueError(
+                f"train.selector.all_until={selector.all_until} needs train.selector.teacher selected, and "
+                "train.cuda_graph off or auto"
+            )
+        return self
+
     def _other_fixes(self) -> str:
         """Rank counts and micro-batch sizes that divide the sequences of a step, as the end of an error message."""
         sequences, rest = divmod(self.train.tokens_per_step, self.data.seq_len)
@@ -93,6 +132,8 @@ class RunConfig(Section):
             return ""
         fixes = ""
         ranks, micro_batches = self.parallel.data_ranks, sequences // self.train.micro_batch
+        if max(sequences, micro_batches) > 2**20:  # looking for divisors would take too long
+            return ""
         if ranks > 1 and sequences % self.train.micro_batch == 0:
             fit = [n * self.parallel.context for n in range(1, micro_batches + 1) if micro_batches % n == 0]
             fixes += f", or launch {_last_few(fit)} rank{'s' * (fit != [1])}"
