@@ -64,6 +64,11 @@ def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: in
         kernels: Comma-separated kernel names; default: all.
         workers: Processes that compile before timing starts.
     """
+    from tercet.attention.hardware import TRITON_INSTALLED
+    from tercet.errors import TercetError
+
+    if not TRITON_INSTALLED:
+        raise TercetError("tercet bench tune times Triton's kernels and Triton is not installed: pip install triton")
     from tercet.bench.tune import main
 
     chosen = [] if kernels is None else ["--kernels", kernels]
