@@ -155,7 +155,7 @@ def _dispatch(arguments: list[str]) -> int:
 
     # All ranks of a machine share their environment: warn once.
     for line in environment_warnings(os.environ) if os.environ.get("LOCAL_RANK", "0") == "0" else []:
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {printable(line)}", file=sys.stderr)
     name, rest = arguments[0], arguments[1:]
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,

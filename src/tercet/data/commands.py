@@ -11,6 +11,7 @@ from shlex import quote
 from typing import Literal
 
 from tercet.config.data import DataConfig
+from tercet.terminal import printable
 
 
 def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1 << 26) -> int:
@@ -82,9 +83,9 @@ def inspect(
 
     if data.source == "shards":
         for line in describe_shards(Path(data.path[0]), check=verify):
-            print(line)
+            print(printable(line))
     for line in describe(data, split=split, sequences=sequences, seed=seed):
-        print(line)
+        print(printable(line))
     return 0
 
 

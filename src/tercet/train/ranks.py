@@ -36,7 +36,7 @@ def join_run(
         error.reported_elsewhere = launch.rank > 0  # all ranks see the same error
         raise
     for warning in warnings if launch.local_rank == 0 else []:  # once per machine
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     if config.parallel.strategy == "single":
         return Single(), locate(config, resume), resume
 
