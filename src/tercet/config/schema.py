@@ -15,7 +15,6 @@ from tercet.config.sections import (
     ParallelConfig,
     ProfileConfig,
     Section,
-    SelectorConfig,
     TrainConfig,
 )
 from tercet.model.config import ModelConfig
@@ -74,6 +73,35 @@ class RunConfig(Section):
             elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError(f"{key}={value!a} is not Unicode text: write it in UTF-8")
         return values
+
+    @model_validator(mode="after")
+    def _tokens_per_step_divides(self) -> Self:
+        unit = self.tokens_per_pass
+        tokens = self.train.tokens_per_step
+        if tokens % unit:
+            below, above = tokens // unit * unit, (tokens // unit + 1) * unit
+            choices = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"train.tokens_per_step={tokens} is not a multiple of train.micro_batch × data.seq_len × ranks = "
+                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: use {choices}"
+                f"{self._other_fixes()}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_divides(self) -> Self:
+        # ContextLayout checks each batch too; checking here fails before the run folder is created.
+        batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
+        if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
+            unit = 2 * ranks // math.gcd(2 * ranks, batch)
+            lengths = [n for n in (length // unit * unit, (length // unit + 1) * unit) if n >= 2]
+            batch_unit = 2 * ranks // math.gcd(2 * ranks, length)
+            raise ValueError(
+                f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
+                f"2 × context ranks = 2 × {ranks} = {2 * ranks} (two equal chunks of tokens per rank): use "
+                f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tokens_per_step_divides(self) -> Self:
