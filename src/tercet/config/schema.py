@@ -103,56 +103,6 @@ class RunConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _tokens_per_step_divides(self) -> Self:
-        unit = self.tokens_per_pass
-        tokens = self.train.tokens_per_step
-        if tokens % unit:
-            below, above = tokens // unit * unit, (tokens // unit + 1) * unit
-            choices = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"train.tokens_per_step={tokens} is not a multiple of train.micro_batch × data.seq_len × ranks = "
-                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: use {choices}"
-                f"{self._other_fixes()}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _context_divides(self) -> Self:
-        # ContextLayout checks each batch too; checking here fails before the run folder is created.
-        batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
-        if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
-            unit = 2 * ranks // math.gcd(2 * ranks, batch)
-            lengths = [n for n in (length // unit * unit, (length // unit + 1) * unit) if n >= 2]
-            batch_unit = 2 * ranks // math.gcd(2 * ranks, length)
-            raise ValueError(
-                f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
-                f"2 × context ranks = 2 × {ranks} = {2 * ranks} (two equal chunks of tokens per rank): use "
-                f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _selector_is_supported(self) -> Self:
-        selector = self.train.selector
-        if self.model.selector == "compressed" and selector != SelectorConfig():
-            changed = next(name for name in type(selector).model_fields if name in selector.model_fields_set)
-            raise ValueError(
-                f"train.selector.{changed} has no effect with model.selector=compressed: nothing of it is learned; "
-                "drop it, or use model.selector learned"
-            )
-        if self.model.selector == "learned" and self.parallel.strategy == "cp":
-            raise ValueError(
-                "model.selector=learned with parallel.strategy=cp: ranks that share a sequence cannot exchange the "
-                "selector's keys yet; use model.selector compressed, or another strategy"
-            )
-        if selector.all_until and (selector.teacher == "all" or self.train.cuda_graph == "on"):
-            raise ValueError(
-                f"train.selector.all_until={selector.all_until} needs train.selector.teacher selected, and "
-                "train.cuda_graph off or auto"
-            )
-        return self
-
     def _other_fixes(self) -> str:
         """Rank counts and micro-batch sizes that divide the sequences of a step, as the end of an error message."""
         sequences, rest = divmod(self.train.tokens_per_step, self.data.seq_len)
