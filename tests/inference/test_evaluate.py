@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from inference.models import language_model
 from tercet.cli import main
 from tercet.config.load import write_config
+from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
 from tercet.inference.needle import default_lengths, find_needles
 from tercet.inference.perplexity import by_position, held_out, overall
@@ -215,6 +217,53 @@ def test_only_selected_blocks_influence_a_query():
 def test_a_model_that_selects_nothing_has_no_map():
     with pytest.raises(TercetError, match="no layer of this model selects"):
         record_selections(language_model(model__attention="dense"), [1, 2, 3])
+
+
+def test_a_plot_that_cannot_be_written_fails_before_measuring(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    for command in ("perplexity", "needle", "recall"):
+        for plot, said in (("p.png", ".svg"), (tmp_path / "file" / "p.svg", "cannot be written")):
+            assert main(["eval", command, str(tmp_path), "--plot", str(plot)]) == 2
+            assert said in capsys.readouterr().err
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert main(["eval", "perplexity", str(tmp_path), "--plot", str(tmp_path / "p.svg")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "p.svg").exists()
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path):
+    """A uniform model over pairs of letters takes as many bits per byte as one over letters."""
+    from tokenizers import Tokenizer, decoders, models
+
+    letters = "abcd"
+    pairs = {a + b: i for i, (a, b) in enumerate(itertools.product(letters, repeat=2))}
+    library = Tokenizer(models.WordLevel({**pairs, "<eos>": len(pairs)}, unk_token="<eos>"))
+    library.decoder = decoders.Fuse()
+    tokenizer = LibraryTokenizer(library, "pairs", "<eos>")
+    ids = [*range(16)] * 3
+    assert text_bytes(tokenizer, ids) == 2 * len(ids)
+    assert text_bytes(ByteTokenizer(), [97, 0, 0xC3, 0xA9, 0xC3]) == 4  # EOS has no text; half a character counts one
+    assert len(ids) * math.log(16) / text_bytes(tokenizer, ids) == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize("style", ["perplexity {} --sequences 2", "needle {} --depths 0.5 --trials 1", "recall {}"])
+def test_every_evaluation_reports_bits_per_byte(tmp_path, capsys, style):
+    model = language_model(**RECALL)
+    write_config(model.run, {}, tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert main(["eval", *style.format(tmp_path).split()]) == 0
+    out = capsys.readouterr().out
+    assert "bits per byte" in out
+    record = json.loads(out.splitlines()[-1])
+    if record["eval"] == "perplexity":  # tokens are bytes, and no document ends within the sequences' targets
+        assert record["bits_per_byte"] == pytest.approx(record["all"]["nats"] / math.log(2) / record["bytes"])
+        assert record["bytes"] <= record["all"]["tokens"]
+    elif record["eval"] == "needle":
+        assert record["found"][0]["bits_per_byte"] == pytest.approx(record["found"][0]["nats"] / math.log(2))
+    else:
+        assert record["runs"][0]["bits_per_byte"] > 0
 
 
 def test_pictures_are_drawn(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
@@ -168,6 +170,69 @@ def test_invalid_prompts_and_options_raise_one_line(prompts, options, said):
     assert "\n" not in str(caught.value)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that loads as a small model."""
+    for name in ("config.toml", "model.safetensors"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: language_model())
+    return str(tmp_path)
+
+
+def test_the_prompt_is_read_from_standard_input(folder, monkeypatch, capsys):
+    def answered(*words, stdin=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        assert main(["generate", folder, "--max-new-tokens", "5", *words]) == 0
+        return capsys.readouterr()
+
+    piped = answered(stdin="import os\n").out  # as echo writes it
+    assert piped.startswith("import os")
+    assert piped == answered("--prompt", "import os").out == answered("--prompt-file", "-", stdin="import os").out
+
+
+def test_without_a_prompt_the_error_names_the_flag(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["generate", folder]) == 2
+    assert "no prompt given: use --prompt TEXT" in capsys.readouterr().err
+    assert main(["generate", folder, "--prompt", ""]) == 2
+    assert "--prompt TEXT" in capsys.readouterr().err
+
+
+def test_on_a_terminal_each_line_is_answered(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", Terminal())
+    lines = iter(["abc", "", "x" * 200, "def"])
+
+    def read(_):
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["generate", folder, "--max-new-tokens", "5"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("abc")
+    assert "\ndef" in out
+    assert err.count("error: ") == 1  # the prompt that is too long; the loop goes on
+    assert err.count("tokens/s") == 2
+    assert "--prompt TEXT" in err
+
+
+def test_keys_are_shown_per_layer_beside_those_of_dense_attention(folder, capsys):
+    assert main(["generate", folder, "--prompt", "a" * 59, "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    err = capsys.readouterr().err
+    nsa = language_model().config.nsa
+    t = 59 + 3  # the position of the last token read
+    selected = (nsa.select_count - 1) * nsa.select_block + t % nsa.select_block + 1
+    read = nsa.num_compressed(t + 1) + selected + nsa.window
+    assert f"read {read} keys per layer and KV head, dense attention reads {t + 1}" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -179,9 +244,8 @@ def test_invalid_prompts_and_options_raise_one_line(prompts, options, said):
         ("--max-new-tokens 200", "or set context=203 (--context 203)"),
     ],
 )
-def test_the_command_checks_its_options_before_printing_the_prompt(monkeypatch, capsys, flags, said):
-    monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: language_model())
-    assert main(["generate", "run", "--prompt", "abc", *flags.split()]) == 2
+def test_the_command_checks_its_options_before_printing_the_prompt(folder, capsys, flags, said):
+    assert main(["generate", folder, "--prompt", "abc", *flags.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")

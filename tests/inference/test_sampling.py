@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.model.sampling import INVALID_TOKEN, Sampling, sample_token, uniform_draws
+from tercet.model.config import Sampling
+from tercet.model.sampling import INVALID_TOKEN, sample_token, uniform_draws
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 

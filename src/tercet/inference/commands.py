@@ -1,20 +1,21 @@
-"""`tercet generate`, and the arguments it shares with `tercet eval`. Imports nothing heavy."""
+"""The `tercet generate` command. Imports nothing heavy before its arguments are checked."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tercet.config.flags import Arg
+from tercet.errors import TercetError, UsageError
+from tercet.inference.arguments import Device, Dtype, Run, at_least_one, check_model, read_prompt_file
+from tercet.terminal import printable
 
-Run = Annotated[Path, Arg("A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], Arg("Device to run on.")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    Arg("Weights and arithmetic; auto: bfloat16 on a GPU if the model was trained in bfloat16, else float32."),
-]
-Plot = Annotated[Path | None, Arg("Write a plot to this SVG file.")]
+if TYPE_CHECKING:
+    from tercet.inference.generate import Timing
+    from tercet.inference.load import LanguageModel
 
 
 def generate(
@@ -36,10 +37,12 @@ def generate(
     dtype: Dtype = "auto",
     json: bool = False,
 ) -> int:
-    """Generate text from a prompt. Text is streamed to stdout; timing and tokens/s go to stderr.
+    """Generate text from --prompt, a file or stdin. Text is streamed to stdout; timing and tokens/s go to stderr.
+
+    Without a prompt, on a terminal, it asks for one after the other.
 
     Args:
-        prompt: Text to continue; repeat the flag for a batch.
+        prompt: Text to continue; repeat the flag for a batch. Without it, the prompt is read from standard input.
         prompt_file: File with the prompt; - reads standard input.
         max_new_tokens: Maximum number of tokens to generate.
         temperature: 0 is greedy; 1 samples from the model's distribution.
@@ -54,37 +57,103 @@ def generate(
         graph: On a GPU, capture the decode step as a CUDA graph.
         json: Print one line of JSON per prompt instead of text.
     """
+    from tercet.model.config import Sampling
+
+    check_model(run)
+    at_least_one(max_new_tokens=max_new_tokens, context=context, prefill_chunk=prefill_chunk)
+    try:
+        Sampling(temperature, top_k, top_p, repetition_penalty)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     prompts = [*prompt, *([] if prompt_file is None else [read_prompt_file(prompt_file)])]
-    from tercet.inference.generate import Timing, generate, stream
+    interactive = not prompts and sys.stdin is not None and sys.stdin.isatty()
+    if not prompts and not interactive:
+        prompts = [_read_stdin()]
+    for text in prompts:
+        if not text:
+            raise UsageError("the prompt is empty: give some text with --prompt TEXT, --prompt-file FILE or on stdin")
     from tercet.inference.load import load_model
 
     model = load_model(run, device=device, dtype=dtype)
-    timing = Timing()
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed, "context": context,
-        "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph, "timing": timing,
+        "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph,
     }  # fmt: skip
+    if interactive:
+        _converse(lambda text, turn: _print_answers(model, [text], json, **options | {"seed": seed + turn}))
+    else:
+        _print_answers(model, prompts, json, **options)
+    return 0
+
+
+def _read_stdin() -> str:
+    text = ""
+    if sys.stdin is not None:
+        with contextlib.suppress(OSError):  # a closed one
+            text = read_prompt_file(Path("-"))
+    if not text:
+        raise UsageError("no prompt given: use --prompt TEXT, --prompt-file FILE, or pipe text into the command")
+    return text.removesuffix("\n")  # echo adds it
+
+
+def _converse(answer: Callable[[str, int], None]) -> None:
+    """Answer one line after the other, each as a prompt of its own, until the end of the input or Ctrl-C."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history in `input`)
+    print("Each line is a new prompt (--prompt TEXT gives one on the command line). Ctrl-D ends.", file=sys.stderr)
+    turn = 0
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return
+        if not text:
+            continue
+        try:
+            answer(text, turn)
+        except TercetError as error:
+            print(f"error: {printable(str(error))}", file=sys.stderr)
+        except KeyboardInterrupt:  # ends this answer only
+            print()
+        turn += 1
+
+
+def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **options: Any) -> None:
+    from tercet.inference.generate import Timing, generate, stream
+
+    timing = options["timing"] = Timing()
+    shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     if json:
         _print_json(generate(model, prompts, **options))
     elif len(prompts) == 1:
         pieces = stream(model, prompts, **options)  # raises on invalid options, before anything is printed
-        print(prompts[0], end="", flush=True)
+        print(shown(prompts[0]), end="", flush=True)
         for piece in pieces:
-            print(piece.text, end="", flush=True)
+            print(shown(piece.text), end="", flush=True)
         print()
     else:
         answers = generate(model, prompts, **options)
         assert isinstance(answers, list)
         for i, (text, answer) in enumerate(zip(prompts, answers, strict=True)):
-            print(f"--- {i} ({answer.finished})\n{text}{answer.text}")
-    keys = "" if timing.keys_read is None else f"; the last step read {timing.keys_read:,} keys"
+            print(f"--- {i} ({answer.finished})\n{shown(text + answer.text)}")
     print(
         f"{timing.prompt_tokens:,} prompt tokens in {timing.prefill_seconds:.2f} s, then "
-        f"{timing.tokens_per_second:,.1f} tokens/s on {model.device}, {str(model.dtype).removeprefix('torch.')}{keys}",
+        f"{timing.tokens_per_second:,.1f} tokens/s on {model.device}, {str(model.dtype).removeprefix('torch.')}"
+        f"{_keys_read(model, timing, len(prompts))}",
         file=sys.stderr,
     )
-    return 0
+
+
+def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
+    """Keys per layer and KV head that the last step read, beside those that dense attention reads."""
+    config = model.config
+    if timing.keys_read is None or rows > 1 or "nsa" not in config.attention_kinds:
+        return ""
+    read = timing.keys_read / (config.layers * config.kv_heads)
+    dense = timing.prompt_tokens + timing.new_tokens
+    return f"; the last step read {read:,.0f} keys per layer and KV head, dense attention reads {dense:,}"
 
 
 def _print_json(answers: object) -> None:
@@ -94,16 +163,3 @@ def _print_json(answers: object) -> None:
     for answer in answers:
         record = {"prompt": answer.prompt, "tokens": answer.tokens, "text": answer.text, "finished": answer.finished}
         print(json.dumps({**record, "timing": answer.timing.as_dict()}))
-
-
-def read_prompt_file(path: Path) -> str:
-    from tercet.errors import UsageError
-
-    if str(path) == "-":
-        return sys.stdin.read()
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file {path} is not UTF-8 text (byte {error.start}): convert it") from None

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tercet.inference.commands import Device, Dtype, Plot, Run, read_prompt_file
+from tercet.errors import TercetError, UsageError
+from tercet.inference.arguments import (
+    Device,
+    Dtype,
+    Plot,
+    Run,
+    at_least_one,
+    check_depths,
+    check_model,
+    check_plot,
+    check_writable,
+    read_prompt_file,
+)
+from tercet.terminal import printable
 
 if TYPE_CHECKING:
+    from tercet.data.loader import Batch
     from tercet.inference.load import LanguageModel
 
 
@@ -30,25 +46,36 @@ def perplexity(
         seq_len: Tokens per sequence; default: as in training.
         batch: Sequences per batch.
     """
+    check_plot(plot)
+    check_model(run)
+    at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     from tercet.inference.load import load_model
-    from tercet.inference.perplexity import by_position, held_out, overall
+    from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
-    _check_plot(plot)
     model = load_model(run, device=device, dtype=dtype)
     warning = _warn_beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
-    buckets = by_position(model, held_out(model, sequences=sequences, seq_len=seq_len, batch=batch))
+    sizes = []
+
+    def batches() -> Iterator[Batch]:
+        for loaded in held_out(model, sequences=sequences, seq_len=seq_len, batch=batch):
+            sizes.append(target_bytes(model, loaded))
+            yield loaded
+
+    buckets = by_position(model, batches())
     print(f"{'context':>15}  {'tokens':>10}  {'loss':>8}  {'perplexity':>10}")
     for b in buckets:
         print(f"{f'{b.first} to {b.last}':>15}  {b.tokens:>10,}  {b.loss:>8.4f}  {b.perplexity:>10.3f}")
     total = overall(buckets)
     print(f"{'all':>15}  {total.tokens:>10,}  {total.loss:>8.4f}  {total.perplexity:>10.3f}")
+    bits = total.nats / math.log(2) / max(1, sum(sizes))
+    print(f"{bits:.4f} bits per byte over {sum(sizes):,} bytes of text, comparable between tokenizers")
     if plot is not None:
         from tercet.inference.plots import perplexity_plot
 
         perplexity_plot({model.run.run.name: buckets}, plot)
         print(plot)
     print(json.dumps({"eval": "perplexity", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "all": total.as_dict(),
+                      "warning": warning, "bits_per_byte": bits, "bytes": sum(sizes), "all": total.as_dict(),
                       "by_position": [b.as_dict() for b in buckets]}))  # fmt: skip
     return 0
 
@@ -75,10 +102,13 @@ def needle(
         seed: Random seed of the texts.
         batch: Texts per batch.
     """
+    check_plot(plot)
+    check_model(run)
+    at_least_one(trials=trials, batch=batch, lengths=min(lengths, default=None))
+    check_depths(depths)
     from tercet.inference.load import load_model
     from tercet.inference.needle import default_lengths, find_needles
 
-    _check_plot(plot)
     model = load_model(run, device=device, dtype=dtype)
     sizes = lengths or default_lengths(model, style)
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
@@ -87,7 +117,7 @@ def needle(
         results.append(result)
         print(
             f"{result.length:>9,} tokens, depth {result.depth:>4.0%}: {result.right} of {result.asked}, "
-            f"loss {result.nats:.3f}",
+            f"loss {result.nats:.3f}, {result.bits_per_byte:.3f} bits per byte",
             flush=True,
         )
     if plot is not None:
@@ -117,13 +147,15 @@ def recall(
         documents: Number of documents.
         batch: Documents per batch.
     """
-    from tercet.errors import UsageError
-    from tercet.inference.load import load_model
-    from tercet.inference.recall import recall_by_distance, window_reach
-
     if not runs:
         raise UsageError("no run folder given: tercet eval recall runs/NAME-DATE-TIME")
-    _check_plot(plot)
+    check_plot(plot)
+    for run in runs:
+        check_model(run)
+    at_least_one(length=length, documents=documents, batch=batch)
+    from tercet.inference.load import load_model
+    from tercet.inference.recall import bits_per_byte, recall_by_distance, window_reach
+
     curves, records, reach = {}, [], None
     for run in runs:
         model = load_model(run, device=device, dtype=dtype)
@@ -131,14 +163,15 @@ def recall(
         warning = _warn_beyond_training(model, run, "--length", [tokens])
         buckets = recall_by_distance(model, length=tokens, documents=documents, batch=batch)
         reach = window_reach(model)
-        print(f"{run}: windows alone reach {reach} tokens back")
+        bits = bits_per_byte(buckets)
+        print(f"{run}: windows alone reach {reach} tokens back; answers take {bits:.3f} bits per byte")
         for b in buckets:
             far = "  beyond the windows" if b.first > reach else ""
             print(f"  {f'{b.first} to {b.last}':>15} tokens back: {b.accuracy:>6.1%} of {b.asked}{far}")
         curves[str(run)] = [(b.last, b.accuracy) for b in buckets]
         records.append(
             {"run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
-             "reach": reach, "by_distance": [b.as_dict() for b in buckets]}
+             "reach": reach, "bits_per_byte": bits, "by_distance": [b.as_dict() for b in buckets]}
         )  # fmt: skip
     if plot is not None:
         from tercet.inference.plots import recall_plot
@@ -146,6 +179,61 @@ def recall(
         recall_plot(curves, plot, window_reach=reach)
         print(plot)
     print(json.dumps({"eval": "recall", "runs": records}))
+    return 0
+
+
+def lm_eval(
+    run: Run,
+    tasks: tuple[str, ...] = (),
+    limit: int | None = None,
+    fewshot: int | None = None,
+    batch: int = 8,
+    include: Path | None = None,
+    out: Path | None = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Benchmarks of EleutherAI's lm-eval, such as hellaswag or lambada_openai.
+
+    Args:
+        tasks: Task names, as in `lm-eval ls tasks`.
+        limit: Only the first questions of each task.
+        fewshot: Examples before each question; default: the task's.
+        batch: Texts per batch.
+        include: Folder with more task definitions (YAML).
+        out: Also write all results to this JSON file.
+    """
+    names = [name for word in tasks for name in word.split(",") if name]
+    check_model(run)
+    if not names:
+        raise UsageError("no task given: add --tasks, e.g. --tasks hellaswag arc_easy (`lm-eval ls tasks` lists them)")
+    at_least_one(limit=limit, batch=batch)
+    if include is not None and not include.is_dir():
+        raise UsageError(f"--include {include} is not a folder: give one with task definitions (YAML)")
+    if out is not None:
+        check_writable("--out", out)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise TercetError("tercet eval lm-eval needs lm-eval: pip install 'tercet[eval]'")
+    from tercet.inference.harness import evaluate
+    from tercet.inference.load import load_model
+
+    model = load_model(run, device=device, dtype=dtype)
+    found = evaluate(model, names, batch=batch, limit=limit, fewshot=fewshot, include=include)
+    results = {
+        task: {key: value for key, value in scores.items() if isinstance(value, (int, float))}
+        for task, scores in found["results"].items()
+    }
+    for task, scores in results.items():
+        for key, value in scores.items():
+            metric, _, variant = key.partition(",")
+            error = scores.get(f"{metric}_stderr,{variant}")
+            if variant and not metric.endswith("_stderr"):
+                print(f"{task:<24}  {metric:<16}  {value:.4f}" + (f" ± {error:.4f}" if error is not None else ""))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+        print(out)
+    print(json.dumps({"eval": "lm-eval", "run": str(run), "step": model.step, "results": results}))
     return 0
 
 
@@ -166,13 +254,16 @@ def selection_map(
         prompt_file: File with the text; - reads standard input.
         query: Index of the token, from 0; -1 is the last.
     """
-    from tercet.errors import TercetError
+    check_model(run)
+    check_writable("OUT", out)
+    text = read_prompt_file(prompt_file) if prompt_file is not None else prompt
+    if not text:
+        raise UsageError("no prompt given: use --prompt TEXT or --prompt-file FILE")
     from tercet.inference.load import load_model
     from tercet.inference.prompts import tokenize_prompts
     from tercet.inference.selection_map import record_selections, selection_page
 
     model = load_model(run, device=device, dtype=dtype)
-    text = read_prompt_file(prompt_file) if prompt_file is not None else prompt
     (tokens,) = tokenize_prompts([text], model.tokenizer, model.config.vocab_size)
     layers = record_selections(model, tokens)
     try:
@@ -187,14 +278,6 @@ def selection_map(
     return 0
 
 
-def _check_plot(plot: Path | None) -> None:
-    """Fail before measuring if the plot's file name is wrong."""
-    if plot is not None and plot.suffix.lower() != ".svg":
-        from tercet.errors import UsageError
-
-        raise UsageError(f"--plot {plot} does not end in .svg, the only format: choose a name that does")
-
-
 def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
     """Warn about lengths beyond the training length; they are still measured. Returns the warning for the JSON line."""
     longer = sorted({n for n in lengths if n > model.context})
@@ -207,5 +290,5 @@ def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: S
         f"(data.seq_len): results after the first {model.context} tokens show extrapolation to unseen positions; to "
         f"train it at this length: {extend_context_command(run, longer[-1])}"
     )
-    print(f"warning: {warning}", file=sys.stderr)
+    print(f"warning: {printable(warning)}", file=sys.stderr)
     return warning

@@ -8,14 +8,14 @@ from typing import Any
 from tercet import hints
 from tercet.config.load import ConfigError, load
 from tercet.config.schema import RunConfig
-from tercet.inference.load import CONFIG, WEIGHTS
+from tercet.inference.arguments import CONFIG, WEIGHTS, has_weights
 from tercet.train import manifest
 
 
 def extend_context_command(run: Path, length: int) -> str:
     """The command, with NEW as the run folder to choose; if none would be valid, the keys to set."""
     run = run.expanduser()
-    weights = run / WEIGHTS if (run / CONFIG).is_file() and (run / WEIGHTS).is_file() else run
+    weights = run / WEIGHTS if has_weights(run) else run
     file = next((f for f in (run / CONFIG, manifest.run_of(run) / CONFIG) if f.is_file()), None)
     try:
         if file is not None:

@@ -18,7 +18,8 @@ from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
 from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
 from tercet.inference.prompts import PromptError, Prompts, is_single, required_context, tokenize_prompts
-from tercet.model.sampling import INVALID_TOKEN, Sampling, sample_token, uniform_draws
+from tercet.model.config import Sampling
+from tercet.model.sampling import INVALID_TOKEN, sample_token, uniform_draws
 from tercet.model.transformer import Transformer
 
 # Steps launched on the GPU ahead of the tokens already returned.

@@ -16,20 +16,13 @@ from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
-from tercet.errors import UsageError
+from tercet.inference.arguments import CONFIG, WEIGHTS, ModelError, check_model, has_weights
 from tercet.model.transformer import Transformer
 from tercet.parse import one_line_errors
 from tercet.train import manifest, resume
 from tercet.train.device import pick_device
 
-WEIGHTS = "model.safetensors"
-CONFIG = "config.toml"
-
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-
-
-class ModelError(UsageError):
-    """A model that cannot be loaded."""
 
 
 class LanguageModel(Transformer):
@@ -64,11 +57,9 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
     dtype: auto is bfloat16 on a GPU if the model was trained in bfloat16, otherwise float32.
     verify: check the checkpoint's checksums first.
     """
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise ModelError(f"{path} does not exist: pass a run folder, a checkpoint, or a folder of imported weights")
+    path = check_model(path)
     weights = path / WEIGHTS
-    if (path / CONFIG).is_file() and weights.is_file():
+    if has_weights(path):
         model = _without_weights(load_config(file=path / CONFIG).config, path, 0)
         resume.load_weights_file(weights, model)
     else:
@@ -82,19 +73,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
 
 
 def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
-    if manifest.step_of(path) is None and (path / "config.json").is_file():
-        raise ModelError(
-            f"{path} is a Hugging Face folder: load it with transformers, or convert it with "
-            f"`tercet import hf {path} OUT`"
-        )
     inside = [folder for folder in (path / "checkpoints", path) if manifest.complete_checkpoints(folder)]
-    if not inside and not (path / manifest.MANIFEST).is_file():
-        unfinished = [p.name for p in path.glob("**/.writing-*")]
-        more = f" ({unfinished[0]} is unfinished)" if unfinished else ""
-        raise ModelError(
-            f"{path} has no checkpoint{more}: pass a run folder with checkpoints/, a checkpoint folder with "
-            f"{manifest.MANIFEST}, or a folder with {CONFIG} and {WEIGHTS}"
-        )
     # `auto` skips damaged checkpoints of a run; an explicitly named checkpoint must be intact.
     found = resume.find_checkpoint("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
     assert found is not None

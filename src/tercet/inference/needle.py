@@ -6,6 +6,7 @@ text     validation text of the model's own data, with a sentence that states a 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,9 @@ from typing import Any, Literal
 import torch
 
 from tercet.data.synthetic import KEYS, NOISE, VALUES
+from tercet.data.tokenizers import text_bytes
 from tercet.errors import UsageError
+from tercet.inference.arguments import at_least_one, check_depths
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
 from tercet.inference.recall import score_answers
@@ -33,6 +36,7 @@ class NeedleResult:
     right: int
     asked: int
     nats: float  # mean loss per answer token: distinguishes near misses from guessing
+    bits_per_byte: float  # of the answers
 
     @property
     def accuracy(self) -> float:
@@ -60,14 +64,8 @@ def find_needles(
     batch: int = 8,
 ) -> Iterator[NeedleResult]:
     """Yield one result per length and depth."""
-    for name, value, valid, rule in (
-        ("lengths", lengths, bool(lengths), "at least one"),
-        ("depths", depths, bool(depths) and all(0 <= d <= 1 for d in depths), "numbers from 0 to 1"),
-        ("trials", trials, trials >= 1, "at least 1"),
-        ("batch", batch, batch >= 1, "at least 1"),
-    ):
-        if not valid:
-            raise UsageError(f"{name}={value} must be {rule}")
+    at_least_one(lengths=len(lengths), trials=trials, batch=batch)
+    check_depths(depths)
     style = _resolve_style(model, style)
     generator = random.Random(seed)
     haystack = [] if style == "recall" else _validation_tokens(model, max(lengths) * 4)
@@ -81,7 +79,9 @@ def find_needles(
                 spans = [(row, length - answer, length) for row, (_, answer) in enumerate(part)]
                 answers += score_answers(model, tokens, spans)
             right, nats = sum(a.right for a in answers), sum(a.nats for a in answers) / trials
-            yield NeedleResult(length, depth, right, trials, nats)
+            total = sum(a.nats * size for a, (_, size) in zip(answers, documents, strict=True))
+            text = sum(text_bytes(model.tokenizer, document[-size:]) for document, size in documents)
+            yield NeedleResult(length, depth, right, trials, nats, total / math.log(2) / text)
 
 
 def _resolve_style(model: LanguageModel, style: Style) -> Style:

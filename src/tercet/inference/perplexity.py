@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.data.loader import Batch, build_loader
+from tercet.data.tokenizers import text_bytes
 from tercet.errors import UsageError
+from tercet.inference.arguments import at_least_one
 from tercet.inference.load import LanguageModel
 from tercet.model.cost import chunk_rows
 from tercet.model.loss import IGNORED
@@ -82,11 +84,14 @@ def overall(buckets: list[PositionBucket]) -> PositionBucket:
     return PositionBucket(buckets[0].first, buckets[-1].last, tokens, nats)
 
 
+def target_bytes(model: LanguageModel, batch: Batch) -> int:
+    """UTF-8 bytes of the text of a batch's targets."""
+    return text_bytes(model.tokenizer, batch.targets[batch.targets != IGNORED].tolist())
+
+
 def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1) -> Iterator[Batch]:
     """Batches of the model's validation data, packed as in training."""
-    for name, value in (("sequences", sequences), ("seq_len", seq_len), ("batch", batch)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name}={value} must be at least 1")
+    at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
     with build_loader(
         data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer

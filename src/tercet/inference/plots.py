@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tercet.errors import TercetError
-from tercet.inference.needle import NeedleResult
-from tercet.inference.perplexity import PositionBucket
+
+if TYPE_CHECKING:  # both import torch
+    from tercet.inference.needle import NeedleResult
+    from tercet.inference.perplexity import PositionBucket
 
 
 def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
@@ -47,14 +49,22 @@ def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False)
     grid = [[cells[n, d] for n in lengths] for d in depths]
     figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
     scale = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
-    axis.imshow(grid, aspect="auto", **scale)
+    image = axis.imshow(grid, aspect="auto", **scale)
     axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
     axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
     axis.set(xlabel="tokens", ylabel="depth of the needle")
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
-            axis.text(x, y, f"{value:.2f}" if loss else f"{value:.0%}", ha="center", va="center", fontsize=7)
+            text, colour = f"{value:.2f}" if loss else f"{value:.0%}", text_colour(image, value)
+            axis.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
     _save(figure, path)
+
+
+def text_colour(image: Any, value: float) -> str:
+    """Black or white, whichever is easier to read on a heat map's cell of this value."""
+    red, green, blue, _ = image.to_rgba(value)
+    luminance = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+    return "black" if luminance > 0.18 else "white"
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ ab=42;………………………?ab=42;    an answer is right if each of its to
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ from tercet.config.data import SyntheticConfig
 from tercet.data.loader import build_loader
 from tercet.data.synthetic import ASK, IS, KEY_TOKENS
 from tercet.errors import UsageError
+from tercet.inference.arguments import at_least_one
 from tercet.inference.load import LanguageModel
 from tercet.model.transformer import Transformer
 
@@ -30,6 +32,7 @@ class RecallBucket:
     last: int
     right: int
     asked: int
+    nats: float = 0.0  # mean loss per answer token, summed over questions
 
     @property
     def accuracy(self) -> float:
@@ -66,9 +69,7 @@ def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, 
 
 def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[RecallBucket]:
     """Accuracy on held-out documents of `length` tokens, by distance to the fact: 64-127, 128-255, …"""
-    for name, value in (("length", length), ("documents", documents), ("batch", batch)):
-        if value < 1:
-            raise UsageError(f"{name}={value} must be at least 1")
+    at_least_one(length=length, documents=documents, batch=batch)
     data = model.run.data
     if data.synthetic.task != "recall":
         raise UsageError(
@@ -78,6 +79,7 @@ def recall_by_distance(model: LanguageModel, *, length: int, documents: int, bat
     task = data.synthetic.model_copy(update={"length": length, "min_distance": 1})
     data = data.model_copy(update={"source": "synthetic", "seq_len": length, "synthetic": task})
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    nats: dict[int, float] = defaultdict(float)
     with build_loader(
         data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
     ) as loader:
@@ -87,7 +89,14 @@ def recall_by_distance(model: LanguageModel, *, length: int, documents: int, bat
                 counted = counts[distance.bit_length() - 1]
                 counted[0] += answer.right
                 counted[1] += 1
-    return [RecallBucket(1 << i, (2 << i) - 1, right, asked) for i, (right, asked) in sorted(counts.items())]
+                nats[distance.bit_length() - 1] += answer.nats
+    found = sorted(counts.items())
+    return [RecallBucket(1 << i, (2 << i) - 1, right, asked, nats[i]) for i, (right, asked) in found]
+
+
+def bits_per_byte(buckets: list[RecallBucket]) -> float:
+    """Of the answers; their tokens are bytes."""
+    return sum(b.nats for b in buckets) / sum(b.asked for b in buckets) / math.log(2)
 
 
 def _questions(documents: Tensor, task: SyntheticConfig) -> tuple[list[tuple[int, int, int]], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,24 +113,33 @@ def selection_page(tokens: list[int], tokenizer: Tokenizer, layers: list[LayerSe
         text="".join(spans),
         rows="\n".join(_layer_row(layer, s, t, count) for layer, s in zip(layers, selected, strict=True)),
         histogram=_histogram(layers, t),
+        axis=_token_axis(count * size),
+        width=f"{1.5 * count:.0f}px",  # below this a block would be too thin to see: the chart scrolls instead
     )
 
 
 def _layer_row(layer: LayerSelection, selected: dict[int, int], t: int, count: int) -> str:
     groups, forced = layer.blocks.shape[1], layer.forced(t)
-    width = 720 / count
     marks = "".join(
-        f'<rect x="{block * width:.2f}" width="{max(width - 0.4, 0.6):.2f}" height="12" '
+        f'<rect x="{block + 0.05}" width="0.9" height="1" '
         f'class="{"forced" if block in forced else "chosen"}" opacity="{n / groups:.3f}"><title>block {block}: {n} of '
         f"{groups} KV heads</title></rect>"
         for block, n in sorted(selected.items())
     )
-    gates = layer.gates[t].mean(0).tolist()
-    shares = " ".join(f"<td>{gate:.2f}</td>" for gate in gates)
+    compressed, chosen, window = layer.gates[t].mean(0).tolist()
     return (
-        f'<tr><td>{layer.layer}</td><td><svg viewBox="0 0 720 12" width="720" height="12">'
-        f'<rect width="720" height="12" class="ground"/>{marks}</svg></td>{shares}</tr>'
+        f'<div class="label"><b>Layer {layer.layer}</b> gates: compressed {compressed:.2f}, selected {chosen:.2f}, '
+        f'window {window:.2f}</div>\n<svg class="strip" viewBox="0 0 {count} 1" preserveAspectRatio="none" role="img">'
+        f"{marks}</svg>"
     )
+
+
+def _token_axis(tokens: int) -> str:
+    """Ticks at round token numbers, about five, as HTML: text in a stretched SVG would be stretched too."""
+    step = 10 ** math.floor(math.log10(max(tokens / 5, 1)))
+    step = next(s for s in (step, 2 * step, 5 * step, 10 * step) if tokens / s <= 6)
+    ticks = [n for n in range(0, tokens, step) if n <= 0.94 * tokens]  # the last label must fit
+    return "".join(f'<i style="left:{100 * n / tokens:.2f}%">{n:,}</i>' for n in ticks)
 
 
 def _histogram(layers: list[LayerSelection], t: int) -> str:
@@ -144,38 +154,71 @@ def _histogram(layers: list[LayerSelection], t: int) -> str:
         for block, n in enumerate(torch.bincount(blocks[free].long(), minlength=count)[:count].tolist()):
             chosen[block] += n
     top = max(chosen) or 1
-    width = 720 / count
     bars = "".join(
-        f'<rect x="{b * width:.2f}" y="{40 - 40 * n / top:.2f}" width="{max(width - 0.4, 0.6):.2f}" '
-        f'height="{40 * n / top:.2f}" class="chosen"><title>block {b}: chosen {n} times</title></rect>'
+        f'<rect x="{b + 0.05}" y="{1 - n / top:.4f}" width="0.9" height="{n / top:.4f}" class="chosen">'
+        f"<title>block {b}, tokens {b * size} to {(b + 1) * size - 1}: chosen {n} times</title></rect>"
         for b, n in enumerate(chosen)
     )
-    return f'<svg viewBox="0 0 720 40" width="720" height="40">{bars}</svg>'
+    return (
+        f'<div class="label">times chosen, up to <b>{max(chosen):,}</b></div>\n'
+        f'<svg class="bars" viewBox="0 0 {count} 1" preserveAspectRatio="none" role="img">{bars}</svg>'
+    )
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Selection map, token {query}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Selection map, token {query}</title>
 <style>
-:root {{ color-scheme: light dark; --chosen: 209 120 44; --ground: #8881 }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; border: 1px solid #8884; padding: 1em }}
-pre span {{ border-left: 1px solid #8886 }}
+:root {{ color-scheme: light dark; --page: #fff; --ink: #1a1d21; --muted: #5b646e; --line: #c9ced3; --ground: #eef0f2;
+  --chosen: 224 132 40; --forced: #aab2ba }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --page: #0f1215; --ink: #e7eaed; --muted: #9ba5af; --line: #414a53; --ground: #22282e; --chosen: 196 98 20;
+    --forced: #59636d }}
+}}
+* {{ box-sizing: border-box }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 0 auto; padding: 16px; color: var(--ink);
+  background: var(--page) }}
+h1 {{ font-size: 24px; line-height: 1.2; margin: 8px 0 12px }}
+h2 {{ font-size: 19px; margin: 28px 0 6px }}
+p {{ margin: 0 0 12px }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; padding: 12px;
+  border: 1px solid var(--line); border-radius: 8px; margin: 0 }}
+pre span {{ border-left: 1px solid var(--line) }}
 pre .chosen {{ background: rgb(var(--chosen) / calc(var(--share) * .8)) }}
-pre .forced {{ background: #8885 }}
-rect.chosen {{ fill: rgb(var(--chosen)) }} rect.forced {{ fill: #888 }} rect.ground {{ fill: var(--ground) }}
-td, th {{ padding: 2px 8px; text-align: right; font-variant-numeric: tabular-nums }}
-</style>
+pre .forced {{ background: color-mix(in srgb, var(--forced) 55%, transparent) }}
+.key {{ display: inline-block; width: 14px; height: 14px; border-radius: 3px; vertical-align: -2px; margin-right: 4px;
+  border: 1px solid var(--line) }}
+.scroll {{ overflow-x: auto }}
+.chart {{ min-width: {width} }}
+.label {{ font-size: 13px; color: var(--muted); margin-top: 8px; position: sticky; left: 0; width: fit-content }}
+.label b {{ color: var(--ink) }}
+svg {{ display: block; width: 100%; background: var(--ground); border-radius: 3px }}
+.strip {{ height: 16px }} .bars {{ height: 96px }}
+rect.chosen {{ fill: rgb(var(--chosen)) }} rect.forced {{ fill: var(--forced) }}
+.axis {{ position: relative; height: 24px; border-top: 1px solid var(--line); margin-top: 2px; font-size: 12px;
+  color: var(--muted); font-variant-numeric: tabular-nums }}
+.axis i {{ position: absolute; top: 0; padding: 3px 0 0 3px; border-left: 1px solid var(--line); font-style: normal }}
+.axis + div {{ font-size: 12px; color: var(--muted); text-align: center; position: sticky; left: 0 }}
+</style></head>
+<body>
 <h1>Blocks selected for token {query}</h1>
-<p>{tokens} tokens in {count} blocks of {size}. Orange: chosen by score ({chosen} blocks; darker if more layers and KV
-heads chose them). Grey: always selected (the first blocks and the nearest). No colour: not selected.</p>
+<p>{tokens} tokens in {count} blocks of {size}.<br>
+<b class="key" style="background: rgb(var(--chosen))"></b>chosen by score: {chosen} blocks, darker if more layers and KV
+heads chose them.<br>
+<b class="key" style="background: var(--forced)"></b>always selected: the first blocks and the nearest.<br>
+<b class="key"></b>not selected.</p>
 <pre>{text}</pre>
 <h2>By layer</h2>
-<table><tr><th>layer</th><th style="text-align:left">blocks from the start to token {query}</th>
-<th>compressed</th><th>selected</th><th>window</th></tr>
+<p>Gates: of this token, averaged over heads.</p>
+<div class="scroll"><div class="chart">
 {rows}
-</table>
-<p>The three numbers are the gates of this token, averaged over heads.</p>
+<div class="axis">{axis}</div><div>token</div>
+</div></div>
 <h2>Blocks chosen by all tokens so far</h2>
+<p>Without the blocks that are always selected.</p>
+<div class="scroll"><div class="chart">
 {histogram}
-</html>
+<div class="axis">{axis}</div><div>token</div>
+</div></div>
+</body></html>
 """

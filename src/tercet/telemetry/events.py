@@ -85,6 +85,12 @@ class Validated(Event):
     loss: float
     tokens: int  # target tokens in the mean
     seconds: float
+    bytes: int | None = None  # UTF-8 bytes of those tokens' text; None in logs of early versions
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss in a unit that does not depend on the tokenizer."""
+        return self.loss * self.tokens / self.bytes / math.log(2) if self.bytes else None
 
 
 @dataclass(frozen=True, kw_only=True)

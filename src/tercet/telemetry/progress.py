@@ -112,7 +112,9 @@ class Screen:
                 self.say(f"step {event.step:>{len(str(self._steps))}}/{self._steps}  {step_line(event, left)}")
             self._estimate(event, left)
         elif isinstance(event, Validated):
-            self.say(f"validation after step {event.step}: loss {event.loss:.4f} over {quantity(event.tokens)} tokens")
+            bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
+            over = f"over {quantity(event.tokens)} tokens"
+            self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}")
         elif isinstance(event, Sampled):
             body = "\n".join("  | " + line for line in (event.prompt + event.text).split("\n"))
             self.say(f"sample after step {event.step}:\n{body}")

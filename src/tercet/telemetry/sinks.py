@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 import os
 import queue
 import socket
@@ -24,7 +25,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,6 @@ def import_tensorboard() -> Any:
     return found
 
 
-def import_wandb() -> Any:
 def tensorboard_wanted(setting: bool | str) -> bool:
     """What log.tensorboard means here; auto is true if the package is installed."""
     if setting != "auto":
@@ -235,6 +235,7 @@ def tensorboard_wanted(setting: bool | str) -> bool:
     return True
 
 
+def import_wandb() -> Any:
     """wandb, or an error that names the missing package."""
     try:
         import wandb as found
@@ -375,8 +376,10 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "steps": started[-1].steps if started else None,
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,
+        "smoothed_loss": mean_of_last([x for e in steps for x in e.losses])[0],
         "first_loss": steps[0].losses[0] if steps else None,
         "val_loss": validations[-1].loss if validations else None,
+        "val_bits_per_byte": validations[-1].bits_per_byte if validations else None,
         "best_val_loss": best.loss if best else None,
         "best_val_step": best.step if best else None,
         "tokens_per_s": statistics.median(e.tokens_per_s for e in steps) if steps else None,
@@ -391,6 +394,18 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "seconds": sum(e.seconds for e in ended),
         "parameters": started[-1].parameters if started else None,
     }
+
+
+def smoothing_window(steps: int) -> int:
+    """How many losses a smoothed loss averages after this many steps: the last twentieth, at least five."""
+    return min(steps, max(5, steps // 20))
+
+
+def mean_of_last(losses: Sequence[float]) -> tuple[float | None, int]:
+    """The smoothed loss, and how many finite losses it averages."""
+    finite = [x for x in losses if math.isfinite(x)]
+    window = smoothing_window(len(finite))
+    return (statistics.fmean(finite[-window:]) if window else None), window
 
 
 def _data_wait_share(steps: list[StepLogged]) -> float | None:

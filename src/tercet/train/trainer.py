@@ -344,9 +344,10 @@ class Trainer:
         with self.state.interval.excluded():
             progress = partial(self.beat.at, self.state.step, "validating")
             loss, tokens = self.validation.loss(self.state.model, self.state.device, progress)
+            size = self.validation.text_bytes(self.state.device)
         seconds = time.perf_counter() - start
         self.observer.add_excluded("validation", seconds)
-        self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds))
+        self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds, bytes=size))
 
     def _sample(self) -> None:
         config = self.config.train

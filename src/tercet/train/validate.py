@@ -13,9 +13,11 @@ from tercet.config.schema import RunConfig
 from tercet.data.loader import Batch, build_loader
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError, DataUsageError
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.tokenizers import Tokenizer, text_bytes
 from tercet.errors import UsageError
-from tercet.model.sampling import INVALID_TOKEN, Sampling, sample_token
+from tercet.model.config import Sampling
+from tercet.model.loss import IGNORED
+from tercet.model.sampling import INVALID_TOKEN, sample_token
 from tercet.parallel.strategy import Strategy
 from tercet.train.step import autocast, to_device
 
@@ -51,6 +53,7 @@ class Validation:
     def __init__(self, config: RunConfig, strategy: Strategy, tokenizer: Tokenizer) -> None:
         self._config, self._strategy, self._tokenizer = config, strategy, tokenizer
         self._batches: list[Batch] | None = None
+        self._bytes: int | None = None
 
     def loss(
         self, model: nn.Module, device: torch.device, progress: Callable[[], None] = lambda: None
@@ -81,7 +84,17 @@ class Validation:
             )
         return float(self._strategy.all_sum(total).item()) / targets, targets
 
-    def _load_batches(self, progress: Callable[[], None]) -> list[Batch]:
+    def text_bytes(self, device: torch.device) -> int:
+        """UTF-8 bytes of the target tokens of all ranks. All ranks call it."""
+        if self._bytes is None:
+            targets = [batch.targets[batch.targets != IGNORED].tolist() for batch in self._load_batches()]
+            count = sum(text_bytes(self._tokenizer, ids) for ids in targets)
+            total = self._strategy.all_sum(torch.tensor(count, dtype=torch.int64, device=device))
+            # Ranks that share a sequence have counted the whole of it.
+            self._bytes = int(total.item()) * self._strategy.data_ranks // self._strategy.world_size
+        return self._bytes
+
+    def _load_batches(self, progress: Callable[[], None] = lambda: None) -> list[Batch]:
         if self._batches is None:
             config, batches = self._config, []
             with build_loader(
