@@ -144,6 +144,38 @@ def test_config_show_gives_toml_with_origins(capsys):
     assert tomllib.loads(out)["train"]["lr"] == 1e-4
 
 
+def test_config_diff_has_a_help_text(capsys):
+    code, out, err = run(capsys, "config", "diff", "--help")
+    assert (code, err) == (0, "")
+    assert "usage: tercet config diff A B" in out
+
+
+def test_arguments_are_checked_before_torch_is_loaded(tmp_path):
+    for name in ("config.toml", "model.safetensors"):
+        (tmp_path / name).touch()
+    commands = [
+        "generate nowhere --prompt a",
+        f"generate {tmp_path} --prompt a --temperature -1",
+        f"generate {tmp_path} --prompt a --max-new-tokens 0",
+        f"generate {tmp_path}",
+        f"eval perplexity {tmp_path} --sequences 0",
+        f"eval perplexity {tmp_path} --plot {tmp_path}/config.toml/p.svg",
+        f"eval needle {tmp_path} --depths 2",
+        f"eval recall {tmp_path} --documents 0",
+        f"eval lm-eval {tmp_path}",
+        f"eval selection-map {tmp_path} out.html",
+    ]
+    script = (
+        "import sys\nfrom tercet.cli import main\nfor line in sys.argv[1:]:\n"
+        "    assert main(line.split()) == 2, line\n    assert 'torch' not in sys.modules, line\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *commands], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(commands)
+
+
 def test_config_diff_names_what_differs(capsys, tmp_path):
     code, out, _ = run(capsys, "config", "diff", "m7c", "m7c-64k")
     assert code == 0

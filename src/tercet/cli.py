@@ -236,6 +236,9 @@ def _diff(arguments: list[str]) -> int:
     """Print the differences between two configurations; each is a preset, a TOML file or a run folder."""
     from tercet.config.load import differences, toml_value
 
+    if any(a in ("-h", "--help") for a in arguments):
+        print(f"usage: tercet config diff A B\n\n{_diff.__doc__}")
+        return 0
     if len(arguments) != 2 or any(a.startswith("-") for a in arguments):
         raise _usage("tercet config diff compares two presets, TOML files or run folders: write tercet config diff A B")
     left, right = arguments

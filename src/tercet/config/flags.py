@@ -346,7 +346,7 @@ def _read_switch(flag: str, words: Sequence[str], option: Option, negated: bool)
     if value is None:
         values = "true, false or auto" if "auto" in option.type.words else "true or false"
         raise ConfigError(
-            f"{flag} {words[0] or repr('')}: expected true or false, or {option.flag} or {option.negative} alone"
+            f"{flag} {words[0] or repr('')}: expected {values}, or {option.flag} or {option.negative} alone"
         )
     return value
 

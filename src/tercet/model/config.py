@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -96,3 +97,24 @@ class ModelConfig(BaseModel):
     def head_value_dim(self) -> int:
         """Dv."""
         return self.head_dim if self.value_dim is None else self.value_dim
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample the next token. temperature 0 is greedy: the most likely token, the lowest id among ties."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 is all tokens)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
+        }
+        for name, (valid, rule) in rules.items():
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)} must be {rule}")

@@ -6,34 +6,13 @@ device and for every batch size, and capturable in a CUDA graph. logits: [B, V];
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from tercet.model.config import Sampling
+
 INVALID_TOKEN = -1
 """Returned for a row whose logits are not finite; the caller raises."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample the next token. temperature 0 is greedy: the most likely token, the lowest id among ties."""
-
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        rules = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 is all tokens)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
-        }
-        for name, (valid, rule) in rules.items():
-            if not valid:
-                raise ValueError(f"{name}={getattr(self, name)} must be {rule}")
 
 
 def uniform_draws(seed: int, rows: int, steps: int) -> Tensor:
