@@ -275,3 +275,33 @@ def test_what_the_kernels_cannot_take_is_refused():
         sel.selected_forward(q, k, k, indices, NSAConfig(8, 8, 8, 4, 1, 1, 8), None)
     with pytest.raises(ValueError, match="stride 2"):
         sel.selected_forward(torch.zeros(1, 8, 2, 32)[..., ::2], k, k, indices, CONFIG, None, small())
+
+
+@pytest.mark.parametrize(
+    ("limit", "bounds", "batch"),
+    [(UNION, [0, 5, 23, 30], 1), (KV_MAJOR, [0, 5, 23, 30], 1), (UNION, [0, 9, 18], 2)],
+    ids=["union", "kv_major", "sequences"],
+)
+def test_values_that_are_not_finite_stay_in_their_document(limit, bounds, batch):
+    """Tiles and blocks straddle documents and sequences."""
+    c = case(bounds, 2, 1, 16, 16, CONFIG, batch == 1, batch=batch, seed=14)
+    clean, _ = run(c, small(limit))
+    first, end = bounds[-3:-1]
+    spoiled = SimpleNamespace(**vars(c) | {name: getattr(c, name).clone() for name in ("q", "k", "v", "dout")})
+    for name, value in (("q", "nan"), ("k", "nan"), ("v", "inf"), ("dout", "nan")):
+        getattr(spoiled, name)[[first, end - 1]] = float(value)
+    found, _ = run(spoiled, small(limit))
+    for name, a, b in zip(("o", "dq", "dk", "dv"), found, clean, strict=True):
+        assert not a[first:end].isfinite().all(), name
+        assert torch.equal(a[:first], b[:first]), name
+        assert torch.equal(a[end:], b[end:]), name
+
+
+def test_earlier_queries_ignore_later_values_that_are_not_finite():
+    c = case([0, 30], 2, 1, 16, 16, CONFIG, seed=15)
+    (o, dq, *_), _ = run(c, small(UNION))
+    c.k[25] = c.v[25] = float("nan")
+    (found, found_dq, *_), _ = run(c, small(UNION))
+    assert torch.equal(found[:25], o[:25])
+    assert torch.equal(found_dq[:25], dq[:25])
+    assert found[25:].isnan().all()

@@ -149,3 +149,18 @@ def test_remembered_launches_follow_strides_and_alignment():
         c.q = q
         c.shaped = lambda x: x[None]
         assert all(torch.equal(a, b) for a, b in zip(expected, run(c, KV_MAJOR), strict=True))
+
+
+@DESIGNS
+@pytest.mark.parametrize("name", ["C, packed", "three heads, 96/64"])
+def test_values_that_are_not_finite_stay_in_their_document(name, limit):
+    """Tiles and blocks straddle documents and sequences."""
+    c = case(name)
+    clean = run(c, limit)
+    first, end = c.cu[-3:-1]
+    for x in (c.q, c.k, c.v, c.dout):
+        x[[first, end - 1]] = float("nan")
+    for what, a, b in zip(("o", "dq", "dk", "dv"), run(c, limit), clean, strict=True):
+        assert a[first:end].isnan().any(), what
+        assert torch.equal(a[:first], b[:first]), what
+        assert torch.equal(a[end:], b[end:]), what

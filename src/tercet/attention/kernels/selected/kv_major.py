@@ -16,7 +16,7 @@ launch.
 import triton
 import triton.language as tl
 
-from tercet.attention.kernels.selected.query_major import in_columns, load_block
+from tercet.attention.kernels.selected.query_major import in_columns, load_block, sequence_end
 
 
 @triton.jit
@@ -80,8 +80,8 @@ def kv_major_forward(
     if start < end:
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
-        k = load_block(K, None, first, T, g, kb, kt, kg, BS, DK, DKP, False)
-        v = load_block(V, None, first, T, g, vb, vt, vg, BS, DV, DVP, False)
+        k = load_block(K, None, first, sequence_end(first, T), T, g, kb, kt, kg, BS, DK, DKP, False)
+        v = load_block(V, None, first, sequence_end(first, T), T, g, vb, vt, vg, BS, DV, DVP, False)
         b64 = (first // T).to(tl.int64)
         q_base = Q + (begin.to(tl.int64) * qt + b64 * qb + g.to(tl.int64) * h * qh)
         for i in tl.range(start, end, BQ):
@@ -138,8 +138,16 @@ def kv_major_dkv(
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
         forced = tl.load(LISTS + 3 * lists + lst)
-        k = load_block(K, None, first, T, g, kb, kt, kg, BS, DK, DKP, False)
-        v = load_block(V, None, first, T, g, vb, vt, vg, BS, DV, DVP, False)
+        # what the range's first query is past the block's first token; the same for every query of the block's sequence
+        ahead = begin - first
+        if QUERY_RANGE:
+            ahead += first // T * (T - queries) + first_query
+        # Free entries see the whole block; of forced ones, the last sees most. Keys that no entry sees may belong to
+        # another document: zeros keep what is not finite there out of dq.
+        last = (tl.load(ORDER + end - 1).to(tl.int32) // (G * n) - begin) + ahead
+        past = first + tl.where(start < forced, BS, tl.minimum(last + 1, BS))
+        k = load_block(K, None, first, past, T, g, kb, kt, kg, BS, DK, DKP, False)
+        v = load_block(V, None, first, past, T, g, vb, vt, vg, BS, DV, DVP, False)
         dk = tl.zeros([BS, DKP], tl.float32)
         dv = tl.zeros([BS, DVP], tl.float32)
         # addresses relative to the range's first token: 64 bits once per piece, 32 bits per row
@@ -150,10 +158,6 @@ def kv_major_dkv(
         do_base = DOUT + (at * ot + b64 * ob + head * oh)
         gate_base = GATE + (at * gt + b64 * gb + head * gh)
         row_base = at * (G * h) + head
-        # what the range's first query is past the block's first token; the same for every query of the block's sequence
-        ahead = begin - first
-        if QUERY_RANGE:
-            ahead += first // T * (T - queries) + first_query
         for i in tl.range(start, end, BQ):
             ok = fits & (i + qi < end)
             e = tl.load(ORDER + i + qi, mask=ok, other=begin * (G * n)).to(tl.int32)
@@ -220,8 +224,8 @@ def kv_major_dkv_transposed(
         g = lst // L % G
         first = tl.load(LISTS + 2 * lists + lst)
         forced = tl.load(LISTS + 3 * lists + lst)
-        k = load_block(K, None, first, T, g, kb, kt, kg, BS, DK, DKP, False)
-        v = load_block(V, None, first, T, g, vb, vt, vg, BS, DV, DVP, False)
+        k = load_block(K, None, first, sequence_end(first, T), T, g, kb, kt, kg, BS, DK, DKP, False)
+        v = load_block(V, None, first, sequence_end(first, T), T, g, vb, vt, vg, BS, DV, DVP, False)
         dk = tl.zeros([BS, DKP], tl.float32)
         dv = tl.zeros([BS, DVP], tl.float32)
         # addresses relative to the range's first token: 64 bits once per piece, 32 bits per row

@@ -8,6 +8,10 @@ documents: in a tile that straddles two documents, each document's blocks carry 
 Tokens are flat over the batch: t in [0, B·T). Rows of a tile are (query, head of the group). Batch strides are given as
 the excess over T token strides (0 when contiguous). With a query range (varlen.py), query i is token `token_of(i)`;
 whatever belongs to queries, lists and tiles included, is addressed by i.
+
+A product mixes all queries of a tile with all keys of a block, and 0 · NaN is NaN: a non-finite key or value reaches
+queries that do not see it, even of another document. Masking K and V in the loop would cost time, so a tile with a
+non-finite result is recomputed query by query, each from the keys that it sees.
 """
 
 import triton
@@ -25,19 +29,32 @@ def in_columns(rows, d, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def load_block(
-    X, XD, first, T, g, batch, token, head, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr
+    X, XD, first, end, T, g, batch, token, head, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr,
+    CLEAN: tl.constexpr = False,
 ):  # fmt: skip
-    """K or V of one block. No query sees what lies past the end of the block's sequence."""
+    """K or V of one block, zeros from token `end` on. TMA reads on, which no query sees; CLEAN zeroes it."""
+    key = tl.arange(0, BS)
     if TMA:
         x = XD.load([first, g * D])
+        if CLEAN:
+            x = tl.where((first + key < end)[:, None], x, 0.0)
     else:
-        key = tl.arange(0, BS)
         d = tl.arange(0, DP)
         b = first // T
         base = first.to(tl.int64) * token + b.to(tl.int64) * batch + g.to(tl.int64) * head
-        inside = first + key < (b + 1) * T
+        inside = first + key < end
         x = tl.load(X + base + (key * token)[:, None] + d[None, :], mask=in_columns(inside, d, D, DP), other=0.0)
     return x
+
+
+@triton.jit
+def sequence_end(first, T):
+    return (first // T + 1) * T
+
+
+@triton.jit
+def all_finite(x):
+    return tl.min(tl.min((x - x == 0).to(tl.int32), 1), 0) == 1
 
 
 @triton.jit
@@ -120,6 +137,44 @@ def build_tile_lists(
         tl.store(COUNTS + G * tiles + slot, forced_count, mask=tile < tiles)
 
 
+@triton.jit
+def _store_output(O, LSE, row, ok, m, l, acc, DV: tl.constexpr, DVP: tl.constexpr):
+    dv = tl.arange(0, DVP)
+    some = l > 0
+    l = tl.where(some, l, 1.0)
+    tl.store(
+        O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=in_columns(ok, dv, DV, DVP)
+    )
+    tl.store(LSE + row, tl.where(some, m + tl.log2(l), float("inf")), mask=ok)
+
+
+@triton.jit
+def _forward_of_query(
+    q, K, V, KD, VD, entry, length, count, x, t, T, scale, g, kb, kt, kg, vb, vt, vg, M: tl.constexpr,
+    BS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) of query x of the tile, token t; meaningless in other rows. The same bits as the tile's loop."""
+    key = tl.arange(0, BS)
+    m = tl.full([M], -1e20, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for j in tl.range(0, count, num_stages=1):
+        first = tl.load(entry + j)
+        selected = (tl.load(entry + length + j) >> x) & 1 == 1
+        end = tl.where(selected, t + 1, first)
+        k = load_block(K, KD, first, end, T, g, kb, kt, kg, BS, DK, DKP, TMA, True)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.where((first + key < end)[None, :], s, -1e30)
+        new = tl.maximum(m, tl.max(s, 1) * scale)
+        a = tl.exp2(m - new)
+        p = tl.exp2(s * scale - new[:, None])
+        l = l * a + tl.sum(p, 1)
+        v = load_block(V, VD, first, end, T, g, vb, vt, vg, BS, DV, DVP, TMA, True)
+        acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
+        m = new
+    return m, l, acc
+
+
 @triton.jit(do_not_specialize=["queries", "first_query"])
 def query_major_forward(
     Q, K, V, KD, VD, LISTS, COUNTS, DECISION, O, LSE, N, T, queries, first_query, tiles, range_tokens, scale, qb, qt,
@@ -140,7 +195,6 @@ def query_major_forward(
     t = token_of(i, T, queries, first_query, QUERY_RANGE)
     earliest = token_of(tile * QT, T, queries, first_query, QUERY_RANGE)
     dk = tl.arange(0, DKP)
-    dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
     i64 = i.to(tl.int64)
     head = g.to(tl.int64) * h + hh
@@ -164,7 +218,7 @@ def query_major_forward(
     for j in tl.range(0, count):
         first = tl.load(entry + j)
         bits = tl.load(entry + length + j)
-        k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
+        k = load_block(K, KD, first, sequence_end(first, T), T, g, kb, kt, kg, BS, DK, DKP, TMA)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         # rows that did not select the block are masked by row; only blocks that end after the tile starts need more
         on = ((bits >> qi) & 1) == 1
@@ -174,16 +228,53 @@ def query_major_forward(
         a = tl.exp2(m - new)
         p = tl.exp2(s * scale - tl.where(on, new, 1e30)[:, None])
         l = l * a + tl.sum(p, 1)
-        v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+        v = load_block(V, VD, first, sequence_end(first, T), T, g, vb, vt, vg, BS, DV, DVP, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
         m = new
-    some = l > 0
-    l = tl.where(some, l, 1.0)
-    row = i64 * (G * h) + head
-    tl.store(
-        O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=in_columns(ok, dv, DV, DVP)
-    )
-    tl.store(LSE + row, tl.where(some, m + tl.log2(l), float("inf")), mask=ok)
+    if all_finite(acc + l[:, None]):
+        _store_output(O, LSE, i64 * (G * h) + head, ok, m, l, acc, DV, DVP)
+    else:
+        for x in tl.range(0, QT):
+            at = token_of(tile * QT + x, T, queries, first_query, QUERY_RANGE)
+            m, l, acc = _forward_of_query(
+                q, K, V, KD, VD, entry, length, count, x, at, T, scale, g, kb, kt, kg, vb, vt, vg,
+                M, BS, DK, DV, DKP, DVP, TMA,
+            )  # fmt: skip
+            _store_output(O, LSE, i64 * (G * h) + head, ok & (qi == x), m, l, acc, DV, DVP)
+
+
+@triton.jit
+def _store_dq(DQ, row, ok, acc, factor, DK: tl.constexpr, DKP: tl.constexpr, ADD: tl.constexpr):
+    dk = tl.arange(0, DKP)
+    acc *= factor[:, None]
+    to = DQ + row[:, None] * DK + dk[None, :]
+    whole = in_columns(ok, dk, DK, DKP)
+    if ADD:
+        acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _dq_of_query(
+    q, do, lse, delta, K, V, KD, VD, entry, length, count, x, t, T, scale, g, kb, kt, kg, vb, vt, vg, M: tl.constexpr,
+    BS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Unscaled dq of query x of the tile, token t; meaningless in other rows. The same bits as the tile's loop."""
+    key = tl.arange(0, BS)
+    acc = tl.zeros([M, DKP], tl.float32)
+    for j in tl.range(0, count, num_stages=1):
+        first = tl.load(entry + j)
+        selected = (tl.load(entry + length + j) >> x) & 1 == 1
+        end = tl.where(selected, t + 1, first)
+        k = load_block(K, KD, first, end, T, g, kb, kt, kg, BS, DK, DKP, TMA, True)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v = load_block(V, VD, first, end, T, g, vb, vt, vg, BS, DV, DVP, TMA, True)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[:, None])
+        p = tl.where((first + key < end)[None, :], p, 0.0)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        acc = tl.dot(ds, k, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["queries", "first_query"])
@@ -243,8 +334,8 @@ def query_major_dq(
         for j in tl.range(0, count):
             first = tl.load(entry + j)
             bits = tl.load(entry + QT * n + j)
-            k = load_block(K, KD, first, T, g, kb, kt, kg, BS, DK, DKP, TMA)
-            v = load_block(V, VD, first, T, g, vb, vt, vg, BS, DV, DVP, TMA)
+            k = load_block(K, KD, first, sequence_end(first, T), T, g, kb, kt, kg, BS, DK, DKP, TMA)
+            v = load_block(V, VD, first, sequence_end(first, T), T, g, vb, vt, vg, BS, DV, DVP, TMA)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             on = ((bits >> qi) & 1) == 1
@@ -256,9 +347,13 @@ def query_major_dq(
         factor = tl.full([M], softmax_scale, tl.float32)
         if GATED:
             factor *= tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0).to(tl.float32)
-        acc *= factor[:, None]
-        to = DQ + row[:, None] * DK + dk[None, :]
-        whole = in_columns(ok, dk, DK, DKP)
-        if ADD:
-            acc += tl.load(to, mask=whole, other=0.0).to(tl.float32)
-        tl.store(to, acc.to(DQ.dtype.element_ty), mask=whole)
+        if all_finite(acc):
+            _store_dq(DQ, row, ok, acc, factor, DK, DKP, ADD)
+        else:
+            for x in tl.range(0, QT):
+                at = token_of(tile * QT + x, T, queries, first_query, QUERY_RANGE)
+                acc = _dq_of_query(
+                    q, do, lse, delta, K, V, KD, VD, entry, QT * n, count, x, at, T, scale, g, kb, kt, kg, vb, vt, vg,
+                    M, BS, DK, DV, DKP, DVP, TMA,
+                )  # fmt: skip
+                _store_dq(DQ, row, ok & (qi == x), acc, factor, DK, DKP, ADD)
