@@ -20,6 +20,20 @@ settings.register_profile(
 settings.load_profile("tercet")
 
 
+COUNTS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def matrix_counts(request: pytest.FixtureRequest) -> list[str]:
+    """Lines that a long matrix prints at the end of the session: how much it tried, and what happened."""
+    return request.config.stash.setdefault(COUNTS, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in terminalreporter.config.stash.get(COUNTS, []):
+        terminalreporter.write_line(line)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     threads = torch.get_num_threads()

@@ -1,18 +1,31 @@
-"""Files of others that no parser can read give one error line, never a traceback."""
+"""Files and variables of others give one error line, never a traceback. test_fuzz.py tries many more."""
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
+from runs import small
+from tercet import cli
+from tercet.config.data import DataConfig
 from tercet.config.load import read_toml
 from tercet.data import shards
-from tercet.data.records import jsonl_reader
+from tercet.data.prepare import prepare
+from tercet.data.records import jsonl_reader, parquet_reader
+from tercet.data.sources import open_stream
+from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface import folder
+from tercet.parallel.flight_recorder import flight
+from tercet.parallel.launch import Launch
 from tercet.report.integrity import checkpoint_problem
 from tercet.report.read import last_heartbeat
-from tercet.telemetry.events import Noted, encode, read_events
+from tercet.report.watch import watch_run
+from tercet.telemetry.events import Noted, RunStarted, StepLogged, encode, read_events
 from tercet.train import manifest
+from tercet.train.trainer import train
 
 DEPTH = 100_000
 BROKEN = {"nested": "[" * DEPTH + "]" * DEPTH, "digits": "9" * 5000}
@@ -59,3 +72,194 @@ def test_toml_files(value, tmp_path):
     with pytest.raises(TercetError, match=r"mine\.toml is not valid TOML: (nested|Exceeds)") as caught:
         read_toml(path)
     assert "\n" not in str(caught.value)
+
+
+def one_line(capsys, *arguments: str) -> str:
+    """The error line of a command that is refused."""
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "2"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 5000),
+     ("MASTER_PORT", "65536"), ("MASTER_PORT", "²")],
+)  # fmt: skip
+def test_numbers_of_a_launch(name, value, monkeypatch):
+    for variable, number in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", name: value}.items():
+        monkeypatch.setenv(variable, number)
+    with pytest.raises(TercetError, match=rf"^{name}='{value}' must be an integer from \d+ to \d+: ") as caught:
+        Launch.from_environment()
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model.layers = {}", "model.layers={} (file"),
+        ("train.betas = 5", "train.betas=5 (file"),
+        ("model.nsa = 5", "model.nsa in file"),
+        ("train.steps = " + "9" * 30, "train.steps is an integer of 30 digits: it must fit in 64 bits"),
+        ("data.mixture = [1]", "data.mixture=[1] (file"),
+        ("train.micro_batch = 3\ntrain.tokens_per_step = 4611686018427387904", "is not a multiple"),
+    ],
+)
+def test_values_of_a_configuration(line, said, capsys, tmp_path):
+    (tmp_path / "mine.toml").write_text(f'preset = "tiny"\n{line}\n')
+    assert said in one_line(capsys, "plan", "--config", str(tmp_path / "mine.toml"))
+
+
+def test_integers_of_flags(capsys):
+    for digits, said in ((30, "must fit in 64 bits"), (5000, "is not an integer")):
+        assert said in one_line(capsys, "plan", "--preset", "tiny", "--train.steps", "9" * digits)
+
+
+def test_names_that_are_not_utf_8(capsys):
+    assert one_line(capsys, "report", "r\udcfcn") == "error: 'r\\udcfcn' is not UTF-8: rename the file or folder"
+
+
+def test_text_of_parquet_that_is_not_utf_8(tmp_path):
+    pytest.importorskip("pyarrow.parquet")
+    import pyarrow as arrow
+
+    text = arrow.array([b"a", b"b\xff", b"c"]).cast(arrow.binary()).view(arrow.string())
+    arrow.parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
+    first, bad, last = (record for _, record in parquet_reader("text", "")(tmp_path / "a.parquet", 0))
+    assert (first.text, last.text) == (b"a", b"c")
+    assert "record 2" in str(bad)
+    assert "is not UTF-8" in str(bad)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    source = tmp_path_factory.mktemp("corpus") / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(9)))
+    prepare(DataConfig(source="jsonl", path=str(source)), source.parent / "shards", workers=1)
+    return source.parent / "shards"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("tokens", lambda a: a.astype(np.float64)),
+        ("tokens", lambda a: a.reshape(1, -1)),
+        ("documents", lambda a: a["end"].copy()),
+        ("documents", lambda a: a[::-1].copy()),
+        ("documents", None),
+    ],
+)
+def test_arrays_of_shards(kind, change, prepared, tmp_path):
+    (tmp_path / "manifest.json").write_text((prepared / "manifest.json").read_text())
+    for path in prepared.glob("*.npy"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / f"shard-00000.{kind}.npy"
+    if change is None:  # numpy parses the header as Python
+        path.write_bytes(path.read_bytes().replace(b"'descr':", b"(((((((("))
+    else:
+        np.save(path, change(np.load(path)))
+    facts = json.loads((tmp_path / "manifest.json").read_text())
+    facts["shards"][0]["files"][kind]["bytes"] = path.stat().st_size
+    (tmp_path / "manifest.json").write_text(json.dumps(facts))
+    with pytest.raises(TercetError, match=rf"shard-00000\.{kind}\.npy (cannot be opened|holds|does not fit)") as caught:
+        open_stream(DataConfig(source="shards", path=str(tmp_path)), load_tokenizer("byte"), seed=0, split="train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../secret", 5])
+def test_names_of_shards(name, prepared, tmp_path):
+    facts = json.loads((prepared / "manifest.json").read_text())
+    facts["shards"][0]["name"] = name
+    (tmp_path / "manifest.json").write_text(json.dumps(facts))
+    with pytest.raises(TercetError, match=r"manifest\.json is damaged: .*shards\.0\.name") as caught:
+        shards.read_manifest(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_states_of_a_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    assert train(small(run__dir=str(run), train__steps=1)) == 0
+    again = small(run__dir=str(run), train__steps=2, checkpoint__verify=False)
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    for file, path, wrong in (
+        ("run", ["guard"], {"total": "x"}),
+        ("rank-00000", ["state", "rng", "python"], [3, [1], 0]),
+    ):
+        original = (checkpoint / f"{file}.json").read_text()
+        facts = json.loads(original)
+        node = facts
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = wrong
+        (checkpoint / f"{file}.json").write_text(json.dumps(facts))
+        with pytest.raises(TercetError, match=r"step-00000001 has a value of the wrong type: ") as caught:
+            train(again, resume="auto")
+        assert "\n" not in str(caught.value)
+        (checkpoint / f"{file}.json").write_text(original)
+
+
+def test_times_of_a_run_that_are_not_finite(tmp_path, capsys):
+    started = RunStarted(
+        step=0, name="a", steps=9, world_size=1, strategy="single", device="CPU", parameters=1, tokens_per_step=1,
+        accumulation=1,
+    )  # fmt: skip
+    lines = encode(started)
+    for number in (1e308, float("inf"), float("nan")):
+        lines += encode(
+            StepLogged(
+                step=1, loss=number, lr=number, grad_norm=number, tokens=1, tokens_per_s=number, step_seconds=number,
+                data_seconds=number, mfu=None, memory_gib=number, skipped=0, epoch=0, first_step=1, losses=[number] * 3,
+                grad_norms=[number],
+            )
+        )  # fmt: skip
+        (tmp_path / "events_rank0.jsonl").write_text(lines)
+        (tmp_path / "heartbeat_rank0.jsonl").write_text(f'{{"time": {json.dumps(number)}, "for_seconds": "x"}}\n')
+        assert watch_run(tmp_path, once=True) == 0
+        assert "1/9 steps" in capsys.readouterr().out
+
+
+def test_tuning_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr("tercet.attention.hardware.TRITON_INSTALLED", False)
+    assert cli.main(["bench", "tune"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: tercet bench tune times Triton's kernels and Triton is not installed"
+    )
+
+
+def test_flight_records(tmp_path, capsys):
+    folder = tmp_path / "flight_recorder"
+    folder.mkdir()
+    (folder / "rank_0.json").write_text(f'{{"entries": {BROKEN["nested"]}}}')
+    with pytest.raises(TercetError, match=r"rank_0\.json is not a flight record: nested too deeply"):
+        flight(str(tmp_path))
+    entry = {"process_group": ["\x1b[2J", ""], "collective_seq_id": 1, "profiling_name": "gloo:\x1b]0;name"}
+    (folder / "rank_0.json").write_text(json.dumps({"entries": [entry]}))
+    assert flight(str(tmp_path)) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    (folder / "rank_0.json").write_text(json.dumps({"entries": [], "world_size": "many"}))
+    with pytest.raises(TercetError, match="flight_recorder has records with a value of the wrong type"):
+        flight(str(tmp_path))
+
+
+def test_inspecting_shards_escapes_their_manifest(prepared, tmp_path, capsys):
+    facts = json.loads((prepared / "manifest.json").read_text())
+    facts["source"]["source"] = "\x1b[2J"
+    for path in prepared.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "manifest.json").write_text(json.dumps(facts))
+    assert cli.main(["data", "inspect", "--data.source", "shards", "--data.path", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "prepared from \\x1b[2J" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    "text", [f"{'a.' * 50_000}a = 1", f"[{'a.' * 50_000}a]", f"x = {{ {chr(34)}a{chr(34)} {'. a' * 50_000} = 1 }}"]
+)
+def test_keys_of_many_parts_are_refused_at_once(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(TercetError, match="a key has more than 64 parts"):
+        read_toml(path)
+    path.write_text(f'[data]\npath = ["{"a.b-c." * 20}", "x.y"]\n')
+    assert read_toml(path)["data"]["path"][1] == "x.y"

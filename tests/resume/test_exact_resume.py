@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,21 +51,24 @@ def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
     return folder, time.perf_counter() - begun
 
 
-def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[float]) -> list[Child]:
-    """Kill a run after each delay and resume it, until it completes; the last process is not killed."""
-    children = []
+def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[float], counts: Counter[str]) -> Child:
+    """Kill a run after each delay and resume it, until it completes. Returns the last process, which is not killed."""
+    checkpoints = Path(str(config.run.dir)) / "checkpoints"
     for delay in [*delays, None]:
         child = fork_server.start(config, resume="auto")
-        children.append(child)
         if delay is not None:
             time.sleep(delay)
             child.signal(signal.SIGKILL)
         if child.wait() == 0:
-            return children
+            break
         assert child.code == -signal.SIGKILL, child.output
-        for path in complete_checkpoints(Path(str(config.run.dir)) / "checkpoints"):
+        counts["kills"] += 1
+        counts["during a save"] += bool(list(checkpoints.glob(".writing-*")))
+        counts["before the first step"] += "first step" not in child.output
+        for path in complete_checkpoints(checkpoints):
             verify(path)  # what bears a checkpoint's name is whole, whenever the kill came
-    return children
+    assert child.code == 0, child.output
+    return child
 
 
 def test_a_run_killed_at_random_times_resumes_to_the_same_bits(
@@ -71,25 +77,45 @@ def test_a_run_killed_at_random_times_resumes_to_the_same_bits(
     reference, seconds = straight
     draw = random.Random(20)
     folder = tmp_path / "run"
-    children = kill_until_done(fork_server, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(6)])
-    assert children[-1].code == 0, children[-1].output
+    kill_until_done(fork_server, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(6)], Counter())
     assert_same_run(reference, folder)
 
 
+# What the kill matrix runs. Saves every step, so that kills hit saves; the others differ in data, saving and logging.
+KILLED = {
+    "saves every step": {},
+    "synchronous saves, shuffled sequences, validation": {
+        "checkpoint__async_save": False,
+        "checkpoint__every": 3,
+        "data__shuffle_sequences": 8,
+        "train__val_tokens": 128,
+        "train__val_every": 4,
+    },
+    "text files, one log line per 5 steps": {"data__source": "python-source", "checkpoint__every": 2, "log__every": 5},
+}
+
+
 @pytest.mark.slow
-def test_a_hundred_kills_lose_nothing(fork_server: ForkServer, straight: tuple[Path, float], tmp_path: Path) -> None:
-    reference, seconds = straight
+def test_kills_at_random_times_lose_nothing(fork_server: ForkServer, tmp_path: Path, matrix_counts: list[str]) -> None:
+    """TERCET_KILLS sets the number of kills, of up to 10 per run."""
+    wanted, started = int(os.environ.get("TERCET_KILLS", "500")), time.monotonic()
     draw = random.Random(21)
-    kills = 0
-    for attempt in range(200):
-        folder = tmp_path / f"run{attempt}"
-        delays = [draw.uniform(0, seconds * 0.9) for _ in range(10)]
-        children = kill_until_done(fork_server, config_of(folder), delays)
-        kills += sum(c.code == -signal.SIGKILL for c in children)
-        assert_same_run(reference, folder)
-        if kills >= 100:
-            break
-    assert kills >= 100
+    references: dict[str, float] = {}  # seconds of the uninterrupted run
+    for name, changes in KILLED.items():
+        begun = time.perf_counter()
+        assert fork_server.run(config_of(tmp_path / name, **changes)).code == 0
+        references[name] = time.perf_counter() - begun
+    runs, counts = 0, Counter[str]()
+    while counts["kills"] < wanted:
+        name = list(KILLED)[runs % len(KILLED)]
+        folder = tmp_path / "killed"
+        delays = [draw.uniform(0, references[name]) for _ in range(10)]
+        kill_until_done(fork_server, config_of(folder, **KILLED[name]), delays, counts)
+        assert_same_run(tmp_path / name, folder)
+        shutil.rmtree(folder)
+        runs += 1
+    found = ", ".join(f"{count} {what}" for what, count in counts.items())
+    matrix_counts.append(f"{found}; all {runs} runs ended with the same bits ({time.monotonic() - started:.0f} s)")
 
 
 def test_a_kill_during_a_save_loses_only_that_save(
