@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from tercet.attention.kernels import table
+from tercet.attention.kernels.ops import flat
+from tercet.attention.kernels.tma import describable
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- kernel-table:begin -->\n", "<!-- kernel-table:end -->\n"
@@ -66,3 +68,10 @@ def test_settings_of_the_selected_branch_follow_from_dtype_and_sizes() -> None:
     assert found(64, 64, torch.bfloat16, 128) == "head > 128 or select_block > 64"
     assert found(192, 128, torch.bfloat16, 64) == "head > 128 or select_block > 64"
     assert found(96, 128, torch.bfloat16, 64) == "head ≤ 128"
+
+
+def test_expanded_tokens_are_copied_before_tma_reads_them() -> None:
+    x = torch.randn(1, 1, 2, 64, dtype=torch.float16).expand(1, 8, 2, 64)
+    assert describable(flat(x))
+    assert flat(x).stride(1) == 128
+    assert torch.equal(flat(x), x)

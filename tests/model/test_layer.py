@@ -444,3 +444,13 @@ def test_varlen_attn_gets_the_bound_on_document_length(monkeypatch):
 def test_a_query_range_of_dense_attention_runs_on_the_reference():
     q = torch.randn(1, 4, 4, 4)
     assert dense_route(q, q, None, Span(4, 0))[0] == "reference"
+
+
+def test_hooks_on_all_modules_see_the_projections():
+    layer, called = make(), set()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.add(module))
+    try:
+        layer(sequence(9))
+    finally:
+        hook.remove()
+    assert {layer.q_proj, layer.kv_proj, layer.gate.proj, layer.compress_k.up, layer.compress_v.up} <= called

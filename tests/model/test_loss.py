@@ -112,6 +112,17 @@ def test_under_autocast_logits_are_bf16_and_sums_are_fp32():
     assert loss.total.item() != exact.item()
 
 
+def test_a_small_scale_is_not_rounded_to_the_hidden_dtype():
+    """1e-6 is subnormal in fp16, which would be off by 1.3%."""
+    hidden, weight, targets = inputs(20, 30, dtype=torch.float16, ignored=0)
+    weight = weight.detach() * 1000
+    (whole,) = torch.autograd.grad(cross_entropy(hidden, weight, targets).total, hidden)
+    (scaled,) = torch.autograd.grad(cross_entropy(hidden, weight, targets).total * 1e-6, hidden)
+    assert scaled.dtype == torch.float16
+    wanted = whole.double() * 1e-6
+    assert (scaled.double() - wanted).norm() < 5e-4 * wanted.norm()
+
+
 def test_no_grad_computes_no_gradients(monkeypatch):
     hidden, weight, targets = inputs(40, 12)
     asked = []

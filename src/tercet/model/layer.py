@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
@@ -129,9 +130,11 @@ class AttentionLayer(nn.Module):
 def are_plain(*layers: nn.Module) -> bool:
     """Whether these are bare linear layers, whose weights may be multiplied without calling them.
 
-    Adapters, subclasses, parametrizations (which create a subclass) and hooks only act through the layer's call. FSDP2
-    wraps blocks, not the linear layers inside.
+    Adapters, subclasses, parametrizations (which create a subclass) and hooks, also global ones, only act through the
+    layer's call. FSDP2 wraps blocks, not the linear layers inside.
     """
+    if _has_any_global_hook():
+        return False
     for layer in layers:
         if type(layer) is not nn.Linear:
             return False

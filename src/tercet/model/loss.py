@@ -91,8 +91,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = upstream
         d_hidden, d_weight = ctx.saved_tensors
+        if d_hidden is not None:
+            # As a vector, the scale takes part in type promotion: the product is rounded to hidden's dtype once, and no
+            # fp32 copy is made.
+            d_hidden = torch.mul(d_hidden, scale.view(1), out=torch.empty_like(d_hidden))
         return (
-            None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
+            d_hidden,
             None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),
             None,
             None,

@@ -32,7 +32,11 @@ def _fraction(step: int, start: int, end: int) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Weight decay applies to matrices, not to norms, biases and other 1-D parameters."""
+    """Fused AdamW. Weight decay applies to matrices, not to norms, biases and other 1-D parameters.
+
+    Embeddings and φ's position embeddings (`compress_*.position`) count as matrices: exempting them now would change
+    the updates of resumed runs.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -109,8 +109,10 @@ TENSORS, KEPT, GRADIENTS = len(Tensors._fields), len(Kept._fields), len(Gradient
 
 
 def flat(x: Tensor | None) -> Tensor | None:
-    """x itself if one stride addresses token b·T + t, else a contiguous copy."""
-    if x is None or (x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))):
+    """x itself if one stride addresses token b·T + t, else a contiguous copy. TMA takes no stride of 0 (expanded)."""
+    if x is None or (
+        x.stride(-1) == 1 and x.stride(1) > 0 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    ):
         return x
     return x.contiguous()
 
