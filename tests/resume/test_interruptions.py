@@ -22,13 +22,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fork_server import ForkServer
-from runs import losses, small
+from parallel.world import TorchrunRun, flags
+from runs import SMALL, losses, small
 from tercet import atomic_io
 from tercet.config.load import to_toml
 from tercet.data import loader, records
 from tercet.data.stream import BadRecordError, DataError
 from tercet.doctor import machine
 from tercet.errors import TercetError
+from tercet.parallel.launch import Launch
 from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
 from tercet.shell import program
@@ -97,6 +99,42 @@ def test_nohup_keeps_a_run_alive() -> None:
             assert stop.signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_whose_torchrun_was_killed_saves_and_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, step = tmp_path / "run", trainer.train_step
+
+    def orphaned_in_step_3(*arguments: Any, **options: Any) -> Any:
+        if options["step"] == 3:
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+        return step(*arguments, **options)
+
+    torchrun = os.getppid()
+    monkeypatch.setattr(trainer, "train_step", orphaned_in_step_3)
+    monkeypatch.setattr(trainer.Launch, "from_environment", lambda: Launch(by_torchrun=True))
+    assert train(small(run__dir=str(folder), **LONG)) == 143
+    assert (ended(folder).outcome, ended(folder).reason) == ("interrupted", f"torchrun (pid {torchrun}) is gone")
+    assert saved_steps(folder) == [3]
+    assert capfd.readouterr().err.count("is gone: saving after this step, then exiting") == 1
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_torchrun_save_together_and_exit(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = SMALL | {"run.dir": str(folder), "parallel.strategy": "fsdp", "train.tokens_per_step": 256}
+    settings |= {"train.steps": 100_000, "checkpoint.every": 0}
+    with TorchrunRun(tmp_path / "out", 2, "--preset", "tiny", *flags(settings)) as run:
+        run.until("step      9/")
+        run.process.kill()
+        run.process.wait()
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{run.pid(rank)}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline, run.text
+            time.sleep(0.1)
+    assert f"torchrun (pid {run.process.pid}) is gone: saving" in run.text
+    assert saved_steps(folder) == [ended(folder).step]
 
 
 def test_a_second_ctrl_c_exits_immediately(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -409,7 +447,9 @@ def test_two_processes_do_not_share_a_folder(fork_server: ForkServer, tmp_path: 
     first.until("first step")
     second = fork_server.run(small(run__dir=str(tmp_path / "run")), resume="auto")
     assert second.code == 1
-    assert "is in use by another process" in second.output
+    assert (
+        f"is in use by another process (pid {first.pid}): wait for it, stop it with `kill {first.pid}`" in second.output
+    )
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
 

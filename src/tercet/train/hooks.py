@@ -107,9 +107,23 @@ class StopSignals:
     Use as a context manager and check `signal` between steps.
     """
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+    def __init__(self, *, watch_parent: bool = False) -> None:
+        """watch_parent: the end of the parent process counts as SIGTERM. A killed torchrun leaves its ranks running."""
+        self._signal: signal.Signals | None = None
+        self._parent = os.getppid() if watch_parent else None
         self._previous: dict[signal.Signals, object] = {}
+        self.reason = ""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The first signal, None while there is none."""
+        if self._signal is None and self._parent not in (None, os.getppid()):
+            self._stop(signal.SIGTERM, f"torchrun (pid {self._parent}) is gone")
+        return self._signal
+
+    def _stop(self, number: int, reason: str) -> None:
+        self._signal, self.reason = signal.Signals(number), reason
+        _write_stderr(f"{reason}: saving after this step, then exiting (Ctrl-C again exits at once)\n")
 
     def __enter__(self) -> Self:
         numbers = [signal.SIGTERM, signal.SIGINT]
@@ -124,13 +138,12 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self._signal is not None and number == signal.SIGINT:
             # No clean-up: a save in progress is in a temporary folder that is never loaded.
             _write_stderr("exiting immediately; complete checkpoints are intact\n")
             os._exit(128 + number)
-        if self.signal is None:
-            self.signal = signal.Signals(number)
-            _write_stderr(f"{self.signal.name}: saving after this step, then exiting (Ctrl-C again exits at once)\n")
+        if self._signal is None:
+            self._stop(number, signal.Signals(number).name)
 
 
 def _write_stderr(text: str) -> None:
