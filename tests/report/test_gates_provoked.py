@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -138,6 +139,35 @@ def test_a_run_slower_than_its_dense_baseline_is_no_go(healthy, tmp_path):
     assert told.verdict == "NO-GO"
     assert "1.00× dense, below 1.5×" in told.sentence
     assert gate(judge(healthy, baseline, FEW), "throughput").verdict == "GO"
+
+
+def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
+    def throughput(run, length=None, **limits):
+        config = {**run.config, "data.seq_len": length or run.config["data.seq_len"]}
+        run, dense = (dataclasses.replace(r, config=config | {"model.attention": r.config["model.attention"]})
+                      for r in (run, baseline(run)))  # fmt: skip
+        return gate(judge(run, dense, Thresholds(40, **limits)), "throughput")
+
+    def baseline(run):
+        return dense_baseline(run, tmp_path / f"{run.folder.name}-dense-{next(names)}", faster)
+
+    def faster(lines):
+        for line in lines:
+            if line["kind"] == "step":
+                line["tokens_per_s"] *= 2
+
+    names = itertools.count()
+    on_cpu = throughput(healthy)
+    assert on_cpu.verdict == "NOT APPLICABLE"
+    assert "0.50× dense, but ran on a CPU" in on_cpu.sentence
+    ran = on_gpu(healthy, tmp_path / "gpu")
+    assert throughput(ran, 4096).verdict == "NOT APPLICABLE"
+    assert throughput(ran, 8192).verdict == "NO-GO"
+    assert throughput(ran, 4096, dense_ratio=0.9).verdict == "NO-GO"  # a stated ratio counts at any length
+    assert gate(verdict(ran), "throughput").verdict == "NOT APPLICABLE"  # without a baseline
+    dense = dense_baseline(ran, tmp_path / "dense")
+    assert gate(verdict(dense), "throughput").sentence == "this run is dense itself"
+    assert gate(verdict(dense), "selection health").verdict == "NOT APPLICABLE"
 
 
 def test_a_dense_baseline_on_a_slow_backend_proves_nothing(healthy, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from tercet.config.keys import flatten
 from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError
+from tercet.report.commands import _summary
 from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
@@ -29,10 +30,10 @@ def test_a_healthy_run_passes_the_gates_it_tested(healthy):
         "record": "GO",
         "stability": "GO",
         "memory": "GO",
-        "throughput": "NOT TESTED",
-        "routing": "NOT TESTED",
+        "throughput": "NOT APPLICABLE",
+        "routing": "NOT APPLICABLE",
         "selection health": "GO",
-        "fallbacks": "NOT TESTED",
+        "fallbacks": "NOT APPLICABLE",
         "checkpoint and resume": "GO",
         "data": "GO",
         "numerics": "GO",
@@ -40,20 +41,66 @@ def test_a_healthy_run_passes_the_gates_it_tested(healthy):
     assert (judged.verdict, judged.exit_code) == ("NOT TESTED", 4)
     assert rules(healthy) == set()
     assert judged.findings == ()
+    loss = healthy.validations[-1].loss
+    assert (judged.health, judged.headline) == (
+        "healthy",
+        f"Healthy: 60 steps, validation {loss:.{2 if loss >= 1 else 3}f}",
+    )
+    assert judged.sentence == "Nothing failed. Not applicable: throughput, routing, fallbacks."
+
+
+def test_the_headline_says_go_only_for_the_production_gates(healthy, tmp_path):
+    def running(lines):
+        lines[:] = [line for line in lines if line["step"] < 50 and line["kind"] != "validation"]
+
+    lasting = dataclasses.replace(copy(healthy, tmp_path / "running", running), state="running")
+    assert verdict(lasting).headline.startswith("Healthy so far: 48 of 60 steps, training loss ")
+    dead = verdict(dataclasses.replace(lasting, state="gone"))
+    assert (dead.health, dead.word, dead.exit_code) == ("unhealthy", "NO-GO", 3)
+
+
+def test_a_handful_of_steps_is_too_short_to_judge(healthy):
+    few = [e for e in healthy.events[0] if e.step <= 18]
+    started = dataclasses.replace(healthy, events={0: few}, config={**healthy.config, "train.steps": 20})
+    judged = verdict(dataclasses.replace(started, state="running"))
+    assert (judged.health, judged.word, judged.exit_code) == ("unknown", "Too short to judge", 4), judged.sentence
+
+
+def test_verdict_json_keeps_its_words_and_marks_what_does_not_apply(healthy):
+    told = verdict(healthy).as_dict(healthy)
+    assert (told["verdict"], told["exit_code"], told["health"]) == ("NOT TESTED", 4, "healthy")
+    assert {g["verdict"] for g in told["gates"]} == {"GO", "NOT TESTED"}
+    assert [g["name"] for g in told["gates"] if not g["applicable"]] == ["throughput", "routing", "fallbacks"]
 
 
 def test_every_gate_has_a_threshold_and_a_fix_if_it_is_not_go(healthy):
     for g in verdict(healthy).gates:
         assert g.threshold
         assert g.evidence
-        assert g.verdict == "GO" or g.fix
+        assert g.verdict in ("GO", "NOT APPLICABLE") or g.fix
 
 
 def test_too_few_steps_are_not_tested(healthy):
     judged = judge(healthy)  # 60 steps, 500 are needed
     passed = {name for name, v in verdicts(judged).items() if v == "GO"}
     assert passed == {"record", "checkpoint and resume"}
-    assert "fewer than 500 steps (60 logged)" in gate(judged, "stability").sentence
+    short = [g for g in judged.gates if g.short]
+    assert {g.name for g in short} == {"stability", "memory", "selection health", "data", "numerics"}
+    assert all(g.reasons == (("fewer than 500 steps (60 logged)", "train longer"),) for g in short)
+
+
+def test_a_run_without_steps_has_no_range_of_steps(healthy):
+    begun = dataclasses.replace(healthy, events={0: healthy.events[0][:1]}, state="running", config={})
+    (record, *_) = judge(begun).gates
+    assert "no step is logged yet" in record.sentence
+
+
+def test_a_short_run_is_told_so_once(healthy):
+    out = _summary(healthy, judge(healthy), healthy.folder / "report.html")
+    assert out.count("500") == 1
+    assert "Short run: 60 of the 500 steps that GO needs." in out
+    assert "NOT TESTED      memory" in out
+    assert "so far: peak" in out
 
 
 def test_a_stated_target_is_compared_with_the_median(healthy):

@@ -15,6 +15,8 @@ from torch import nn
 import tercet.train.step as step_module
 from tercet.config.sections import HealthConfig
 from tercet.model.compression import Compression
+from tercet.report.gates import Thresholds
+from tercet.report.verdict import judge
 from tercet.telemetry.events import HealthFired, StepLogged
 from tercet.telemetry.health import RULES, HealthMonitor
 from tercet.telemetry.observer import LayerProbe
@@ -169,8 +171,12 @@ def test_a_throughput_drop_is_found(tmp_path, data, monkeypatch):
     assert [f.step for f in fired] == [20]  # once, at the third slow interval in a row
     assert fired[0].sentence.startswith("400 tokens/s up to step 20")
     assert "6,400" in fired[0].sentence
-    assert gate(verdict(found), "throughput").verdict == "NO-GO"
-    assert "dropped" in gate(verdict(found), "throughput").sentence
+    # On a shared CPU a drop is no fault of the run, unless a target was stated.
+    told = gate(verdict(found), "throughput")
+    assert (told.verdict, dict(told.evidence)["drops"][:1]) == ("NOT APPLICABLE", "1")
+    told = gate(judge(found, limits=Thresholds(tokens_per_s=1.0)), "throughput")
+    assert told.verdict == "NO-GO"
+    assert "dropped" in told.sentence
 
 
 def test_a_fallback_is_counted_and_fails_the_verdict(tmp_path, data, monkeypatch):

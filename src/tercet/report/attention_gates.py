@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from tercet.report.gates import Gate, GateBuilder, Thresholds
+from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, is_fastest, unlogged_passes
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved
 
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
-_CPU_FIX = "run it on the GPU you intend to use"
 _SELECTION_FIXES = {
     "gate_collapse": "lower train.lr, or try model.gate=softmax",
     "dead_branch": "remove the branch (model.branches), or check that its keys receive gradients",
@@ -39,7 +38,7 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     elif missing:
         gate.not_tested(f"no pass was counted for layers {', '.join(map(str, missing))}", "")
     if not run.on_gpu:
-        gate.not_tested("ran on a CPU, which has no kernels", _CPU_FIX)
+        gate.not_applicable(ON_CPU)
         return gate.build()
     slow = [
         (layer, branch, route, reason)
@@ -76,7 +75,7 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
     for reason, calls in reasons.most_common(3):
         gate.fail(f"{calls:,} passes fell back: {reason}", _route_fix(reason))
     if not run.on_gpu:
-        gate.not_tested("ran on a CPU, where nothing can fall back", _CPU_FIX)
+        gate.not_applicable(ON_CPU)
     gate.require_steps(run, limits)
     return gate.build(f"none in {unlogged or f'{total:,} passes'}")
 
@@ -99,7 +98,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     )
     sparse = [i for i, kind in enumerate(run.attention) if kind == "nsa"]
     if run.attention and not sparse:
-        gate.not_tested("no layer has sparse attention", "")
+        gate.not_applicable("no layer has sparse attention")
         return gate.build()
     samples = [e for e in run.layers if sparse and all(_has_layer(e, i) for i in sparse)]
     gate.add_evidence("readings", f"{len(samples)} of all {len(sparse)} layers")

@@ -27,7 +27,8 @@ def report(
 ) -> int:
     """Judge runs and write a page for each; with several runs, also a comparison page.
 
-    The exit code is that of the worst verdict: 0 GO, 3 NO-GO, 4 NOT TESTED.
+    The headline says whether a run is healthy; GO also needs every production gate. The exit code is that of the worst
+    verdict: 0 GO, 3 NO-GO, 4 NOT TESTED.
 
     Args:
         runs: Run folders; finished, crashed or still running.
@@ -109,7 +110,7 @@ def _write_comparison(runs: list[Run], verdicts: list[Verdict], pages: list[Path
 
 
 def _summary(run: Run, verdict: Verdict, path: Path) -> str:
-    width = max(len(gate.name) for gate in verdict.gates)
     shown = (*verdict.gates, *verdict.informational)
-    gates = "\n".join(f"  {g.verdict:<10}  {g.name:<{width}}  {g.sentence}" for g in shown)
-    return f"{verdict.verdict}  {run.name} ({run.folder})\n{gates}\n{verdict.sentence}\n{path}"
+    name_width, verdict_width = max(len(g.name) for g in shown), max(len(g.verdict) for g in shown)
+    gates = "\n".join(f"  {g.verdict:<{verdict_width}}  {g.name:<{name_width}}  {g.sentence}" for g in shown)
+    return f"{run.name} ({run.folder})\n{gates}\n{verdict.headline}\n{verdict.sentence}\n{path}"

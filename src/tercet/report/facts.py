@@ -16,6 +16,7 @@ from tercet.report.gates import plural
 from tercet.report.read import Run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
+from tercet.telemetry.sinks import mean_of_last
 from tercet.telemetry.units import duration, quantity
 
 # The page of a long run shows at most this many events.
@@ -73,10 +74,9 @@ def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | Non
         event_count=sum(len(s) for s in run.events.values()),
         samples=run.of(events.Sampled),
         config=[
-            {"key": k, "value": _format_value(v), "origin": run.origins.get(k, "unknown")}
-            for k, v in run.config.items()
+            {"key": k, "value": format_value(v), "origin": run.origins.get(k, "unknown")} for k, v in run.config.items()
         ],
-        environment=[(k, _format_value(v)) for k, v in flatten_table(run.environment).items()],
+        environment=[(k, format_value(v)) for k, v in flatten_table(run.environment).items()],
         doctor=_doctor(run),
         memory=_memory(run),
         dtypes=list(run.dtypes.items()),
@@ -94,11 +94,11 @@ def key_figures(run: Run) -> list[Figure]:
     tokens_per_step = run.started[-1].tokens_per_step
     figures.append(Figure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
     losses = [x for e in run.steps for x in e.losses]
-    finite = [x for x in losses if math.isfinite(x)]
-    if finite:
-        # The stability gate shows means; say that this is the loss of one step.
-        which = "last step" if math.isfinite(losses[-1]) else "last finite step"
-        figures.append(Figure("training loss", f"{finite[-1]:.4f}", f"{which}; {finite[0]:.4f} at first", finite[-1]))
+    smoothed, steps = mean_of_last(losses)
+    if smoothed is not None:
+        first = next(x for x in losses if math.isfinite(x))
+        note = f"mean of the last {plural(steps, 'step')}; {losses[-1]:.4f} in the last, {first:.4f} in the first"
+        figures.append(Figure("training loss", f"{smoothed:.4f}", note, smoothed))
     if run.validations:
         best = min(run.validations, key=lambda e: e.loss)
         loss = run.validations[-1].loss
@@ -293,7 +293,10 @@ def _memory(run: Run) -> list[tuple[str, str]]:
     return [(k.removesuffix("_mib"), f"{record[k]:.1f} MiB") for k in keys if isinstance(record.get(k), (int, float))]
 
 
-def _format_value(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
+def format_value(value: Any) -> str:
+    """A configuration value as shown on the page."""
+    if isinstance(value, dict):  # a part of a mixture
+        return ", ".join(f"{k} {format_value(v)}" for k, v in value.items() if v not in ("", [], {}))
+    if isinstance(value, (list, tuple)):
+        return ("; " if any(isinstance(v, dict) for v in value) else " ").join(map(format_value, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

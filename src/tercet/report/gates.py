@@ -1,6 +1,7 @@
 """What a gate is: a verdict with its threshold, evidence and fixes, and the builder that every gate uses.
 
-A gate is NO-GO if anything failed, NOT TESTED if evidence is missing, and GO only if neither is the case.
+A gate is NO-GO if anything failed, NOT APPLICABLE if this kind of run cannot pass or fail it, NOT TESTED if evidence is
+missing, and GO otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from tercet.report.read import Run
 
-GO, NO_GO, NOT_TESTED = "GO", "NO-GO", "NOT TESTED"
+GO, NO_GO, NOT_TESTED, NOT_APPLICABLE = "GO", "NO-GO", "NOT TESTED", "NOT APPLICABLE"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Thresholds:
     memory_growth: float = 0.05
     memory_growth_gib: float = 0.25
     dense_ratio: float = 1.0
+    dense_length: int = 8192  # shorter sequences need not be as fast as dense: there dense won every measurement
     tokens_per_s: float | None = None
     data_wait: float = 0.10
     bad_records: float = 0.001
@@ -44,12 +46,14 @@ class Gate:
     plot: str | None = None  # anchor of the plot or table that shows it
     fix: str = ""
     reasons: tuple[tuple[str, str], ...] = ()  # (reason, fix) pairs that the sentence joins
+    short: bool = False  # NOT TESTED only because the run has too few steps
 
     def as_dict(self) -> dict[str, Any]:
-        """The gate in verdict.json."""
+        """The gate in verdict.json, where NOT APPLICABLE is NOT TESTED with `applicable` false."""
         return {
             "name": self.name,
-            "verdict": self.verdict,
+            "verdict": NOT_TESTED if self.verdict == NOT_APPLICABLE else self.verdict,
+            "applicable": self.verdict != NOT_APPLICABLE,
             "sentence": self.sentence,
             "threshold": self.threshold,
             "evidence": dict(self.evidence),
@@ -67,6 +71,7 @@ class Gate:
         return dataclasses.replace(self, verdict=NOT_TESTED, sentence=sentence, fix=fix, reasons=((reason, fix),))
 
 
+ON_CPU = "ran on a CPU, which has no kernels"
 INCOMPLETE_RECORD_FIX = "report on a complete run folder"
 
 
@@ -80,6 +85,8 @@ class GateBuilder:
     evidence: list[tuple[str, str]] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     untested: list[tuple[str, str]] = field(default_factory=list)
+    inapplicable: list[tuple[str, str]] = field(default_factory=list)
+    too_short: list[tuple[str, str]] = field(default_factory=list)
 
     def add_evidence(self, name: str, value: object) -> None:
         self.evidence.append((name, str(value)))
@@ -88,25 +95,34 @@ class GateBuilder:
         """Make the gate NO-GO."""
         self.failures.append((sentence, fix))
 
+    def not_applicable(self, sentence: str) -> None:
+        """Make the gate NOT APPLICABLE, unless it is NO-GO."""
+        self.inapplicable.append((sentence, ""))
+
     def not_tested(self, sentence: str, fix: str) -> None:
-        """Make the gate NOT TESTED, unless it is NO-GO."""
+        """Make the gate NOT TESTED, unless it is NO-GO or NOT APPLICABLE."""
         self.untested.append((sentence, fix))
 
     def require_steps(self, run: Run, limits: Thresholds) -> None:
         if run.step < limits.min_steps:
-            self.not_tested(f"fewer than {limits.min_steps} steps ({run.step} logged)", "train longer")
+            self.too_short.append((f"fewer than {limits.min_steps} steps ({run.step} logged)", "train longer"))
 
     def build(self, passed: str = "") -> Gate:
-        """The gate; `passed` is its sentence if it is GO."""
+        """The gate; `passed` is its sentence if it is GO, or would be in a longer run."""
         verdict, reasons = GO, list[tuple[str, str]]()
         if self.failures:
             verdict, reasons = NO_GO, self.failures
-        elif self.untested:
-            verdict, reasons = NOT_TESTED, self.untested
-        sentence = "; ".join(s for s, _ in reasons) if reasons else passed
+        elif self.inapplicable:
+            verdict, reasons = NOT_APPLICABLE, self.inapplicable
+        elif self.untested or self.too_short:
+            verdict, reasons = NOT_TESTED, [*self.untested, *self.too_short]
+        short = verdict == NOT_TESTED and not self.untested
+        # The report says once that a run is short, not in every gate.
+        spoken = [s for s, fix in reasons if (s, fix) not in self.too_short]
+        sentence = "; ".join(spoken) or (f"so far: {passed}" if short else passed)
         fix = "; ".join(dict.fromkeys(f for _, f in reasons if f))
         return Gate(
-            self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, fix, tuple(reasons)
+            self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, fix, tuple(reasons), short
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from tercet.report.figure import (
 from tercet.report.gates import plural
 from tercet.report.read import Run
 from tercet.telemetry.events import CheckpointSaved, HealthFired, StepsSkipped
+from tercet.telemetry.sinks import smoothing_window
 
 PHASES = (
     ("data", ORANGE),
@@ -65,6 +67,23 @@ def step_series(run: Run, name: str) -> list[SeriesRow]:
     return [(steps[i], mean, low, high) for i, mean, low, high in downsample(values) if i < len(steps)]
 
 
+def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
+    """(step, mean of the last losses) at up to `limit` steps, ending with the last: smoothed as `mean_of_last` does."""
+    finite = [(s, x) for e in run.steps for s, x in enumerate(e.losses, e.first_step) if math.isfinite(x)]
+    sums = [0.0, *itertools.accumulate(loss for _, loss in finite)]
+    counts = range(len(finite), 0, -max(1, -(-len(finite) // limit)))
+    windows = [(n, smoothing_window(n)) for n in reversed(counts)]
+    return [(finite[n - 1][0], (sums[n] - sums[n - w]) / w) for n, w in windows]
+
+
+def paint_losses(axes: Any, run: Run, colour: str, label: str) -> None:
+    """The smoothed loss as a line, with every step faint behind it."""
+    x, mean, low, high = zip(*step_series(run, "losses"), strict=True)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(x, mean, color=colour, linewidth=0.6, alpha=0.4)
+    axes.plot(*zip(*smoothed_losses(run), strict=True), color=colour, linewidth=1.7, label=label)
+
+
 def validation_points(run: Run) -> list[tuple[int, float]]:
     """(step, loss) of every finite validation."""
     return [(e.step, e.loss) for e in run.validations if math.isfinite(e.loss)]
@@ -81,14 +100,12 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
-        x, mean, low, high = zip(*rows, strict=True)
         if baseline is not None and dense_rows:
             label = f"baseline {baseline.folder.name}" if loss_mismatch(run, baseline) else "dense baseline"
-            axes.plot(*list(zip(*dense_rows, strict=True))[:2], color=GREY, linewidth=1, label=label)
+            axes.plot(*zip(*smoothed_losses(baseline), strict=True), color=GREY, linewidth=1.3, label=label)
         if dense_validation:
             axes.plot(*zip(*dense_validation, strict=True), "s--", color=GREY, markersize=3, linewidth=0.8)
-        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
-        axes.plot(x, mean, color=BLUE, label="training")
+        paint_losses(axes, run, BLUE, "training, smoothed")
         if validation:
             axes.plot(*zip(*validation, strict=True), "o-", color=ORANGE, markersize=3.5, label="validation")
         _mark_events(axes, run, findings)
@@ -98,7 +115,7 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
         axes.legend(loc="upper right", ncols=2)
 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
-    caption = "Every step; the band is the range within a bin of steps."
+    caption = "Line: mean of the last twentieth of the steps so far. Behind it: every step."
     if limits is not None:
         caption += f" The initial descent from {run.steps[0].losses[0]:.2f} is cut off."
     if skipped:
@@ -218,9 +235,7 @@ def step_time_plot(run: Run) -> Plot | None:
         # The first interval includes warm-up and may be cut off.
         axes.set_ylim(0, min(totals[-1] * 1.05, 1.6 * totals[len(totals) // 2] + 1e-9))
         label_step_axis(axes, "ms per step")
-        axes.legend(
-            loc="upper center", ncols=len(used), bbox_to_anchor=(0.5, 1.16), handlelength=1.0, columnspacing=1.2
-        )
+        axes.legend(loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0), handlelength=1.0, columnspacing=1.2)
 
     saves = run.of(CheckpointSaved)
     blocked = sum(e.blocked_seconds for e in saves)

@@ -9,15 +9,15 @@ from typing import Any
 
 from tercet.errors import TercetError
 from tercet.report.facts import collect_facts
-from tercet.report.gates import GO, NO_GO, NOT_TESTED
+from tercet.report.gates import GO, NO_GO, NOT_APPLICABLE, NOT_TESTED
 from tercet.report.plots import all_plots
 from tercet.report.read import Run
-from tercet.report.verdict import Verdict
+from tercet.report.verdict import HEALTHY, Verdict
 from tercet.terminal import printable
 from tercet.version import __version__
 
 # Verdict -> CSS class
-SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt"}
+SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt", NOT_APPLICABLE: "na"}
 # Evidence keys are part of verdict.json and stay as they are; the page shows clearer labels for these.
 EVIDENCE_LABELS = {
     "dense twin": "dense baseline",
@@ -41,12 +41,18 @@ def environment() -> Any:
         loader=DictLoader(pages), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     env.filters["sign"] = SIGNS.__getitem__
+    env.filters["banner"] = banner_class
     env.filters["svg"] = Markup
     env.filters["sentence"] = _capitalize
     env.filters["label"] = lambda name: EVIDENCE_LABELS.get(name, name)
     env.globals["style"] = Markup((folder / "style.css").read_text(encoding="utf-8"))
     env.globals["version"] = __version__
     return env
+
+
+def banner_class(verdict: Verdict) -> str:
+    """CSS class of the banner: that of the verdict, or `ok` for a healthy run that is not GO."""
+    return "ok" if verdict.verdict == NOT_TESTED and verdict.health == HEALTHY else SIGNS[verdict.verdict]
 
 
 def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
@@ -64,6 +70,7 @@ def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
             anchors=anchors,
             failures=verdict.failures(),
             untested=verdict.untested(),
+            inapplicable=verdict.inapplicable(),
         )
     )
     return html.lstrip()
@@ -73,9 +80,9 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     """A short version for pull requests and mail."""
     facts = collect_facts(run, verdict.findings, baseline)
     lines = [
-        f"# {verdict.verdict}: {_escape(run.name)}",
+        f"# {_escape(verdict.headline)}",
         "",
-        _escape(verdict.sentence),
+        f"{_escape(run.name)}: {verdict.verdict}. {_escape(verdict.sentence)}",
         "",
         f"{_escape(facts.subtitle)}. {_escape(facts.period)}. Folder `{_escape(str(run.folder))}`.",
         "",
@@ -87,7 +94,12 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
         "|---|---|---|---|",
         *(f"| {g.name} | **{g.verdict}** | {_escape(g.sentence)} | {_escape(g.threshold)} |" for g in verdict.gates),
     ]
-    for title, reasons in (("Failed", verdict.failures()), ("Not tested", verdict.untested())):
+    listed = {
+        "Failed": verdict.failures(),
+        "Not tested": verdict.untested(),
+        "Not applicable": verdict.inapplicable(),
+    }
+    for title, reasons in listed.items():
         lines += ["", f"## {title}", ""] if reasons else []
         for sentence, fix, names in reasons:
             arrow = f" → {_escape(fix)}" if fix else ""

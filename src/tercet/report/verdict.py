@@ -1,23 +1,37 @@
 """GO, NO-GO or NOT TESTED, for each gate and for the whole run, computed from the run's events alone.
 
-A run is GO only if every gate is: what was not tested did not pass. Health thresholds in the run's own configuration
-are ignored.
+A run is GO only if every gate is: what was not tested did not pass. The headline also says whether the run is healthy:
+nothing failed in what it did. Health thresholds in the run's own configuration are ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from tercet import hints
 from tercet.report import attention_gates, training_gates
-from tercet.report.gates import GO, INCOMPLETE_RECORD_FIX, NO_GO, NOT_TESTED, Gate, GateBuilder, Thresholds, plural
+from tercet.report.gates import (
+    GO,
+    INCOMPLETE_RECORD_FIX,
+    NO_GO,
+    NOT_APPLICABLE,
+    NOT_TESTED,
+    Gate,
+    GateBuilder,
+    Thresholds,
+    plural,
+)
 from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
 from tercet.telemetry.health import health_findings
 
+HEALTHY, UNHEALTHY, UNKNOWN = "healthy", "unhealthy", "unknown"
+# With fewer steps nobody can say whether the loss falls.
+MIN_HEALTHY_STEPS = 20
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
 # Losses, gradients and speed are the same on every rank: count their findings once, from rank 0.
 _SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
@@ -28,9 +42,14 @@ Reason = tuple[str, str, list[str]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gates of one run and the overall verdict."""
+    """The gates of one run and the overall verdict.
+
+    headline: `word: facts`, such as "Healthy: 500 steps, validation 1.64".
+    """
 
     verdict: str
+    health: str
+    headline: str
     sentence: str
     gates: tuple[Gate, ...]
     thresholds: Thresholds
@@ -41,6 +60,11 @@ class Verdict:
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
 
+    @property
+    def word(self) -> str:
+        """What the headline begins with: GO, NO-GO, Healthy, Healthy so far or Too short to judge."""
+        return self.headline.partition(":")[0]
+
     def failures(self) -> list[Reason]:
         """What failed and how to fix it."""
         return _reasons(self.gates, NO_GO)
@@ -49,10 +73,16 @@ class Verdict:
         """What was not tested and how to test it. A reason that several gates share appears once."""
         return _reasons((*self.gates, *self.informational), NOT_TESTED)
 
+    def inapplicable(self) -> list[Reason]:
+        """What this kind of run cannot pass or fail. The fix is empty."""
+        return _reasons(self.gates, NOT_APPLICABLE)
+
     def as_dict(self, run: Run) -> dict[str, Any]:
         """The contents of verdict.json."""
         return {
             "verdict": self.verdict,
+            "health": self.health,
+            "headline": self.headline,
             "exit_code": self.exit_code,
             "sentence": self.sentence,
             "run": {
@@ -93,8 +123,17 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
         gates = [gate.without_complete_record() for gate in gates]
     all_gates = (record, *gates)
     informational = _multi_device_gate(run)
+    verdict = _overall(all_gates)
+    health = UNHEALTHY if verdict == NO_GO else HEALTHY if run.step >= MIN_HEALTHY_STEPS else UNKNOWN
     return Verdict(
-        _overall(all_gates), _sentence(all_gates, informational), all_gates, limits, tuple(findings), informational
+        verdict,
+        health,
+        _headline(run, verdict, health),
+        _sentence(run, all_gates, informational, limits),
+        all_gates,
+        limits,
+        tuple(findings),
+        informational,
     )
 
 
@@ -109,7 +148,8 @@ def _record_gate(run: Run) -> Gate:
         gate.fail(sentence, INCOMPLETE_RECORD_FIX)
     if len(found) > 4:
         gate.fail(f"and {len(found) - 4} more", "")
-    return gate.build(f"steps 1 to {run.step:,} without gaps, on {plural(run.world_size, 'rank')}")
+    steps = f"steps 1 to {run.step:,} without gaps" if run.step else "no step is logged yet"
+    return gate.build(f"{steps}, on {plural(run.world_size, 'rank')}")
 
 
 def _multi_device_gate(run: Run) -> tuple[Gate, ...]:
@@ -156,15 +196,42 @@ def _overall(gates: tuple[Gate, ...]) -> str:
     verdicts = {gate.verdict for gate in gates}
     if NO_GO in verdicts:
         return NO_GO
-    return NOT_TESTED if NOT_TESTED in verdicts else GO
+    return GO if verdicts == {GO} else NOT_TESTED
 
 
-def _sentence(gates: tuple[Gate, ...], informational: tuple[Gate, ...]) -> str:
-    failed = ", ".join(g.name for g in gates if g.verdict == NO_GO)
-    untested = ", ".join(g.name for g in gates if g.verdict == NOT_TESTED)
-    if failed:
-        return f"Failed: {failed}." + (f" Not tested: {untested}." if untested else "")
-    if untested:
-        return f"Nothing failed, but some gates were not tested: {untested}."
-    more = f" Not tested, and not part of the verdict: {', '.join(g.name for g in informational)}."
-    return f"All {len(gates)} gates passed.{more if informational else ''}"
+def _headline(run: Run, verdict: str, health: str) -> str:
+    """The verdict if it is GO or NO-GO, otherwise the health; then how far the run came and its loss."""
+    if verdict != NOT_TESTED:
+        word = verdict
+    elif health == HEALTHY:
+        word = "Healthy" if run.ended else "Healthy so far"
+    else:
+        word = "Too short to judge"
+    planned = run.started[-1].steps if run.started else run.step
+    facts = [plural(run.step, "step") if run.step == planned else f"{run.step:,} of {plural(planned, 'step')}"]
+    if run.validations:
+        facts.append(f"validation {_short_loss(run.validations[-1].loss)}")
+    elif math.isfinite(loss := training_gates.last_loss(run).value):
+        facts.append(f"training loss {_short_loss(loss)}")
+    return f"{word}: {', '.join(facts)}"
+
+
+def _short_loss(loss: float) -> str:
+    return f"{loss:.2f}" if loss >= 1 else f"{loss:.3f}"
+
+
+def _sentence(run: Run, gates: tuple[Gate, ...], informational: tuple[Gate, ...], limits: Thresholds) -> str:
+    def names(verdict: str) -> str:
+        return ", ".join(g.name for g in gates if g.verdict == verdict and not g.short)
+
+    if all(gate.verdict == GO for gate in gates):
+        more = f" Not tested, and not part of the verdict: {', '.join(g.name for g in informational)}."
+        return f"All {len(gates)} gates passed.{more if informational else ''}"
+    parts = [f"Failed: {failed}." if (failed := names(NO_GO)) else "Nothing failed."]
+    if any(gate.short for gate in gates):
+        parts.append(f"Short run: {run.step:,} of the {limits.min_steps:,} steps that GO needs.")
+    if untested := names(NOT_TESTED):
+        parts.append(f"Not tested: {untested}.")
+    if inapplicable := names(NOT_APPLICABLE):
+        parts.append(f"Not applicable: {inapplicable}.")
+    return " ".join(parts)
