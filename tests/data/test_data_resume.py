@@ -186,6 +186,13 @@ def test_a_cursor_of_version_0_1_has_no_file_contents_and_resumes(kind, configs,
     assert all(same(a, b) for a, b in zip(straight[2:], resumed, strict=True))
 
 
+@pytest.mark.parametrize("damage", [{"identity": 5}, {"identity": {"source": {}, "contents": []}}, {"cursor": 7}])
+def test_a_damaged_cursor_is_one_line(damage, configs, read):
+    state = read(configs["jsonl"], 1)[-1].state | damage
+    with pytest.raises(DataError, match="damaged|changed"):
+        read(configs["jsonl"], 1, state=state)
+
+
 def test_an_indivisible_batch_is_rejected(configs):
     with pytest.raises(DataError, match="batch_sequences=6 is not a multiple of world_size=4: use 8"):
         build_loader(configs["jsonl"], seed=1, batch_sequences=6, world_size=4)

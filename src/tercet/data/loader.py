@@ -24,6 +24,8 @@ from tercet.data.stream import DataError, DataUsageError, DocumentStream
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.parse import one_line_errors
 
+DAMAGED_CURSOR = "the data cursor of the checkpoint is damaged: use an earlier one"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -136,7 +138,8 @@ def build_loader(
     for files in stream.files.values():
         _ = files.contents  # computed now, or the prefetch thread and its caller would both do it
     if state is not None:
-        state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
+        with one_line_errors(DataError, DAMAGED_CURSOR):
+            state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
     share = batch_sequences // world_size
     packing = Packing(
         seq_len=data.seq_len,
@@ -168,8 +171,8 @@ def _match_files(
     for source, files in stream.files.items():
         mixed = isinstance(now.get(source), dict)
         was, is_ = (identity.get(source, {}) if mixed else identity for identity in (before, now))
-        changed = {key: is_[key] for key in ("files", "shards", "contents") if key in was and was[key] != is_.get(key)}
-        if changed and changed.keys() <= is_.keys():
+        keys = was.keys() & is_.keys() & {"files", "shards", "contents"}
+        if changed := {key: is_[key] for key in keys if was[key] != is_[key]}:
             changes.append(f"{source}: {describe_changes(file_lists, was.get('contents'), files)}")
             was.update(changed)
     if changes and not accept:
@@ -188,7 +191,7 @@ def _match_files(
 def _check_cursor(packed: PackedBatches) -> PackedBatches:
     """Report a damaged cursor, which reading the first batch uses, in one line."""
     try:
-        with one_line_errors(DataError, "the data cursor of the checkpoint is damaged: use an earlier one"):
+        with one_line_errors(DataError, DAMAGED_CURSOR):
             first = next(packed, None)
         if first is not None:
             yield first

@@ -30,7 +30,7 @@ LOCK = "lock"
 ENVIRONMENT = "env.json"
 FILE_LISTS = "data_files"  # a file list for each source of data, named by its hash
 # What a new run's folder may hold: what other ranks and launchers create, and logs that the shell has opened.
-EXPECTED = (LOCK, "checkpoints", flight_recorder.FOLDER, "log", "logs", "*.log", "*.out", "*.err", ".*")
+EXPECTED = (LOCK, "checkpoints", flight_recorder.FOLDER, "log", "logs", "*.log", "*.out", "*.err", ".*", "lost+found")
 
 
 class RunFolder:
