@@ -6,6 +6,7 @@ would copy torch's thread pools in an unknown state.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import traceback
 from pathlib import Path
@@ -129,6 +131,21 @@ def _train() -> int:
     except TercetError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _main_on_terminal() -> int:
+    """In a child: `tercet` in a new session, on the terminal in sys.argv, with the arguments after it."""
+    from tercet.cli import main
+
+    terminal, *arguments = sys.argv[1:]
+    os.setsid()
+    handle = os.open(terminal, os.O_RDWR)
+    fcntl.ioctl(handle, termios.TIOCSCTTY, 0)
+    for stream in range(3):
+        os.dup2(handle, stream)
+    os.close(handle)
+    sys.argv = ["tercet", *arguments]
+    return main()
 
 
 def _run_child(order: dict[str, Any]) -> None:

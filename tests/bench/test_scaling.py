@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tercet.attention.config import NSAConfig
 from tercet.bench.scaling import cases, context_traffic, outlook, seven_billion, shard_bytes, table
 from tercet.config.load import load
 from tercet.model.cost import parameters
-
-FAKE = """
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from tercet.config.load import load
 from tercet.model.transformer import Transformer
 
-ranks = 64
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-with torch.device("meta"):
-    model = Transformer(load(preset="m7c").config.model)
-mesh = init_device_mesh("cpu", (ranks,))
-for block in model.blocks:
-    fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
-print(sum(p.to_local().numel() for p in model.parameters()))
-"""
+RANKS = 64
 
 
-def test_a_rank_holds_its_share_of_the_weights_and_little_more():
-    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, check=True)
-    held = int(done.stdout.split()[-1])
-    expected = shard_bytes(load(preset="m7c").config.model, 64) / 16
+def print_shard_size() -> int:
+    """In a child process: shard a model with PyTorch, and print how many weights rank 0 holds."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    with torch.device("meta"):
+        model = Transformer(load(preset="m7c").config.model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    print(sum(p.to_local().numel() for p in model.parameters()))
+    return 0
+
+
+def test_a_rank_holds_its_share_of_the_weights_and_little_more(fork_server):
+    child = fork_server.call("bench.test_scaling:print_shard_size")
+    assert child.wait() == 0, child.output
+    held = int(child.output.split()[-1])
+    expected = shard_bytes(load(preset="m7c").config.model, RANKS) / 16
     # rank 0 has the larger part of what does not divide: rows are not split
     assert expected <= held < 1.1 * expected
 

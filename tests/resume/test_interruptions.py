@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -10,8 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,23 +68,17 @@ def test_a_signal_saves_the_current_step_and_prints_how_to_resume(
     assert max(losses(folder)) == last.step
 
 
-def test_a_lost_terminal_saves_the_current_step(tmp_path: Path) -> None:
+def test_a_lost_terminal_saves_the_current_step(fork_server: ForkServer, tmp_path: Path) -> None:
     folder, config = tmp_path / "run", tmp_path / "config.toml"
     config.write_text(to_toml(small(**LONG)))
     controller, terminal = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tercet", "train", "--config", str(config), "--run.dir", str(folder)],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(terminal)
+    command = ("train", "--config", str(config), "--run.dir", str(folder))
+    child = fork_server.call("fork_server:_main_on_terminal", os.ttyname(terminal), *command)
     while ended_step(folder) < 3:
         os.read(controller, 65536)
+    os.close(terminal)
     os.close(controller)
-    assert process.wait(60) == 128 + signal.SIGHUP
+    assert child.wait(60) == 128 + signal.SIGHUP
     assert saved_steps(folder) == [ended(folder).step]
 
 
