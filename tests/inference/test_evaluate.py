@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -194,6 +195,15 @@ def test_the_map_shows_the_blocks_that_the_layers_read():
     spans = [part.partition('"')[0] for part in told.split('<span class="')[1:]]
     assert [i for i, kind in enumerate(spans) if kind == "forced"] == sorted(found[0].forced(t))
     assert len(spans) == t // size + 1
+
+
+def test_the_map_fits_any_screen_and_has_a_token_axis():
+    model = language_model()
+    told = selection_page([65] * 80, model.tokenizer, record_selections(model, [65] * 80))
+    assert 'name="viewport"' in told
+    assert not re.findall(r"<svg[^>]* width=", told)  # as wide as the screen
+    assert re.findall(r">([\d,]+)</i>", told.partition("<h2>Blocks chosen")[2]) == ["0", "20", "40", "60"]
+    assert told.count("<div>token</div>") == 2
 
 
 def test_only_selected_blocks_influence_a_query():

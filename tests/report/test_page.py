@@ -17,8 +17,9 @@ from tercet.report import render, side_by_side
 from tercet.report.commands import report
 from tercet.report.facts import collect_facts
 from tercet.report.figure import _VARIABLES
-from tercet.report.plots import loss_axis_limits, loss_plot
+from tercet.report.plots import loss_axis_limits, loss_plot, smoothed_losses
 from tercet.report.read import read_run
+from tercet.telemetry.sinks import summarise
 from watched import copy, dense_baseline, gate, verdict
 
 NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
@@ -74,6 +75,14 @@ def test_plots_take_their_colours_from_the_page(page):
     assert "prefers-color-scheme: dark" in page
 
 
+def test_text_on_plots_is_readable_on_a_phone(page):
+    drawings = re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+) [^>]*>(.*?)</svg>', page, re.S)
+    assert len(drawings) >= 10
+    for width, drawing in drawings:
+        smallest = min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawing))
+        assert smallest * 340 / float(width) >= 10  # px on a screen of 390
+
+
 def test_all_text_of_a_run_is_escaped(healthy, tmp_path, no_plots):
     def nasty(lines):
         for line in lines:
@@ -100,20 +109,26 @@ def test_a_loss_on_the_page_names_its_steps(healthy):
     assert len(losses) == 60
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
-    assert (figure.value, figure.note) == (f"{losses[-1]:.4f}", f"last step; {losses[0]:.4f} at first")
+    note = f"mean of the last 5 steps; {losses[-1]:.4f} in the last, {losses[0]:.4f} in the first"
+    assert (figure.value, figure.note) == (f"{last:.4f}", note)
+    assert smoothed_losses(healthy)[-1] == (60, pytest.approx(last))  # the line on the plot ends there
+    assert len(smoothed_losses(healthy, 7)) <= 7
+    assert smoothed_losses(healthy, 7)[-1][0] == 60
+    assert summarise(healthy.events[0])["smoothed_loss"] == pytest.approx(last)  # and the run's last line says it
     judged = gate(verdict(healthy), "stability")
     assert f"from {first:.3f} (mean of the first 5 steps) to {last:.3f} (mean of the last 5 steps)" in judged.sentence
     shown = f"{first:.4f} → {last:.4f} (mean of the first 5 steps, mean of the last 5 steps)"
     assert ("training loss", shown) in judged.evidence
 
 
-def test_a_run_that_ends_in_nan_shows_its_last_finite_loss(healthy):
+def test_a_run_that_ends_in_nan_shows_its_last_finite_losses(healthy):
     whole = healthy.steps[-1]
     cut = dataclasses.replace(whole, losses=[*whole.losses[:-1], float("nan")])
     healthy = dataclasses.replace(healthy, events={**healthy.events, 0: swapped(healthy.events[0], whole, cut)})
     (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
-    assert figure.value == f"{whole.losses[-2]:.4f}"
-    assert figure.note.startswith("last finite step; ")
+    finite = [x for e in healthy.steps for x in e.losses][:-1]
+    assert figure.value == f"{sum(finite[-5:]) / 5:.4f}"
+    assert figure.note.startswith("mean of the last 5 steps; nan in the last")
 
 
 def swapped(events, old, new):
@@ -217,7 +232,9 @@ def test_the_command_writes_page_markdown_and_verdict_and_returns_the_exit_code(
     assert {g["name"] for g in told["gates"]} >= {"stability", "routing", "numerics"}
     assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
     assert "**NOT TESTED**" in (tmp_path / "out" / "report.md").read_text()
-    assert "NOT TESTED  routing" in capsys.readouterr().out
+    assert re.search(r"^  NOT APPLICABLE +routing ", out := capsys.readouterr().out, re.M)
+    assert out.splitlines()[-3] == told["headline"]
+    assert told["headline"].startswith("Healthy: 60 steps, validation ")
 
 
 def test_min_steps_cannot_be_lowered(healthy, tmp_path):
@@ -246,6 +263,48 @@ def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plot
     for _, attrs in Tags(page).tags:
         if attrs.get("href", "").endswith("report.html"):
             assert (tmp_path / "both" / attrs["href"]).resolve().exists()
+
+
+def columns_of(runs):
+    pages = [run.folder / "report.html" for run in runs]
+    return side_by_side.columns(runs, [verdict(r) for r in runs], pages, runs[0].folder)
+
+
+def test_every_run_of_a_comparison_is_compared_with_the_first(healthy, tmp_path):
+    def faster(lines):
+        for line in lines:
+            if line["kind"] == "step":
+                line["tokens_per_s"] *= 10
+
+    runs = [healthy, copy(healthy, tmp_path / "b", faster), copy(healthy, tmp_path / "c")]
+    rows = {row["name"]: row["cells"] for row in side_by_side._figure_rows(columns_of(runs))}
+    assert [c["ratio"] for c in rows["tokens/s"]] == ["", "10.000×", "1.000×"]
+    assert side_by_side.loss_caution(runs) == ""
+
+
+def test_losses_of_other_tokenizers_are_compared_per_byte(healthy, tmp_path):
+    def words(lines):
+        for line in lines:
+            if line["kind"] == "validation":
+                line |= {"loss": 3 * line["loss"], "bytes": 4 * line["tokens"]}
+
+    other = copy(healthy, tmp_path / "words", words)
+    other = dataclasses.replace(other, config={**other.config, "data.tokenizer": "words.json"})
+    rows = {row["name"]: row["cells"] for row in side_by_side._figure_rows(columns_of([healthy, other]))}
+    assert rows["validation loss (other tokens)"][1]["ratio"] == ""
+    assert rows["bits per byte"][1]["ratio"] == "0.750×"
+    assert "data.tokenizer differs" in side_by_side.loss_caution([healthy, other])
+
+
+def test_parts_of_a_mixture_are_compared_by_name():
+    def mixed(*weights):
+        parts = [{"source": "text", "name": n, "weight": w, "path": [n]} for n, w in zip("ab", weights, strict=True)]
+        return side_by_side.expand_mixture({"data.source": "mixture", "data.mixture": parts})
+
+    rows = side_by_side.differences([mixed(3.0, 1.0), mixed(1.0, 1.0), {"data.source": "text"}])
+    cells = {row["key"]: row["cells"] for row in rows}
+    assert cells["data.mixture a, share"] == ["75.0%", "50.0%", "–"]
+    assert cells["data.mixture b, path"] == ["b", "b", "–"]
 
 
 def test_a_run_is_not_compared_with_itself_under_any_path(healthy, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.atomic_io import atomic_write
+from tercet.inference.plots import text_colour
 
 
 def heat_maps(result: dict[str, Any], picture: Path) -> list[str]:
@@ -24,28 +25,27 @@ def heat_maps(result: dict[str, Any], picture: Path) -> list[str]:
     no_kernels = " (no kernels)" * ((result.get("checked") or {}).get("correct", True) is None)
     rows = sorted(result["results"], key=lambda r: bool(r.get("packed")))  # packed rows last: they overwrite plain ones
     lengths, batches = sorted({r["length"] for r in rows}), sorted({r["batch"] for r in rows})
-    pyplot.rcParams |= {"font.size": 8, "svg.hashsalt": "tercet"}  # the salt makes SVG files reproducible
-    figure, axes = pyplot.subplots(1, 3, figsize=(3 + 2.1 * len(batches), 1.5 + 0.5 * len(lengths)), squeeze=False)
+    pyplot.rcParams |= {"font.size": 9, "svg.hashsalt": "tercet"}  # the salt makes SVG files reproducible
+    # One above the other: side by side, the text would be too small on a phone.
+    size = (max(4.0, 1.2 + 0.9 * len(batches)), 3 * (1.0 + 0.4 * len(lengths)))
+    figure, axes = pyplot.subplots(3, 1, figsize=size, layout="constrained")
     panels: list[tuple[str, Callable[[dict[str, Any]], float | None], str]] = [
         ("NSA, thousand tokens/s", lambda r: _thousand_tokens_per_s(r, "nsa"), ".0f"),
         ("dense, thousand tokens/s", lambda r: _thousand_tokens_per_s(r, "dense"), ".0f"),
         (f"NSA, × dense{no_kernels}", lambda r: r["times_dense"], ".2f"),
     ]
-    for axis, (title, value, form) in zip(axes[0], panels, strict=True):
+    for axis, (title, value, form) in zip(axes, panels, strict=True):
         values = {(r["length"], r["batch"]): value(r) for r in rows}
         grid = [[values.get((l, b)) for b in batches] for l in lengths]
-        axis.imshow([[float("nan") if n is None else n for n in line] for line in grid], aspect="auto")
-        known = [n for n in values.values() if n is not None]
-        middle = (min(known) + max(known)) / 2 if known else 0.0
+        image = axis.imshow([[float("nan") if n is None else n for n in line] for line in grid], aspect="auto")
         for y, line in enumerate(grid):
             for x, number in enumerate(line):
                 if number is not None:
-                    color = "black" if number > middle else "white"  # large values have light cells
-                    axis.text(x, y, format(number, form), ha="center", va="center", color=color)
+                    colour = text_colour(image, number)
+                    axis.text(x, y, format(number, form), ha="center", va="center", color=colour)
         axis.set(title=title, xlabel="batch", ylabel="length")
         axis.set_xticks(range(len(batches)), [str(b) for b in batches])
         axis.set_yticks(range(len(lengths)), [str(l) for l in lengths])
-    figure.tight_layout()
     form = picture.suffix.removeprefix(".") or "png"
     with atomic_write(picture) as temporary:
         figure.savefig(temporary, format=form, metadata={"Date": None} if form == "svg" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tercet.report.figure import BLUE, GREEN, ORANGE, RED, Plot, draw, integer_ticks, label_step_axis
@@ -22,22 +23,24 @@ def gate_share_plot(run: Run) -> Plot | None:
     top = max([2 / 3, *shares])
     layers = _layer_range(samples)
 
-    def paint(figure: Any) -> None:
-        panels = figure.subplots(1, 3, sharey=True)
-        for axes, branch in zip(panels, BRANCHES, strict=True):
+    def panel(branch: str) -> Callable[[Any], None]:
+        def paint(figure: Any) -> None:
+            axes = figure.subplots()
             shares_of = [getattr(e, f"gate_share_{branch}") for e in columns]
             table = [[_nan_if_none(values[i]) for values in shares_of] for i in layers]
             image = _draw_heatmap(axes, table, columns, top)
             axes.set_title(branch)
-        panels[0].set_ylabel("layer")
-        bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.02)
-        bar.outline.set_visible(False)
-        ticks = [(v, t) for v, t in ((0, "0"), (1 / 3, "⅓"), (2 / 3, "⅔"), (1, "1")) if v <= top + 1e-9]
-        bar.set_ticks([v for v, _ in ticks], labels=[t for _, t in ticks])
+            axes.set_ylabel("layer")
+            bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+            bar.outline.set_visible(False)
+            ticks = [(v, t) for v, t in ((0, "0"), (1 / 3, "⅓"), (2 / 3, "⅔"), (1, "1")) if v <= top + 1e-9]
+            bar.set_ticks([v for v, _ in ticks], labels=[t for _, t in ticks])
+
+        return paint
 
     height = 1.5 + 0.1 * min(len(layers), 20)
     caption = "Each branch's share of the three gates, by layer over time. All start at one third."
-    return Plot("gates", "Gate shares", caption, draw(paint, width=11.4, height=height), wide=True)
+    return Plot("gates", "Gate shares", caption, "".join(draw(panel(b), height=height) for b in BRANCHES), wide=True)
 
 
 def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObserved], top: float) -> Any:
@@ -54,6 +57,7 @@ def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObser
     )
     axes.grid(False)
     axes.set_xlabel("step")
+    integer_ticks(axes.xaxis, 5)
     integer_ticks(axes.yaxis)
     return image
 
@@ -63,13 +67,10 @@ def gate_trend_plot(run: Run) -> Plot | None:
     if len(samples) < 2:
         return None
 
-    def paint(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        x = [e.step for e in samples]
-        for axes, rows in (
-            (left, (("gate_entropy", BLUE, "entropy (nats)"), ("gate_collapse", RED, "collapsed"))),
-            (right, (("selected_forced", ORANGE, "forced"), ("selected_overlap", GREEN, "overlap with last token"))),
-        ):  # fmt: skip
+    def panel(rows: tuple[tuple[str, str, str], ...], top: float) -> Callable[[Any], None]:
+        def paint(figure: Any) -> None:
+            axes = figure.subplots()
+            x = [e.step for e in samples]
             for name, colour, label in rows:
                 bands = [[v for v in getattr(e, name) if v is not None] or [math.nan] for e in samples]
                 axes.fill_between(
@@ -77,14 +78,18 @@ def gate_trend_plot(run: Run) -> Plot | None:
                 )
                 axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label)
             label_step_axis(axes, "")
-            axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.2))
-        left.set_ylim(0, math.log(3) * 1.05)
-        right.set_ylim(0, 1.05)
+            axes.set_ylim(0, 1.05 * top)
+            axes.legend(loc="lower center", ncols=2, bbox_to_anchor=(0.5, 1.0))
 
-    caption = "Mean and range over layers. Equal gates have entropy 1.10; the other values are shares."
-    return Plot(
-        "selection_health", "Gates and selection over time", caption, draw(paint, width=11.4, height=2.4), wide=True
+        return paint
+
+    gates = panel((("gate_entropy", BLUE, "entropy (nats)"), ("gate_collapse", RED, "collapsed")), math.log(3))
+    selection = panel(
+        (("selected_forced", ORANGE, "forced"), ("selected_overlap", GREEN, "overlap with last token")), 1
     )
+    caption = "Mean and range over layers. Equal gates have entropy 1.10; the other values are shares."
+    svg = draw(gates, height=2.4) + draw(selection, height=2.4)
+    return Plot("selection_health", "Gates and selection over time", caption, svg, wide=True)
 
 
 def selection_plot(run: Run) -> Plot | None:
@@ -98,31 +103,38 @@ def selection_plot(run: Run) -> Plot | None:
     shares = [[v / max(1, sum(row)) for v in row[:used]] for row in totals]
     labels = ["0", "1", *(f"{2 ** (k - 1)}–{2**k - 1}" for k in range(2, used))][:used]
 
-    def paint(figure: Any) -> None:
-        left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-        image = left.imshow(
+    def label_distances(axes: Any) -> None:
+        axes.set_xticks(range(used), labels, rotation=40 if used > 4 else 0, ha="right" if used > 4 else "center")
+        axes.set_xlabel("distance from the query's block (blocks)")
+
+    def by_layer(figure: Any) -> None:
+        axes = figure.subplots()
+        image = axes.imshow(
             shares, aspect="auto", interpolation="nearest", cmap="viridis", origin="lower", vmin=0,
             extent=(-0.5, used - 0.5, -0.5, len(layers) - 0.5),
         )  # fmt: skip
-        left.grid(False)
-        left.set_ylabel("layer")
-        integer_ticks(left.yaxis)
-        bar = figure.colorbar(image, ax=left, fraction=0.05, pad=0.02)
+        axes.grid(False)
+        axes.set_ylabel("layer")
+        integer_ticks(axes.yaxis)
+        bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
         bar.outline.set_visible(False)
+        label_distances(axes)
+
+    def over_all(figure: Any) -> None:
+        axes = figure.subplots()
         overall = [sum(column) for column in zip(*(row[:used] for row in totals), strict=True)]
-        right.bar(range(used), [v / sum(overall) for v in overall], color=BLUE, width=0.8)
-        right.grid(axis="x", visible=False)
-        right.set_ylabel("share of selected blocks")
-        for axes in (left, right):
-            axes.set_xticks(range(used), labels, rotation=40 if used > 6 else 0, ha="right" if used > 6 else "center")
-            axes.set_xlabel("distance from the query's block (blocks)")
+        axes.bar(range(used), [v / sum(overall) for v in overall], color=BLUE, width=0.8)
+        axes.grid(axis="x", visible=False)
+        axes.set_ylabel("share of selected blocks")
+        label_distances(axes)
 
     caption = (
-        "How far back the selected blocks are, by layer (left) and over all layers (right). "
+        "How far back the selected blocks are, by layer and over all layers. "
         f"Last {len(last)} samples, up to step {samples[-1].step}."
     )
-    height = 1.9 + 0.08 * min(len(layers), 20)
-    return Plot("selection", "Selection map and distances", caption, draw(paint, width=11.4, height=height), wide=True)
+    height = 2.2 + 0.08 * min(len(layers), 20)
+    svg = draw(by_layer, height=height) + draw(over_all, height=height)
+    return Plot("selection", "Selection map and distances", caption, svg, wide=True)
 
 
 def _sparse_samples(run: Run) -> list[LayersObserved]:

@@ -25,8 +25,8 @@ _STYLE: Any = {
     "svg.fonttype": "none",  # keep text as text: searchable and in the page's font
     "svg.hashsalt": "tercet",  # reproducible output
     "text.parse_math": False,  # run names may contain dollar signs
-    "font.size": 9,
-    "axes.titlesize": 9,
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
     "axes.edgecolor": LINE,
     "axes.labelcolor": MUTED,
     "axes.titlecolor": INK,
@@ -43,7 +43,7 @@ _STYLE: Any = {
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.4,
     "legend.frameon": False,
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "figure.constrained_layout.use": True,
 }
 
@@ -55,12 +55,15 @@ class Plot:
     anchor: str
     title: str
     caption: str
-    svg: str
+    svg: str  # several panels are several <svg> elements, which wrap on a narrow screen
     wide: bool = False
 
 
-def draw(paint: Callable[[Any], None], *, width: float = 5.6, height: float = 2.7) -> str:
-    """Call `paint` with an empty matplotlib figure and return the result as an <svg> element."""
+def draw(paint: Callable[[Any], None], *, width: float = 4.0, height: float = 2.6) -> str:
+    """Call `paint` with an empty matplotlib figure and return the result as an <svg> element.
+
+    The default width shows text at about its nominal size both on a phone and in the three columns of a wide screen.
+    """
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -114,10 +117,10 @@ def label_step_axis(axes: Any, ylabel: str) -> None:
     integer_ticks(axes.xaxis)
 
 
-def integer_ticks(axis: Any) -> None:
+def integer_ticks(axis: Any, count: int = 6) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axis.set_major_locator(MaxNLocator(nbins=count, integer=True))
 
 
 def abbreviate_y_ticks(axes: Any) -> None:

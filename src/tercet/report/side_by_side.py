@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tercet.config.keys import flatten_table
-from tercet.report.facts import Facts, collect_facts, key_figures
+from tercet.report.facts import Facts, Figure, collect_facts, format_value, key_figures
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, downsample, draw, label_step_axis
-from tercet.report.plots import loss_axis_limits, step_series, validation_points
+from tercet.report.plots import loss_axis_limits, paint_losses, step_series, validation_points
 from tercet.report.read import Run
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
+
+# Settings that decide which text a loss is measured on.
+_LOSS_KEYS = ("data.source", "data.path", "data.python", "data.mixture", "data.synthetic", "data.hub", "data.tokenizer",
+              "data.separator", "data.text_field", "data.prompt_field", "data.validation", "data.seq_len")  # fmt: skip
+# Figures that mean something else with another tokenizer.
+_PER_TOKEN = ("tokens", "training loss", "validation loss", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,8 @@ def comparison_page(runs: list[Column], created: str) -> str:
             figures=_figure_rows(runs),
             gates=_gate_rows(runs),
             plots=_plots(runs),
-            differences=differences([c.run.config for c in runs]),
+            caution=loss_caution([c.run for c in runs]),
+            differences=differences([expand_mixture(c.run.config) for c in runs]),
             environments=[
                 row for row in differences([flatten_table(c.run.environment) for c in runs]) if row["key"] != "started"
             ],
@@ -67,21 +75,63 @@ def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
     for key in keys:
         cells = [table.get(key, "–") for table in tables]
         if any(c != cells[0] for c in cells):
-            rows.append({"key": key, "cells": [str(c) for c in cells]})
+            rows.append({"key": key, "cells": [format_value(c) for c in cells]})
     return rows
+
+
+def expand_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with one row per value of each part of a mixture, and the share of each part."""
+    expanded = dict(config)
+    parts = expanded.pop("data.mixture", None) or []
+    total = sum(part.get("weight", 1.0) for part in parts)
+    for part in parts:
+        name = part.get("name") or part.get("source", "part")
+        expanded[f"data.mixture {name}, share"] = f"{part.get('weight', 1.0) / total:.1%}"
+        for key, value in flatten_table(part).items():
+            if key not in ("name", "weight") and value not in ("", [], ()):
+                expanded[f"data.mixture {name}, {key}"] = value
+    return expanded
+
+
+def loss_caution(runs: Sequence[Run]) -> str:
+    """Which settings make the losses of these runs incomparable; empty if none does."""
+    keys = [row["key"] for row in differences([run.config for run in runs]) if row["key"].startswith(_LOSS_KEYS)]
+    return f"The losses are of different data: {', '.join(keys)} differ{'s' * (len(keys) == 1)}." if keys else ""
 
 
 def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
-    tables = [{f.name: f for f in key_figures(c.run)} for c in runs]
+    """One row per figure: each run's value, and how many times the first run's it is."""
+    tables = [{f.name: f for f in _with_bits_per_byte(c.run)} for c in runs]
+    same_tokens = len({c.run.config.get("data.tokenizer") for c in runs}) == 1
     rows = []
     for name in dict.fromkeys(n for t in tables for n in t):
-        found = [t.get(name) for t in tables]
-        numbers = [f.number if f else None for f in found]
-        first, second = numbers[0], numbers[-1]
-        ratio = f"{second / first:.3f}" if len(runs) == 2 and first and second else ""
-        shown = [f"{f.value} ({f.note})" if f and f.note else (f.value if f else "–") for f in found]
-        rows.append({"name": name, "shown": shown, "ratio": ratio})
+        found = [t.get(name) or Figure(name, "–") for t in tables]
+        comparable = same_tokens or name not in _PER_TOKEN
+        first = found[0].number
+        cells = [
+            {"value": f.value, "note": f.note, "ratio": f"{f.number / first:.3f}×"}
+            if i and comparable and first and f.number
+            else {"value": f.value, "note": f.note, "ratio": ""}
+            for i, f in enumerate(found)
+        ]
+        rows.append({"name": name if comparable else f"{name} (other tokens)", "cells": cells})
     return rows
+
+
+def _with_bits_per_byte(run: Run) -> list[Figure]:
+    """The key figures, and the validation loss in a unit that does not depend on the tokenizer, if that is known."""
+    figures = key_figures(run)
+    last = run.validations[-1] if run.validations else None
+    if last is None:
+        return figures
+    # Logs of early versions lack the bytes; there, only the byte tokenizer's are known.
+    size = last.tokens if last.bytes is None and run.config.get("data.tokenizer") == "byte" else last.bytes
+    if not size:
+        return figures
+    bits = last.loss * last.tokens / size / math.log(2)
+    figure = Figure("bits per byte", f"{bits:.4f}", f"validation, {size / last.tokens:.2f} bytes per token", bits)
+    place = [f.name for f in figures].index("validation loss") + 1
+    return [*figures[:place], figure, *figures[place:]]
 
 
 def _gate_rows(runs: list[Column]) -> list[dict[str, Any]]:
@@ -106,9 +156,9 @@ def _plots(runs: list[Column]) -> list[Plot]:
 
         return Plot(anchor, title, caption, draw(paint))
 
-    def paint_losses(axes: Any, column: Column, colour: str) -> None:
-        rows = step_series(column.run, "losses")
-        axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
+    def paint_loss(axes: Any, column: Column, colour: str) -> None:
+        if step_series(column.run, "losses"):
+            paint_losses(axes, column.run, colour, column.label)
         points = validation_points(column.run)
         if points:
             axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
@@ -135,9 +185,9 @@ def _plots(runs: list[Column]) -> list[Plot]:
         if limits is not None:
             axes.set_ylim(*limits)
 
-    caption = "Lines: training. Points: validation."
+    caption = "Lines: training, smoothed, with every step behind. Points: validation."
     return [
-        overlay("loss", "Loss", "nats per token", paint_losses, caption, cut_initial_descent),
+        overlay("loss", "Loss", "nats per token", paint_loss, caption, cut_initial_descent),
         overlay("throughput", "Throughput", "tokens per second", paint_logged("tokens_per_s"), set_limits=from_zero),
         overlay("grad_norm", "Gradient norm", "global 2-norm", paint_grad_norms),
         overlay("memory", "Peak memory", "GiB", paint_logged("memory_gib"), set_limits=from_zero),
