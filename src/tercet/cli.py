@@ -47,7 +47,7 @@ A configuration is a preset, then a TOML file, then flags; later ones win. Every
 FUNCTIONS = {
     "report": ("tercet.report.commands:report", "check runs: GO, NO-GO or NOT TESTED, with an HTML report for each"),
     "watch": ("tercet.report.commands:watch", "follow a run live in the terminal"),
-    "sweep": ("tercet.bench.sweep:sweep", "measure tokens/s and memory over lengths, batch sizes and strategies"),
+    "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over lengths and batches, or loss over learning rates"),
     "flight": ("tercet.parallel.flight_recorder:flight", "show which rank was in which collective when a run failed"),
     "doctor": ("tercet.doctor.commands:doctor", "check this machine: versions, devices, kernels, disk, data"),
     "generate": ("tercet.inference.commands:generate", "generate text: tercet generate RUN --prompt TEXT"),

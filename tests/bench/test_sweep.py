@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
-from tercet.bench.sweep import Cell, Point, cliffs, command, heat_maps, judge, points, render, sweep
-from tercet.telemetry.events import StepLogged
+from tercet.bench import learning_rates
+from tercet.bench.cells import CellRun
+from tercet.bench.plots import text_colour
+from tercet.bench.sweep import Cell, Point, cliffs, heat_maps, judge, points, render, settings, sweep
+from tercet.config.load import load
+from tercet.errors import UsageError
+from tercet.telemetry.events import StepLogged, Validated
 
 POINT = Point("single", 256, 2, "none")
 
@@ -26,14 +32,15 @@ def test_bucket_sizes_apply_to_ddp_only():
     assert {p.bucket_mb for p in grid if p.strategy == "fsdp"} == {None}
 
 
-def test_a_cell_turns_the_shuffle_buffer_off(tmp_path):
+def test_a_cell_turns_the_shuffle_buffer_off():
     """tiny's shuffle buffer holds 8M tokens at its own length, 2G at 65,536."""
-    words = command(dataclasses.replace(POINT, length=65536), "tiny", 1, 3, "cpu", tmp_path)
-    assert words[words.index("--data.shuffle_sequences") + 1] == "0"
+    keys = settings(dataclasses.replace(POINT, length=65536), 1, 3)
+    assert keys["data.shuffle_sequences"] == 0
+    load("tiny", flags=keys)  # a valid configuration
 
 
 def test_the_first_step_is_ignored_and_memory_is_the_peak():
-    cell = judge(POINT, [logged(1, 9.0), logged(2, 0.5), logged(3, 0.5), logged(4, 0.6)], 0, "", None)
+    cell = judge(POINT, CellRun([logged(1, 9.0), logged(2, 0.5), logged(3, 0.5), logged(4, 0.6)], 0, ""))
     assert (cell.outcome, cell.tokens_per_s, cell.step_seconds, cell.memory_gib) == ("ok", 1024.0, 0.5, 4)
 
 
@@ -53,13 +60,13 @@ def test_the_first_step_is_ignored_and_memory_is_the_peak():
     ],
 )
 def test_a_failed_cell_reports_the_reason(code, text, late, outcome):
-    cell = judge(POINT, [], code, text, late)
+    cell = judge(POINT, CellRun([], code, text, late))
     assert cell.outcome == outcome
     assert cell.tokens_per_s is None
 
 
 def test_a_cell_whose_data_ended_early_is_reported():
-    assert "data ended after 1 steps" in judge(POINT, [logged(1, 9.0)], 0, "", None).outcome
+    assert "data ended after 1 steps" in judge(POINT, CellRun([logged(1, 9.0)], 0, "")).outcome
 
 
 def test_cliffs_are_found_along_batch_and_length():
@@ -83,6 +90,75 @@ def test_heat_maps_include_failed_cells(tmp_path):
     cells = [Cell(POINT, "ok", 10.0, 1.0, 1.0, 3), Cell(dataclasses.replace(POINT, batch=4), "out of memory")]
     (path,) = heat_maps(cells, tmp_path)
     assert "<svg" in path.read_text()
+
+
+def test_labels_of_a_heat_map_contrast_with_their_cells():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    image = figure.subplots().imshow([[0.0, 1.0]], cmap="viridis")
+    assert [text_colour(image, value) for value in (0.0, 0.2, 0.7, 1.0)] == ["white", "white", "black", "black"]
+
+
+def losses_of(*losses: float) -> StepLogged:
+    return dataclasses.replace(logged(len(losses), 0.5), first_step=1, losses=list(losses))
+
+
+def validated(loss: float) -> Validated:
+    return Validated(step=9, loss=loss, tokens=5, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("run", "outcome", "loss"),
+    [
+        (CellRun([losses_of(5.0, 4.0, 3.0), validated(2.5)], 0, ""), "ok", 2.5),
+        (CellRun([losses_of(5.0, 4.0, 3.0)], 0, ""), "ok", 4.0),  # without validation: smoothed
+        (CellRun([losses_of(5.0, 6.0, 9.0), validated(9.0)], 0, ""), "diverged", None),
+        (CellRun([losses_of(5.0, math.nan)], 1, "error: stopped: 5 of the last 5 steps"), "diverged", None),
+        (CellRun([losses_of(5.0)], 1, "CUDA out of memory"), "out of memory", None),
+    ],
+)
+def test_a_learning_rate_is_judged_by_its_last_loss(run, outcome, loss):
+    cell = learning_rates.judge(1e-3, run)
+    assert (cell.outcome, cell.loss) == (outcome, loss)
+
+
+def test_learning_rates_are_compared_and_plotted(tmp_path, monkeypatch, capsys):
+    runs = {1e-4: CellRun([losses_of(5.0, 4.0), validated(4.0)], 0, ""),
+            1e-3: CellRun([losses_of(5.0, 3.0), validated(3.0)], 0, ""),
+            1e-1: CellRun([losses_of(5.0, math.inf)], 0, "")}  # fmt: skip
+    started = []
+
+    def run_cell(words, keys, seconds):
+        started.append(load("tiny", flags=keys).config)
+        return runs[keys["train.lr"]]
+
+    monkeypatch.setattr(learning_rates, "run_cell", run_cell)
+    assert sweep("tiny", lrs=(1e-1, 1e-4, 1e-3), out=str(tmp_path), device="cpu") == 0
+    assert [config.train.lr for config in started] == sorted(runs)
+    assert {(c.train.steps, c.train.warmup_steps, c.train.sample_tokens) for c in started} == {(100, 10, 0)}
+    out = capsys.readouterr().out
+    assert "| 0.001 (best) | validation loss 3.0000 |" in out
+    assert "| 0.1 | diverged |" in out
+    assert "train with --train.lr 0.001" in out
+    assert json.loads(out.splitlines()[-1])["best"]["lr"] == 1e-3
+    assert "<svg" in (tmp_path / "learning-rates.svg").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["ok", "ok", "diverged"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"lrs": (0.0,)}, "--lrs 0 must be above 0"), ({"lrs": (1e-3,), "batches": (1, 2)}, "2 combinations")],
+)
+def test_wrong_learning_rate_sweeps_are_refused(tmp_path, options, said):
+    with pytest.raises(UsageError, match=said):
+        sweep("tiny", out=str(tmp_path / "out"), **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_best_learning_rate_at_the_edge_asks_for_more():
+    cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
+    assert "try larger rates" in "\n".join(learning_rates.render(cells, cells[1]))
+    assert "try smaller rates" in "\n".join(learning_rates.render(cells, cells[0]))
 
 
 @pytest.mark.slow

@@ -1,29 +1,33 @@
-"""`tercet sweep`: tokens/s and memory over a grid of settings, one subprocess per cell.
+"""`tercet sweep`: tokens/s and memory over a grid of settings, or the loss over learning rates.
 
-A cell that runs out of memory, fails or times out is reported in the table; the sweep continues. Does not import torch.
+Each cell is a subprocess (cells.py). One that runs out of memory, fails or times out is reported in the table, and the
+sweep continues. No torch.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from tercet.bench.cells import CellRun, failure, run_cell
+from tercet.bench.learning_rates import DEFAULT_STEPS, sweep_learning_rates
 from tercet.errors import UsageError
-from tercet.telemetry.events import StepLogged, events_file, read_events
+from tercet.inference.plots import text_colour
+from tercet.telemetry.events import StepLogged
+from tercet.telemetry.units import quantity
+
+if TYPE_CHECKING:
+    from tercet.config.schema import RunConfig
 
 # Tokens/s below this share of a neighbour's is a cliff: sparse attention costs about the same per token at any length.
 CLIFF = 0.6
-_OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory")
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,15 @@ def sweep(
     strategies: tuple[str, ...] = ("single",),
     bucket_mb: tuple[float, ...] = (25.0,),
     ranks: int = 1,
-    steps: int = 6,
+    lrs: tuple[float, ...] = (),
+    steps: int | None = None,
     seconds: float = 300.0,
     out: str = "sweep",
     device: str = "auto",
 ) -> int:
     """Measure tokens/s and memory over lengths, batch sizes, checkpointing, strategies and bucket sizes.
+
+    With --lrs, train once with each learning rate instead and compare the losses.
 
     Args:
         preset: Base configuration of every cell.
@@ -77,9 +84,10 @@ def sweep(
         strategies: single, ddp, fsdp, hsdp, cp; all but single run under torchrun.
         bucket_mb: DDP bucket sizes; other strategies ignore them.
         ranks: Ranks of every strategy but single.
-        steps: Optimizer steps per cell; the first is warm-up.
+        lrs: Learning rates to compare, at one length and batch size.
+        steps: Optimizer steps per cell, of which the first is warm-up; default: 6, or 100 with --lrs.
         seconds: Time limit per cell, start-up included.
-        out: Folder for sweep.jsonl, sweep.md and the heat maps.
+        out: Folder for sweep.jsonl, sweep.md and the plots.
         device: auto, cpu or cuda.
     """
     from tercet.config.load import ConfigError, load
@@ -91,6 +99,7 @@ def sweep(
     ):
         if unknown := [name for name in given if name not in known]:
             raise ConfigError(f"{flag} {unknown[0]} is unknown: pick from {', '.join(known)}")
+    steps = steps if steps is not None else DEFAULT_STEPS if lrs else 6
     if steps < 2:
         raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")
     base = load(preset=preset).config
@@ -98,7 +107,14 @@ def sweep(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
     )
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    if lrs:
+        words, config = _learning_rate_command(lrs, grid, preset, ranks, device)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be created ({error.strerror}): choose another folder") from None
+    if lrs:
+        return sweep_learning_rates(lrs, config, words, steps, seconds, folder)
     print(f"{len(grid)} cells of {steps} steps, at most {seconds:g} s each, into {folder}")
     cells = []
     with (folder / "sweep.jsonl").open("w", encoding="utf-8") as log:
@@ -139,17 +155,19 @@ def points(
     return found
 
 
-def command(point: Point, preset: str, ranks: int, steps: int, device: str, folder: Path) -> list[str]:
-    """The `tercet train` command of a cell: no validation, samples or checkpoints."""
-    world = 1 if point.strategy == "single" else ranks
-    data_ranks = 1 if point.strategy == "cp" else world
-    launcher = [sys.executable]
-    if point.strategy != "single":
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    settings: dict[str, Any] = {
-        "run.dir": folder,
-        "run.device": device,
-        "parallel.strategy": point.strategy,
+def launcher(strategy: str, preset: str, ranks: int, device: str) -> list[str]:
+    """The `tercet train` command of a strategy, without the settings of a cell."""
+    words = [sys.executable]
+    if strategy != "single":
+        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words += ["-m", "tercet", "train", "--preset", preset, "--run.device", device, "--parallel.strategy", strategy]
+    return [*words, "--log.no_tensorboard", *(["--allow-single-rank"] if strategy == "single" else [])]
+
+
+def settings(point: Point, ranks: int, steps: int) -> dict[str, Any]:
+    """The configuration of a cell: no accumulation, validation, samples or checkpoints."""
+    data_ranks = 1 if point.strategy in ("single", "cp") else ranks
+    keys: dict[str, Any] = {
         "data.seq_len": point.length,
         "data.shuffle_sequences": 0,  # the preset's shuffle buffer may not fit in memory at this length
         "train.micro_batch": point.batch,
@@ -161,53 +179,45 @@ def command(point: Point, preset: str, ranks: int, steps: int, device: str, fold
         "checkpoint.every": 0,
         "log.every": 1,
     }
-    if point.bucket_mb is not None:
-        settings["parallel.bucket_mb"] = point.bucket_mb
-    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    alone = ["--allow-single-rank"] if point.strategy == "single" else []
-    return [*launcher, "-m", "tercet", "train", "--preset", preset, *flags, "--log.no_tensorboard", *alone]
+    return keys if point.bucket_mb is None else {**keys, "parallel.bucket_mb": point.bucket_mb}
+
+
+def _learning_rate_command(
+    lrs: Sequence[float], grid: Sequence[Point], preset: str, ranks: int, device: str
+) -> tuple[list[str], RunConfig]:
+    """The command that all learning rates share, and its configuration."""
+    from tercet.config.load import load
+
+    if wrong := [lr for lr in lrs if not lr > 0]:
+        raise UsageError(f"--lrs {wrong[0]:g} must be above 0: give learning rates such as 0.0003")
+    if len(grid) > 1:
+        raise UsageError(f"--lrs with {len(grid)} combinations of other settings: give one length, batch size, …")
+    (point,) = grid
+    base = load(preset=preset).config
+    pass_tokens = point.batch * point.length * (1 if point.strategy in ("single", "cp") else ranks)
+    keys = {
+        "data.seq_len": point.length,
+        "train.micro_batch": point.batch,
+        # As many tokens as in the preset, in whole passes.
+        "train.tokens_per_step": pass_tokens * max(1, base.train.tokens_per_step // pass_tokens),
+        "train.activation_checkpointing": point.checkpointing,
+    }
+    keys |= {} if point.bucket_mb is None else {"parallel.bucket_mb": point.bucket_mb}
+    flags = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    return [*launcher(point.strategy, preset, ranks, device), *flags], base
 
 
 def measure(point: Point, preset: str, ranks: int, steps: int, seconds: float, device: str) -> Cell:
     """Run a cell in a subprocess with a temporary run folder."""
-    scratch = Path(tempfile.mkdtemp(prefix="tercet-sweep-"))
-    run = scratch / "run"
-    with (scratch / "output").open("w+") as output:
-        process = subprocess.Popen(
-            command(point, preset, ranks, steps, device, run), stdout=output, stderr=subprocess.STDOUT
-        )
-        started, late = time.monotonic(), False
-        try:
-            process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            late = True
-            process.terminate()  # torchrun forwards it to its ranks
-            try:
-                process.wait(timeout=45)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        output.seek(0)
-        text = output.read()
-    try:
-        logged = [e for e in read_events(events_file(run)) if isinstance(e, StepLogged)] if run.exists() else []
-        return judge(point, logged, process.returncode, text, time.monotonic() - started if late else None)
-    except FileNotFoundError:
-        return judge(point, [], process.returncode, text, time.monotonic() - started if late else None)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    words = launcher(point.strategy, preset, ranks, device)
+    return judge(point, run_cell(words, settings(point, ranks, steps), seconds))
 
 
-def judge(point: Point, logged: Sequence[StepLogged], code: int, text: str, late: float | None) -> Cell:
-    """Turn a run's log, exit code and output into a result. Ignores the first step, which is warm-up."""
-    if code != 0 or late is not None:
-        if late is not None:
-            return Cell(point, f"too slow ({late:.0f} s)", steps=len(logged))
-        if any(sign in text for sign in _OUT_OF_MEMORY) or code in (-9, 137):
-            return Cell(point, "out of memory", steps=len(logged))
-        errors = [line for line in text.splitlines() if line.startswith("error: ")]
-        lines = errors or [line for line in text.splitlines() if line.strip()] or [f"exit code {code}"]
-        return Cell(point, lines[-1].strip()[:200], steps=len(logged))
+def judge(point: Point, run: CellRun) -> Cell:
+    """Turn a run into a result. Ignores the first step, which is warm-up."""
+    logged = [event for event in run.events if isinstance(event, StepLogged)]
+    if run.failed:
+        return Cell(point, failure(run), steps=len(logged))
     counted = logged[1:]
     if not counted:
         return Cell(point, f"data ended after {len(logged)} steps: 2 are needed", steps=len(logged))
@@ -278,27 +288,39 @@ def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
         lengths, batches = sorted({c.point.length for c in group}), sorted({c.point.batch for c in group})
         if len(lengths) * len(batches) < 2:
             continue
-        figure, axes = pyplot.subplots(1, 2, figsize=(4 + 2 * len(batches), 2 + 0.6 * len(lengths)))
-        for axis, (name, title) in zip(axes, (("tokens_per_s", "tokens/s"), ("memory_gib", "GiB")), strict=True):
-            values = {(c.point.length, c.point.batch): getattr(c, name) for c in group}
+        # One above the other: side by side, the text would be too small on a phone.
+        size = (max(4.0, 1.2 + 1.1 * len(batches)), 2 * (1.1 + 0.5 * len(lengths)))
+        figure, axes = pyplot.subplots(2, 1, figsize=size, layout="constrained")
+        at = {(c.point.length, c.point.batch): c for c in group}
+        panels = (("tokens_per_s", "tokens/s"), ("memory_gib", "memory, GiB"))
+        for axis, (name, title) in zip(axes, panels, strict=True):
+            values = {where: getattr(cell, name) for where, cell in at.items()}
             grid = [[values.get((l, b)) or float("nan") for b in batches] for l in lengths]
-            axis.imshow(grid, aspect="auto", cmap="viridis")
+            axis.set_facecolor("0.92")  # cells that failed
+            image = axis.imshow(grid, aspect="auto", cmap="viridis")
             axis.set_xticks(range(len(batches)), [str(b) for b in batches])
-            axis.set_yticks(range(len(lengths)), [str(l) for l in lengths])
-            axis.set(xlabel="batch", ylabel="length", title=title)
-            outcomes = {(c.point.length, c.point.batch): c.outcome for c in group}
+            axis.set_yticks(range(len(lengths)), [f"{l:,}" for l in lengths])
+            axis.set(xlabel="sequences per batch", ylabel="tokens per sequence", title=title)
             for y, length in enumerate(lengths):
                 for x, batch in enumerate(batches):
-                    value = values.get((length, batch))
-                    text = f"{value:.3g}" if value else outcomes.get((length, batch), "")[:14]
-                    axis.text(x, y, text, ha="center", va="center", color="white" if value else "black", fontsize=8)
+                    if (cell := at.get((length, batch))) is None:
+                        continue
+                    value = values[length, batch]
+                    text = _cell_text(name, value) if value else textwrap.shorten(cell.outcome, 40, placeholder=" …")
+                    axis.text(
+                        x, y, "\n".join(textwrap.wrap(text, 16)), ha="center", va="center", fontsize=9 if value else 7,
+                        color=text_colour(image, value) if value else "0.25",
+                    )  # fmt: skip
         figure.suptitle(label)
-        figure.tight_layout()
         path = folder / f"heatmap-{number}.svg"
         figure.savefig(path)
         pyplot.close(figure)
         written.append(path)
     return written
+
+
+def _cell_text(name: str, value: float) -> str:
+    return quantity(value) if name == "tokens_per_s" else f"{value:.3g}"
 
 
 def _by_label(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
