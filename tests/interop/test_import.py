@@ -166,7 +166,7 @@ def test_an_import_can_be_trained(tmp_path):
     import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, seq_len=LENGTH)
     flags = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.tokens_per_step": 128, "train.val_tokens": 0,
              "data.source": "synthetic", "log.tensorboard": False, "checkpoint.every": 2, "run.threads": 1,
-             "train.sample_tokens": 0, "train.lr": 1e-2, "train.warmup_steps": 0}  # fmt: skip
+             "train.micro_batch": 1, "train.sample_tokens": 0, "train.lr": 1e-2, "train.warmup_steps": 0}  # fmt: skip
     assert train(load(file=tmp_path / "out" / "config.toml", flags=flags).config, origins=None, resume=None) == 0
     before, after = (tercet.load_model(tmp_path / name).state_dict() for name in ("out", "run"))
     assert torch.equal(before["embedding.weight"], theirs.model.embed_tokens.weight)
@@ -183,6 +183,7 @@ def test_an_imported_export_has_exactly_the_same_weights(tmp_path, changes):
     before, after = tercet.load_model(run), tercet.load_model(tmp_path / "back")
     assert before.config == after.config
     assert before.context == after.context
+    assert after.run.accumulation == 16  # passes of 4096 tokens, however short the sequences are
     assert before.tokenizer.fingerprint == after.tokenizer.fingerprint
     assert before.state_dict().keys() == after.state_dict().keys()
     for name, tensor in before.state_dict().items():

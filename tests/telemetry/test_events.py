@@ -14,6 +14,7 @@ import pytest
 
 from tercet.telemetry import events
 from tercet.telemetry.events import EventLog, Noted, StepLogged, Validated, decode, encode, read_events
+from tercet.telemetry.health import health_findings
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks, summarise
 from tercet.telemetry.units import duration, quantity
@@ -159,6 +160,17 @@ def test_plain_lines_without_a_terminal() -> None:
         "step  1/10  loss 0.3000  lr 1.00e-03  grad 1.500  1k tok/s  mem 0.50 GiB  eta 1s",
         "validation after step 1: loss 1.2500 over 5 tokens",
     ]
+
+
+def test_skipped_steps_are_warned_about_once() -> None:
+    out = io.StringIO()
+    screen = Screen(stream=out)
+    skipped = events.StepsSkipped(step=5, steps=[4, 5], total=2)
+    screen(skipped)
+    for fired in health_findings([skipped]):
+        assert fired.rule == "nonfinite"
+        screen(fired)
+    assert out.getvalue().count("warning") == 1
 
 
 def test_control_characters_are_escaped() -> None:

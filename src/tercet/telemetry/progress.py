@@ -131,6 +131,8 @@ class Screen:
                 f"skipped the update ({event.total} so far)",
                 "bold yellow",
             )
+        elif isinstance(event, HealthFired) and (event.rule, event.action) == ("nonfinite", "warn"):
+            pass  # StepsSkipped has said it
         elif isinstance(event, HealthFired):
             word = "halting" if event.action == "halt" else "warning"
             self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")

@@ -104,5 +104,7 @@ class AsyncSaver:
         """Let the save in progress complete when the run fails. A failure here must not hide the first one."""
         try:
             self.collect(wait=True)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError:
+            pass  # logged by `collect`
+        except OSError as error:
             screen.say(f"warning: {error}", "bold red")
