@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from fork_server import Child
-from parallel.world import RankedRun, TorchrunRun, flags, free_port, rank_environment, start_ranks
+from parallel.world import RankedRun, TorchrunRun, flags, free_port, listening_addresses, rank_environment, start_ranks
 from runs import SMALL, losses, rows
 from tercet.cli import main
 from tercet.config.load import ConfigError, load
@@ -107,7 +108,7 @@ def train_with_broken_data() -> int:
                 threading.Event().wait()
             yield batch
 
-    prefetch.POLL_SECONDS = prefetch.GRACE_WITH_OTHERS_SECONDS = prefetch.CLOSE_SECONDS = 0.1
+    prefetch.POLL_SECONDS = prefetch.GRACE_SECONDS = prefetch.CLOSE_SECONDS = 0.1
     if os.environ["RANK"] == "1":
         loader.pack = broken
     sys.argv = ["tercet", *arguments]
@@ -133,6 +134,11 @@ def test_ranks_that_share_a_sequence_count_what_they_fetch(fork_server, tmp_path
     folder = tmp_path / "run"
     command = arguments(folder, parallel__strategy="cp", checkpoint__every=0, log__every=3)
     with RankedRun(fork_server, tmp_path / "out", 2, *command) as run:
+        run.until("strategy  ")
+        if sys.platform == "linux":  # ranks of one machine are not reachable from others
+            addresses = set().union(*(listening_addresses(child.pid) for child in run.children))
+            assert addresses
+            assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
         assert run.wait() == 0, run.text
     table = rows(folder / "exchange_rank0.csv")
     assert [row["step"] for row in table] == ["3", "6"]

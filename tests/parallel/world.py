@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -67,6 +68,19 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """The IPv4 and IPv6 addresses that a process listens on, from Linux's /proc."""
+    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in sockets:  # listening
+                words = [bytes.fromhex(local[i : i + 8])[::-1] for i in range(0, local.index(":"), 8)]
+                found.add(str(ipaddress.ip_address(b"".join(words))))
+    return found
 
 
 def free_port() -> int:

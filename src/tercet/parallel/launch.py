@@ -53,6 +53,10 @@ class Launch:
     restarts: int = 0
     by_torchrun: bool = False
 
+    @property
+    def on_one_machine(self) -> bool:
+        return self.local_world_size == self.world_size
+
     @classmethod
     def from_environment(cls) -> Launch:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -179,6 +183,8 @@ def join(
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all ranks have read the verdict
         raise problem
     os.environ.update(flight_recorder.settings(Path(verdict["folder"]), launch.rank))
+    if launch.on_one_machine:
+        _use_loopback()
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -195,18 +201,33 @@ def join(
     return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])
 
 
+def _use_loopback() -> None:
+    """Collectives listen on the loopback interface only, unless the user chose another one."""
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
 def _connect(launch: Launch, limit: timedelta) -> dist.Store:
     """Torchrun's store, or rank 0's own without torchrun. Does not wait for the other ranks."""
     from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = launch.rank == 0 and not _torchelastic_use_agent_store()
+    listener = None
+    if is_master and launch.on_one_machine and host in ("localhost", "127.0.0.1"):
+        # The store would listen on all interfaces.
+        listener = socket.create_server((host, port)).detach()
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        host,
+        port,
         launch.world_size,
-        is_master=launch.rank == 0 and not _torchelastic_use_agent_store(),
+        is_master=is_master,
         timeout=limit,
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=listener,
     )
 
 
