@@ -115,13 +115,10 @@ def test_a_stop_request_ends_waiting_for_data_that_hangs(monkeypatch):
     prefetcher.close()
 
 
-@pytest.mark.parametrize("others_wait", [False, True])
-def test_a_slow_batch_gets_a_grace_period_after_the_stop_request(monkeypatch, others_wait):
+def test_a_slow_batch_gets_a_grace_period_after_the_stop_request(monkeypatch):
     """Counted from the stop request, not from the start of the wait."""
-    short, long = (0.0, 20.0) if others_wait else (20.0, 0.0)
     monkeypatch.setattr("tercet.data.prefetch.POLL_SECONDS", 0.01)
-    monkeypatch.setattr("tercet.data.prefetch.GRACE_SECONDS", short)
-    monkeypatch.setattr("tercet.data.prefetch.GRACE_WITH_OTHERS_SECONDS", long)
+    monkeypatch.setattr("tercet.data.prefetch.GRACE_SECONDS", 20.0)
     stop = threading.Event()
 
     def slow():
@@ -130,7 +127,7 @@ def test_a_slow_batch_gets_a_grace_period_after_the_stop_request(monkeypatch, ot
         time.sleep(0.2)
         yield 1
 
-    prefetcher = Prefetcher(slow(), depth=2, stop=stop.is_set, others_wait=others_wait)
+    prefetcher = Prefetcher(slow(), depth=2, stop=stop.is_set)
     assert next(prefetcher) == 1
     prefetcher.close()
 

@@ -189,7 +189,7 @@ def test_a_cursor_of_version_0_1_has_no_file_contents_and_resumes(kind, configs,
 @pytest.mark.parametrize("damage", [{"identity": 5}, {"identity": {"source": {}, "contents": []}}, {"cursor": 7}])
 def test_a_damaged_cursor_is_one_line(damage, configs, read):
     state = read(configs["jsonl"], 1)[-1].state | damage
-    with pytest.raises(DataError, match="damaged|changed"):
+    with pytest.raises(DataError, match=r"damaged|changed"):
         read(configs["jsonl"], 1, state=state)
 
 

@@ -47,12 +47,11 @@ class Loader:
         batches: Generator[Batch, None, None],
         prefetch: int,
         stop: Callable[[], bool] = lambda: False,
-        others_wait: bool = False,
         changes: Sequence[str] = (),
     ) -> None:
         self.changes = changes  # of the files since the state was saved, which data.accept_changes accepted
         self._stream, self._source = stream, batches
-        self._prefetcher = Prefetcher(batches, prefetch, stop, others_wait) if prefetch else None
+        self._prefetcher = Prefetcher(batches, prefetch, stop) if prefetch else None
         self._waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -112,14 +111,12 @@ def build_loader(
     file_lists: Path | None = None,
     tokenizer: Tokenizer | None = None,
     stop: Callable[[], bool] = lambda: False,
-    others_wait: bool = False,
 ) -> Loader:
     """Batches of `batch_sequences` sequences over all ranks; this rank gets its contiguous share.
 
     state: a batch's state, to continue after that batch, at any world size, batch size or sequence length.
     file_lists: folder with the file lists of the run that saved the state, to name files that changed since.
     stop: polled while waiting for a batch; once it returns True, StoppedWaiting is raised after a grace period.
-    others_wait: other ranks wait for this one's batch, so the grace period is longer.
 
     With data.prefetch=0 batches are read in the calling thread, and `stop` is not polled. Batches are in pinned memory
     if this process has initialised CUDA (a CPU run on a GPU machine has not).
@@ -159,7 +156,7 @@ def build_loader(
     if state is not None:
         packed = _check_cursor(packed)
     batches = _to_torch(packed, data, device)
-    return Loader(stream, batches, data.prefetch, stop, others_wait, changes)
+    return Loader(stream, batches, data.prefetch, stop, changes)
 
 
 def _match_files(

@@ -13,11 +13,8 @@ from tercet.data.stream import StoppedWaiting
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.5
-# Grace period after a stop request: a source that is merely slow can still deliver the batch of the current step. With
-# several ranks it is longer, because others may already be in that step, and without it no checkpoint can be saved;
-# schedulers kill after about 30 s.
+# Grace period after a stop request: a source that is merely slow can still deliver the batch of the current step.
 GRACE_SECONDS = 2.0
-GRACE_WITH_OTHERS_SECONDS = 15.0
 
 
 class _End:
@@ -32,15 +29,10 @@ class Prefetcher(Generic[T]):
     lock, and a process would have to send every batch through a pipe.
     """
 
-    def __init__(
-        self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False, others_wait: bool = False
-    ) -> None:
-        """`stop` is polled while waiting: once it returns True, StoppedWaiting is raised after a grace period.
-
-        others_wait: other ranks wait for this one's item, so the grace period is longer.
-        """
+    def __init__(self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """`stop` is polled while waiting: once it returns True, StoppedWaiting is raised after a grace period."""
         self.wait_seconds = 0.0
-        self._stop_requested, self._others_wait = stop, others_wait
+        self._stop_requested = stop
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._end: _End | None = None
@@ -77,7 +69,7 @@ class Prefetcher(Generic[T]):
                     continue
             now = time.monotonic()
             if deadline is None:
-                deadline = now + (GRACE_WITH_OTHERS_SECONDS if self._others_wait else GRACE_SECONDS)
+                deadline = now + GRACE_SECONDS
             if now >= deadline:
                 raise StoppedWaiting
 

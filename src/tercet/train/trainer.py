@@ -75,7 +75,6 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 file_lists=run_of(start.path) / FILE_LISTS if start else None,
                 tokenizer=tokenizer,
                 stop=lambda: stop.signal is not None,
-                others_wait=strategy.world_size > 1,
             )
         )
         strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
