@@ -71,6 +71,7 @@ def nsa_attention(
     block_indices: Tensor | None = None,
     validate: bool = False,
     packing: Packing | None = None,
+    selector: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | Any:
     """Native Sparse Attention: out [B, T, H, Dv] = Σ over branches of gate · attention over the keys the branch sees.
 
@@ -87,6 +88,8 @@ def nsa_attention(
     validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
                   block_indices, which the kernels rely on
     packing       the Packing of cu_seqlens, if the caller already has it
+    selector      (queries [B, T, heads, size], keys [B, Tc, G, size]) that score the blocks in place of q and
+                  k_compressed; any number of heads per group, any size; no gradient flows through them
     """
     checks.check_config(config)
     branches = check_branches(branches)
@@ -99,8 +102,9 @@ def nsa_attention(
         checks.check_block_order(block_indices)
     inputs = NSAInputs(q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates)
     out, block_indices, route = run_nsa(
-        inputs, config=config, packing=packing, backend=backend, branches=branches, block_indices=block_indices
-    )
+        inputs, config=config, packing=packing, backend=backend, branches=branches, block_indices=block_indices,
+        selector=selector,
+    )  # fmt: skip
     if not return_aux:
         return out
     return out, AttentionAux(block_indices, dict.fromkeys(branches, Route(*route)))
@@ -117,6 +121,7 @@ def run_nsa(
     span: Span = WHOLE,
     select: bool = False,
     output: tuple[Tensor, Tensor | None] | None = None,
+    selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
     """nsa_attention in a form that torch.compile traces; returns (out, block_indices, (backend, reason)).
 
@@ -129,11 +134,17 @@ def run_nsa(
     _check_inputs(inputs, config, packing, branches, span)
     if block_indices is not None:
         checks.check_block_indices(block_indices, inputs.q, inputs.k_selected.shape[2], config)
+    if selector is not None:
+        checks.check_selector(*selector, inputs.q, inputs.k_compressed)
     route = choose_backend(backend, _without_gates(inputs), config, why_no_query_range(span, packing, branches))
     with torch.autocast(inputs.q.device.type, enabled=False):
         if route[0] == "triton":
-            out, block_indices = _run_kernels(inputs, config, packing, branches, block_indices, span, select, output)
+            out, block_indices = _run_kernels(
+                inputs, config, packing, branches, block_indices, span, select, output, selector
+            )
         else:
+            if selector is not None and block_indices is None and (select or "selected" in branches):
+                block_indices = _select_reference(selector, config, packing, span)
             out, block_indices = _run_reference(inputs, config, packing, branches, block_indices, span, select)
             if output is not None:
                 weight, bias = output
@@ -178,6 +189,7 @@ def _run_kernels(
     span: Span,
     select: bool,
     output: tuple[Tensor, Tensor | None] | None,
+    selector: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from tercet.attention import kernels
 
@@ -196,7 +208,18 @@ def _run_kernels(
         output=output,
         compressed_cu_seqlens=None if packing is None else packing.compressed_cu_seqlens,
         max_seqlen=None if packing is None else packing.max_seqlen,
+        selector=selector,
     )
+
+
+@torch.no_grad()
+def _select_reference(
+    selector: tuple[Tensor, Tensor], config: NSAConfig, packing: Packing | None, span: Span
+) -> Tensor:
+    q, k = selector
+    _, indices, _ = reference.compressed_attention(q, k, k, config, packing, span=span)
+    assert indices is not None
+    return keep_selection(indices)
 
 
 def _run_reference(

@@ -15,6 +15,7 @@ from tercet.config.sections import (
     ParallelConfig,
     ProfileConfig,
     Section,
+    SelectorConfig,
     TrainConfig,
 )
 from tercet.model.config import ModelConfig
@@ -100,6 +101,27 @@ class RunConfig(Section):
                 f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
                 f"2 × context ranks = 2 × {ranks} = {2 * ranks} (two equal chunks of tokens per rank): use "
                 f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _selector_is_supported(self) -> Self:
+        selector = self.train.selector
+        if self.model.selector == "compressed" and selector != SelectorConfig():
+            changed = next(name for name in type(selector).model_fields if name in selector.model_fields_set)
+            raise ValueError(
+                f"train.selector.{changed} has no effect with model.selector=compressed: nothing of it is learned; "
+                "drop it, or use model.selector learned"
+            )
+        if self.model.selector == "learned" and self.parallel.strategy == "cp":
+            raise ValueError(
+                "model.selector=learned with parallel.strategy=cp: ranks that share a sequence cannot exchange the "
+                "selector's keys yet; use model.selector compressed, or another strategy"
+            )
+        if selector.all_until and (selector.teacher == "all" or self.train.cuda_graph == "on"):
+            raise ValueError(
+                f"train.selector.all_until={selector.all_until} needs train.selector.teacher selected, and "
+                "train.cuda_graph off or auto"
             )
         return self
 

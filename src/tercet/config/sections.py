@@ -40,6 +40,25 @@ def resolved_precision(precision: str, device_type: str) -> str:
     return precision if precision != "auto" else ("bf16" if device_type == "cuda" else "fp32")
 
 
+class SelectorConfig(Section):
+    """How a learned selector is trained (model.selector = learned). Its loss changes no other parameter."""
+
+    teacher: Literal["all", "selected"] = "all"
+    """Blocks whose attention teaches the choice. all: every block of the past. selected: only those that were read."""
+    all_until: int = Field(default=0, ge=0)
+    """With teacher=selected: first step that the selected blocks teach; all blocks teach before it."""
+    every: int = Field(default=128, ge=1)
+    """One query in this many teaches the choice."""
+    weight: float = Field(default=1.0, ge=0)
+    """Factor of the loss; 0: the selector keeps its initial weights."""
+    lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate, with train.schedule; none: train.lr."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW weight decay."""
+    clip: float = Field(default=1.0, ge=0)
+    """Clip the selectors' gradients to this norm, separately from train.clip; 0: no clipping."""
+
+
 class TrainConfig(Section):
     """Optimization: steps, batch size, learning rate, precision, validation and sampling."""
 
@@ -68,6 +87,8 @@ class TrainConfig(Section):
     """AdamW epsilon."""
     clip: float = Field(default=1.0, ge=0)
     """Clip gradients to this global norm; 0: no clipping."""
+    selector: SelectorConfig = SelectorConfig()
+    """Training of a learned selector."""
 
     precision: Precision = "auto"
     """Precision of forward and backward; weights stay fp32. auto: bf16 on a GPU, fp32 on a CPU."""

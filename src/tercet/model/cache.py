@@ -353,6 +353,10 @@ class NSACache(Cache):
                 self._stores[f"{kind}_tail"] = self._allocate(None, key["kv_heads"], size, self.config.compress_block)
             if self.keeps_window:
                 self._stores[f"{kind}_window"] = self._allocate(None, key["kv_heads"], size, self.config.window)
+        self.keeps_selector = "selector_dim" in key and self.keeps_tokens
+        if self.keeps_selector:
+            size, slots = key["selector_dim"], self.config.compress_block
+            self._stores["selector_tail"] = self._allocate(None, key["kv_heads"], size, slots)
 
     def append(
         self, new: NewTokens, raw_k: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor]
@@ -371,35 +375,42 @@ class NSACache(Cache):
             self._append_ring("v_window", values["window"], new)
         if not self.compresses:
             return None
+        k = self._append_tail("k_tail", raw_k, new)
+        v = self._append_tail("v_tail", values["compressed"], new)
+        if k is None or v is None:
+            return None
+        return self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device), k, v
+
+    def append_selector(self, new: NewTokens, k: Tensor) -> Tensor | None:
+        """Store the selector's keys of the new tokens. Returns those of the compressed tokens that are now complete
+        [B, E, l, G, size]; None if there are none, and in a first prefill."""
+        return self._append_tail("selector_tail", k, new)
+
+    def _append_tail(self, name: str, value: Tensor, new: NewTokens) -> Tensor | None:
+        """Write new tokens to a ring of raw tokens. Returns the l tokens of each compressed token they complete."""
         l, d = self.config.compress_block, self.config.compress_stride
         nothing = new.emitted == 0 or new.fresh  # a first prefill compresses its whole sequence at once
-        if not nothing:
-            k = self._with_history("k_tail", l, new, raw_k)
-            v = self._with_history("v_tail", l, new, values["compressed"])
-        self._append_ring("k_tail", raw_k, new)
-        self._append_ring("v_tail", values["compressed"], new)
+        history = value if nothing else self._with_history(name, l, new, value)
+        self._append_ring(name, value, new)
         if nothing:
             return None
         index = self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
         first = index * d - (new.start[:, None] - (l - 1))
         # rows that complete fewer read clamped tokens, and their result goes to the extra slot
-        token = (first[..., None] + torch.arange(l, device=self.device)).clamp(0, k.shape[1] - 1)
+        token = (first[..., None] + torch.arange(l, device=self.device)).clamp(0, history.shape[1] - 1)
         row = torch.arange(self.batch, device=self.device)[:, None, None]
-        return index, k[row, token].to(raw_k.dtype), v[row, token].to(raw_k.dtype)
+        return history[row, token].to(value.dtype)
 
-    def append_compressed(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
-        """Store the compressed tokens that these new tokens completed. k, v: [B, E, G, D]"""
-        if not self.compresses:
-            return
-        if new.first is not None:
-            first = self.config.num_compressed(new.first)
-            for name, value in (("k_compressed", k), ("v_compressed", v)):
-                self._stores[name][:, first : first + value.shape[1]] = value
-            return
-        index = self._num_compressed(new.start)[:, None] + torch.arange(k.shape[1], device=self.device)
-        complete = index < self._num_compressed(new.start + new.counts)[:, None]
-        for name, value in (("k_compressed", k), ("v_compressed", v)):
+    def append_compressed(self, new: NewTokens, **values: Tensor) -> None:
+        """Store what belongs to the compressed tokens that these new tokens completed, by store: [B, E, G, D] each."""
+        for name, value in values.items():
             store = self._stores[name]
+            if new.first is not None:
+                first = self.config.num_compressed(new.first)
+                store[:, first : first + value.shape[1]] = value
+                continue
+            index = self._num_compressed(new.start)[:, None] + torch.arange(value.shape[1], device=self.device)
+            complete = index < self._num_compressed(new.start + new.counts)[:, None]
             self._scatter(store, torch.where(complete, index, store.shape[1] - 1), value)
 
     def compressed(self, new: NewTokens) -> tuple[Tensor, Tensor] | None:
@@ -408,6 +419,10 @@ class NSACache(Cache):
         if count == 0:
             return None
         return self._stores["k_compressed"][:, :count], self._stores["v_compressed"][:, :count]
+
+    def selector_keys(self, new: NewTokens) -> Tensor:
+        """The selector's keys of the compressed tokens that any of the new tokens can see."""
+        return self._stores["selector"][:, : self.config.num_compressed(new.longest)]
 
     def selected(self) -> tuple[Tensor, Tensor]:
         return self._stores["k_selected"], self._stores["v_selected"]
@@ -429,6 +444,8 @@ class NSACache(Cache):
                 shapes[f"{kind}_selected"] = self.key["kv_heads"], size, tokens
             if self.compresses:
                 shapes[f"{kind}_compressed"] = self.key["kv_heads"], size, self.config.num_compressed(tokens)
+        if "selector_dim" in self.key and self.keeps_tokens:
+            shapes["selector"] = self.key["kv_heads"], self.key["selector_dim"], self.config.num_compressed(tokens)
         return shapes
 
     def _count_emitted(self, before: list[int], after: list[int]) -> int:

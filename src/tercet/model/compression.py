@@ -53,8 +53,8 @@ class Compression(nn.Module):
             return self.phi(compression_blocks(x, self.config, packing))
         if packing is None:
             return self._phi_of_chunks(x[:, : x.shape[1] // stride * stride].unflatten(1, (-1, stride)))
-        chunks = _move_rows(x[0], packing.tokens_to_chunks).unflatten(0, (-1, stride))[None]
-        return _move_rows(self._phi_of_chunks(chunks)[0], packing.chunks_to_compressed)[None]
+        chunks = move_rows(x[0], packing.tokens_to_chunks).unflatten(0, (-1, stride))[None]
+        return move_rows(self._phi_of_chunks(chunks)[0], packing.chunks_to_compressed)[None]
 
     def is_plain(self) -> bool:
         """Whether φ is fully described by its weights, so that they may be multiplied without calling its layers."""
@@ -116,7 +116,7 @@ def compress_keys_and_values(
         correction = correction + torch.stack((k.down.bias, v.down.bias))[:, None, None, None]
         both = both + correction.to(both.dtype)
     if packing is not None:
-        rows = _move_rows(both[:, 0].transpose(0, 1), packing.chunks_to_compressed)
+        rows = move_rows(both[:, 0].transpose(0, 1), packing.chunks_to_compressed)
         both = rows.transpose(0, 1)[:, None]
     return both[0], both[1]
 
@@ -128,7 +128,8 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _move_rows(x: Tensor, rows: RowMap) -> Tensor:
+def move_rows(x: Tensor, rows: RowMap) -> Tensor:
+    """x[rows.source] where valid, else 0; differentiable."""
     result: Tensor = _MoveRows.apply(x, *rows)
     return result
 

@@ -12,7 +12,10 @@ from tercet.attention.config import NSAConfig, check_branches, check_group_size,
 AttentionKind = Literal["nsa", "dense"]
 Branch = Literal["compressed", "selected", "window"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
-NSA_ONLY = ("nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches")
+NSA_ONLY = (
+    "nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches",
+    "selector", "selector_heads", "selector_dim",
+)  # fmt: skip
 
 
 class ModelConfig(BaseModel):
@@ -22,21 +25,21 @@ class ModelConfig(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
 
-    dim: int = Field(default=768, ge=1)
+    dim: int = Field(default=768, ge=1, le=2**17)
     """Width of the residual stream."""
-    layers: int = Field(default=12, ge=1)
+    layers: int = Field(default=12, ge=1, le=1024)
     """Number of blocks."""
-    heads: int = Field(default=12, ge=1)
+    heads: int = Field(default=12, ge=1, le=4096)
     """Query heads (H)."""
-    kv_heads: int = Field(default=2, ge=1)
+    kv_heads: int = Field(default=2, ge=1, le=4096)
     """Key/value heads (G); divides heads."""
-    head_dim: int = Field(default=64, ge=2)
+    head_dim: int = Field(default=64, ge=2, le=4096)
     """Size of one query and key head (Dk); even, for RoPE."""
-    value_dim: int | None = Field(default=None, ge=1)
+    value_dim: int | None = Field(default=None, ge=1, le=4096)
     """Size of one value head (Dv); none: same as head_dim."""
-    ffn_dim: int = Field(default=2048, ge=1)
+    ffn_dim: int = Field(default=2048, ge=1, le=2**20)
     """Inner width of the SwiGLU."""
-    vocab_size: int = Field(default=256, ge=2)
+    vocab_size: int = Field(default=256, ge=2, le=2**24)
     """Vocabulary size: at least that of the tokenizer (256 for bytes)."""
     tie_embeddings: bool = True
     """Share one matrix between embedding and head."""
@@ -53,6 +56,12 @@ class ModelConfig(BaseModel):
     compress_selected_keys: bool = False
     """Compress the selected branch's keys instead of separate ones, so that blocks are selected by the keys that
     will be read; values stay separate."""
+    selector: Literal["compressed", "learned"] = "compressed"
+    """What scores the blocks: the compressed branch (the paper), or small learned projections of their own."""
+    selector_heads: int = Field(default=1, ge=1)
+    """Query heads of a learned selector, per KV head."""
+    selector_dim: int = Field(default=64, ge=1)
+    """Size of one head of a learned selector."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
     backend: Literal["auto", "reference", "triton"] = "auto"

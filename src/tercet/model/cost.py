@@ -77,7 +77,12 @@ def attention_matrices(model: ModelConfig, kind: str) -> int:
     query_and_output = model.dim * model.heads * sum(_head_sizes(model))
     keys_and_values = model.dim * _kv_rows(model, kind)
     gate = model.dim * len(BRANCHES) * model.heads if kind == "nsa" else 0
-    return query_and_output + keys_and_values + gate
+    return query_and_output + keys_and_values + gate + _selector_weights(model, kind)
+
+
+def _selector_weights(model: ModelConfig, kind: str) -> int:
+    learned = kind == "nsa" and model.selector == "learned"
+    return model.dim * model.kv_heads * (model.selector_heads + 1) * model.selector_dim if learned else 0
 
 
 def compression_flops(model: ModelConfig, length: int) -> float:
@@ -217,7 +222,8 @@ def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
     per_head = FP32 * model.heads * (2 * branches if kind == "nsa" else 1)
     # Compiled (bf16, on GPUs), silu is recomputed in the backward pass; eager PyTorch saves its output.
     ffn = (3 if compute_bytes < FP32 else 4) * model.ffn_dim
-    computed = 2 * model.dim + projected + outputs + ffn
+    selector = _selector_weights(model, kind) // model.dim
+    computed = 2 * model.dim + projected + outputs + ffn + selector
     return 2 * FP32 * model.dim + compute_bytes * computed + per_head + _selection_bytes(model, kind)
 
 

@@ -43,6 +43,8 @@ def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
         return NO_TRITON
     if cache.device.type != "cuda" and not interpreting():
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
+    if "selector_dim" in layer.cache_key():
+        return "the decode kernels do not score blocks with a learned selector yet"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
     from tercet.attention.kernels import decode
@@ -86,7 +88,7 @@ def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, len
 
 def nsa_chunk(
     q: Tensor, gates: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], cache: NSACache, new: NewTokens,
-    config: NSAConfig, branches: tuple[str, ...],
+    config: NSAConfig, branches: tuple[str, ...], selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[str, str | None]]:  # fmt: skip
     """A chunk that starts at the same position in every row: a query range of the sequences now in the cache."""
     start, w = new.longest - q.shape[1], config.window
@@ -104,7 +106,7 @@ def nsa_chunk(
         compressed = keys["selected"][:, :0], values["selected"][:, :0]
     out, _, route = run_nsa(
         NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=config, backend="triton",
-        branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first),
+        branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first), selector=selector,
     )  # fmt: skip
     cache.reads = None
     return out, route
@@ -150,16 +152,18 @@ def phi_weights(compression: Compression) -> CompressionWeights:
 
 
 def cached_nsa_attention(
-    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...]
-) -> Tensor:
+    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
+    selector: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     # as in the whole-sequence operator, scores and selection must not be computed in half precision
     with torch.autocast(q.device.type, enabled=False):
-        return _cached_nsa(q, gates, cache, new, config, branches)
+        return _cached_nsa(q, gates, cache, new, config, branches, selector)
 
 
 def _cached_nsa(
-    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...]
-) -> Tensor:
+    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
+    selector: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
     batch, width, heads, size = q.shape
     groups = cache.key["kv_heads"]
     per_query = max(
@@ -173,7 +177,8 @@ def _cached_nsa(
         results: dict[str, tuple[Tensor, Tensor]] = {}
         counts: list[Tensor] = []
         if "compressed" in branches or "selected" in branches:
-            compressed, read, block_indices = _compressed(rows, t, cache, new, config)
+            scored = None if selector is None else (selector[0][:, part], selector[1])
+            compressed, read, block_indices = _compressed(rows, t, cache, new, config, scored)
             if "compressed" in branches:
                 results["compressed"] = compressed, read
             else:
@@ -189,8 +194,9 @@ def _cached_nsa(
 
 
 def _compressed(
-    rows: Tensor, t: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig
-) -> tuple[Tensor, Tensor, Tensor]:
+    rows: Tensor, t: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig,
+    selector: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output [B, C, G, h, Dv], keys read [B, C, G] and selected blocks [B, C, G, n]."""
     batch, width, groups, h, _ = rows.shape
     num_blocks = config.num_blocks(new.longest)
@@ -207,6 +213,10 @@ def _compressed(
         p = _softmax(s, visible[:, None, :, None])
         out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype))
         read = visible.sum(-1)[..., None].expand(-1, -1, groups)
+        if selector is not None:
+            queries, keys = (x.to(rows.dtype) for x in selector)
+            queries = queries.unflatten(2, (groups, -1)) * keys.shape[-1] ** -0.5
+            p = _softmax(torch.einsum("bcghd,bsgd->bgchs", queries, keys), visible[:, None, :, None])
         importance = block_importance(p.sum(3), 0, num_blocks, config)
     return out, read, select(importance, t[:, None], config).transpose(1, 2)
 

@@ -80,7 +80,9 @@ class DenseAttention(AttentionLayer):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos_sin), rotate(k, cos_sin), v
 
-    def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
+    def _forward_sequence(
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+    ) -> Tensor:
         positions = None if packing is None else packing.position
         q, k, v = self.project(x, positions, None if rope is None else rope.tokens)
         self._route = dense_route(q, v, packing)

@@ -96,6 +96,7 @@ class AttentionLayer(nn.Module):
         lengths: Tensor | None = None,
         turns: RopeCache | None = None,
         max_seqlen: int | None = None,
+        taught: Tensor | None = None,
     ) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim].
 
@@ -105,6 +106,7 @@ class AttentionLayer(nn.Module):
                     outputs are meaningless
         turns       cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`)
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
+        taught      int64 [S]: flat indices of the queries that teach a learned selector in this pass
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}: expected 3 axes, [batch, tokens, {self.dim}]")
@@ -114,9 +116,11 @@ class AttentionLayer(nn.Module):
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
             return self._forward_cached(x, cache, lengths)
         check_lengths_have_cache(lengths)
-        return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), turns)
+        return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), turns, taught)
 
-    def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
+    def _forward_sequence(
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+    ) -> Tensor:
         raise NotImplementedError
 
     def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:

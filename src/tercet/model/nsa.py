@@ -19,9 +19,11 @@ from tercet.model.cache import NewTokens, NSACache
 from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
+from tercet.model.selector import BlockSelector, attach_loss
 from tercet.model.stats import AttentionStats
 
 GATES = ("sigmoid", "softmax")
+SELECTORS = ("compressed", "learned")
 
 
 class Gate(nn.Module):
@@ -67,6 +69,8 @@ class NativeSparseAttention(AttentionLayer):
                  a summary of the keys that will be read
     rope_theta, rope_scaling  RoPE base, and a divisor for all positions
     qk_norm      RMS-normalise each head of q and k
+    selector     what scores the blocks: "compressed" (the compressed branch, as in the paper) or "learned" (separate
+                 projections with `selector_heads` heads of `selector_dim` per KV head)
     branches     omit branches, for ablations
     backend      "auto", "reference" or "triton"
     bias         biases in the projections
@@ -95,6 +99,9 @@ class NativeSparseAttention(AttentionLayer):
         backend: str = "auto",
         bias: bool = False,
         norm_eps: float | None = None,
+        selector: str = "compressed",
+        selector_heads: int = 1,
+        selector_dim: int = 64,
     ) -> None:
         check_shared_keys(shared_kv, compress_selected_keys)
         value_sets = 1 if shared_kv else len(BRANCHES)
@@ -110,6 +117,11 @@ class NativeSparseAttention(AttentionLayer):
         self.gate = Gate(dim, heads, gate)
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
+        if selector not in SELECTORS:
+            raise ValueError(f"selector={selector!r} is unknown: pick one of {', '.join(SELECTORS)}")
+        self.selector = (
+            BlockSelector(dim, kv_heads, selector_heads, selector_dim, self.config) if selector == "learned" else None
+        )
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
             nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self.key_sets)) if qk_norm else None
@@ -128,6 +140,8 @@ class NativeSparseAttention(AttentionLayer):
         super().init_weights(std, output_std)
         for part in (self.gate, self.compress_k, self.compress_v):
             part.init_weights()
+        if self.selector is not None:
+            self.selector.init_weights(std)
 
     def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> NSACache:
         """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
@@ -135,6 +149,8 @@ class NativeSparseAttention(AttentionLayer):
 
     def cache_key(self) -> dict[str, Any]:
         own = {"config": self.config, "shared_kv": self.shared_kv, "branches": self.branches}
+        if self.selector is not None:
+            own["selector_dim"] = self.selector.size
         return super().cache_key() | own
 
     def phi_is_plain(self) -> bool:
@@ -142,15 +158,22 @@ class NativeSparseAttention(AttentionLayer):
 
     # ------------------------------------------------------------ whole sequences
 
-    def _forward_sequence(self, x: Tensor, packing: Packing | None, rope: RopeCache | None) -> Tensor:
+    def _forward_sequence(
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+    ) -> Tensor:
         rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
         inputs = self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
+        scored = None if self.selector is None else self.selector(x, packing)
         fuse_output = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._route = run_nsa(
             inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
-            output=(self.o_proj.weight, self.o_proj.bias) if fuse_output else None,
+            output=(self.o_proj.weight, self.o_proj.bias) if fuse_output else None, selector=scored,
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
+        if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
+            loss = self.selector.loss(scored, inputs.q, inputs.k_selected, taught, block_indices, packing)
+            self.stats.update_selector(loss)
+            out = attach_loss(out, loss.kl * self.selector.weight)
         return out if fuse_output else self.o_proj(out.flatten(2))
 
     def can_fuse(self, x: Tensor) -> bool:
@@ -281,31 +304,48 @@ class NativeSparseAttention(AttentionLayer):
         q, raw_k, keys, values = self.project(x, new.positions)
         gates = self.gate(x)
         blocks = cache.append(new, raw_k, keys, values)
+        scored = self._cache_selector(x, new, cache)
         if new.fresh:
-            return self._prefill(new, cache, q, raw_k, keys, values, gates)
+            return self._prefill(new, cache, q, raw_k, keys, values, gates, scored)
         if blocks is not None:
             index, block_k, block_v = blocks
             cos_sin = self.rotary.cos_sin(compressed_positions(index, self.config))
-            cache.append_compressed(new, rotate(self.compress_k.phi(block_k), cos_sin), self.compress_v.phi(block_v))
+            k, v = rotate(self.compress_k.phi(block_k), cos_sin), self.compress_v.phi(block_v)
+            cache.append_compressed(new, k_compressed=k, v_compressed=v)
         if reason is None:
-            out, self._route = decode.nsa_chunk(q, gates, keys, values, cache, new, self.config, self.branches)
+            out, self._route = decode.nsa_chunk(q, gates, keys, values, cache, new, self.config, self.branches, scored)
         else:
             self._route = ("reference", reason)
-            out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches)
+            out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches, scored)
         return self.o_proj(out.flatten(2))
+
+    def _cache_selector(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor] | None:
+        """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
+        if self.selector is None or not cache.keeps_selector:
+            return None
+        queries, keys = self.selector.project(x)
+        blocks = cache.append_selector(new, keys)
+        if new.fresh:
+            pooled = self.selector.pool(keys)
+            cache.append_compressed(new, selector=pooled[:, : new.emitted])
+            return queries, pooled
+        if blocks is not None:
+            cache.append_compressed(new, selector=self.selector.pool_blocks(blocks))
+        return queries, cache.selector_keys(new).to(queries.dtype)
 
     def _prefill(
         self, new: NewTokens, cache: NSACache, q: Tensor, raw_k: Tensor, keys: dict[str, Tensor],
-        values: dict[str, Tensor], gates: Tensor,
+        values: dict[str, Tensor], gates: Tensor, scored: tuple[Tensor, Tensor] | None,
     ) -> Tensor:  # fmt: skip
         """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
         padding from every real token."""
         kc, vc = self._compress(raw_k, values["compressed"], None)
-        cache.append_compressed(new, kc[:, : new.emitted], vc[:, : new.emitted])
+        if cache.compresses:
+            cache.append_compressed(new, k_compressed=kc[:, : new.emitted], v_compressed=vc[:, : new.emitted])
         cache.reads = None
         out, _, self._route = run_nsa(
             NSAInputs(q, kc, vc, keys["selected"], values["selected"], keys["window"], values["window"], gates),
-            config=self.config, backend=self.backend, branches=self.branches,
+            config=self.config, backend=self.backend, branches=self.branches, selector=scored,
         )  # fmt: skip
         return self.o_proj(out.flatten(2))
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import Packing
+from tercet.model.selector import SelectorLoss
 
 # A (token, head) whose largest share of the gates is above this counts as collapsed.
 COLLAPSE_SHARE = 0.95
@@ -21,7 +22,8 @@ DISTANCE_BUCKETS = 21
 
 _GATES = (*(f"gate_share_{b}" for b in BRANCHES), "gate_entropy", "gate_max_share", "gate_collapse")
 _SELECTION = ("selected_blocks", "selected_distance", "selected_forced", "selected_overlap")
-_SUMS = 1 + len(_GATES) + 2 * len(_SELECTION)
+_SELECTOR = ("selector_kl", "selector_mass", "selector_best", "selector_random")
+_SUMS = 1 + len(_GATES) + 2 * len(_SELECTION) + len(_SELECTOR) + 1
 
 
 class AttentionStats:
@@ -37,6 +39,9 @@ class AttentionStats:
     selected_overlap   mean fraction of a token's freely selected blocks that the previous token selected too. Excludes
                        forced blocks, which move with the token, and tokens whose every block fits: a selection that
                        never changes then has overlap 1
+    selector_kl        of a learned selector: KL divergence from its teacher, over the queries that teach it
+    selector_mass      share of the teacher's attention to free blocks that the chosen ones receive; selector_best is
+                       that of the best choice, selector_random that of a random one
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -68,6 +73,20 @@ class AttentionStats:
         with _hidden_from_checkpointing():
             self._update(gates, block_indices, packing, positions, before)
 
+    @torch.no_grad()
+    def update_selector(self, loss: SelectorLoss) -> None:
+        """Count the loss of a learned selector, and the attention that its choice captures."""
+        if not self.enabled or _recomputing():
+            return
+        with _hidden_from_checkpointing():
+            count = loss.queries.double()
+            means = torch.stack((loss.kl, loss.mass, loss.best, loss.random)).double()
+            before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)
+            self._add(torch.cat((before, means * count, count[None])))
+
+    def _add(self, sums: Tensor) -> None:
+        self._sums = sums if self._sums is None else self._sums + sums
+
     def _update(
         self,
         gates: Tensor,
@@ -85,8 +104,8 @@ class AttentionStats:
             self._histogram = histogram if self._histogram is None else self._histogram + histogram
         else:
             sums.append(gates.new_zeros(2 * len(_SELECTION), dtype=torch.float64))
-        total = torch.cat(sums)
-        self._sums = total if self._sums is None else self._sums + total
+        sums.append(gates.new_zeros(len(_SELECTOR) + 1, dtype=torch.float64))
+        self._add(torch.cat(sums))
 
     def read(self) -> dict[str, float]:
         """Means so far; empty before the first update. Synchronises."""
@@ -105,7 +124,7 @@ class AttentionStats:
     def add(self, sums: Tensor) -> None:
         """Add a vector of `sums`, e.g. from a replayed CUDA graph."""
         numbers, histogram = sums[:_SUMS].clone(), sums[_SUMS:].to(torch.int64)
-        self._sums = numbers if self._sums is None else self._sums + numbers
+        self._add(numbers)
         self._histogram = histogram if self._histogram is None else self._histogram + histogram
 
     @staticmethod
@@ -121,9 +140,12 @@ class AttentionStats:
             return {}
         count, gates, rest = numbers[0], numbers[1 : 1 + len(_GATES)], numbers[1 + len(_GATES) :]
         means = {name: value / count for name, value in zip(_GATES, gates, strict=True)}
-        for name, value, weight in zip(_SELECTION, rest[::2], rest[1::2], strict=True):
+        selection, selector = rest[: 2 * len(_SELECTION)], rest[2 * len(_SELECTION) :]
+        for name, value, weight in zip(_SELECTION, selection[::2], selection[1::2], strict=True):
             if weight:
                 means[name] = value / weight
+        if queries := selector[-1]:
+            means |= {name: value / queries for name, value in zip(_SELECTOR, selector, strict=False)}
         return means
 
     def read_distances(self) -> list[int]:

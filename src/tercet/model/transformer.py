@@ -21,6 +21,7 @@ from tercet.model.layer import check_lengths_have_cache
 from tercet.model.loss import Loss, cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
+from tercet.model.selector import sample_queries
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
@@ -42,9 +43,10 @@ class Block(nn.Module):
         cache: Any = None,
         lengths: Tensor | None = None,
         rope: RopeCache | None = None,
+        taught: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=rope)
+        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=rope, taught=taught)
         return x + self.ffn(self.ffn_norm(x))
 
     def init_weights(self, std: float, residual_std: float) -> None:
@@ -69,6 +71,7 @@ class Transformer(nn.Module):
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.compiled = False  # whether the blocks are compiled; the loss then is too
+        self.taught_every = 128  # in training, one query in this many teaches the learned selectors
         self.init_weights()
 
     @torch.no_grad()
@@ -112,8 +115,11 @@ class Transformer(nn.Module):
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
         rope = self._rope_cache(tokens, packing) if cache is None else None
+        taught = None
+        if self.training and cache is None and self.config.selector == "learned":
+            taught = sample_queries(tokens, self.taught_every)
         for i, block in enumerate(self.blocks):
-            x = block(x, packing, rope=rope) if cache is None else block(x, packing, cache[i], lengths)
+            x = block(x, packing, rope=rope, taught=taught) if cache is None else block(x, packing, cache[i], lengths)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -199,4 +205,7 @@ def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAt
         backend=config.backend,
         bias=config.attention_bias,
         norm_eps=config.norm_eps,
+        selector=config.selector,
+        selector_heads=config.selector_heads,
+        selector_dim=config.selector_dim,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +38,19 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     Embeddings and φ's position embeddings (`compress_*.position`) count as matrices: exempting them now would change
     the updates of resumed runs.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    selectors = [p for name, p in named if ".selector." in name]
+    trained = [p for name, p in named if ".selector." not in name]
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        # the extra keys are for `update`
+        {
+            "params": selectors,
+            "weight_decay": config.selector.weight_decay,
+            "lr_factor": (config.selector.lr or config.lr) / config.lr,
+            "clip": config.selector.clip,
+        },
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -58,17 +68,36 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, norm: Tensor, skip: Tensor) -> None:
+def selector_group(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The parameters of learned selectors, which have their own clipping and learning rate; None if there are none."""
+    return next((group for group in optimizer.param_groups if "lr_factor" in group), None)
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    clip: float,
+    norm: Tensor,
+    skip: Tensor,
+    selector_norm: Tensor | None = None,
+) -> None:
     """Clip, update at rate `lr`, clear the gradients. If `skip` (bool on the device), weights and moments stay.
 
     The fused kernels read `found_inf` on the device, as with a GradScaler, so the host does not wait. Zeroing the
     gradients instead would still change the moments and apply weight decay.
     """
+    selectors = selector_group(optimizer)
+    others = [group for group in optimizer.param_groups if group is not selectors]
     if clip > 0:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in others for p in group["params"] if p.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
-    for group in optimizer.param_groups:
+    for group in others:
         group["lr"] = lr
+    if selectors is not None:
+        selectors["lr"] = lr * selectors["lr_factor"]
+        if selectors["clip"] > 0 and selector_norm is not None:
+            parameters = [p for p in selectors["params"] if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(parameters, selectors["clip"], selector_norm, foreach=True)
     optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tercet.config.schema import RunConfig
+from tercet.config.sections import SelectorConfig
 from tercet.errors import UsageError
 from tercet.model.nsa import NativeSparseAttention
+from tercet.model.selector import BlockSelector
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
@@ -77,6 +79,7 @@ def build_state(
     if uses_compile(config, device):
         compile_blocks(model, config.train.activation_checkpointing)
     model = strategy.prepare(model)
+    _configure_selectors(model, config)
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
@@ -100,6 +103,23 @@ def _build_model(config: RunConfig) -> nn.Module:
     if not any(p.is_meta for p in model.parameters()):
         model.init_weights()
     return model
+
+
+def _configure_selectors(model: nn.Module, config: RunConfig) -> None:
+    """Settings of train.selector. The loss is a mean over the step's micro-batches, like the loss of the model."""
+    for module in model.modules():
+        if isinstance(module, BlockSelector):
+            module.weight = config.train.selector.weight / config.accumulation
+        if isinstance(module, Transformer):
+            module.taught_every = config.train.selector.every
+
+
+def set_teacher(model: nn.Module, config: SelectorConfig, step: int) -> None:
+    """The blocks that teach learned selectors in this step."""
+    teacher = "all" if step < config.all_until else config.teacher
+    for module in model.modules():
+        if isinstance(module, BlockSelector):
+            module.teacher = teacher
 
 
 def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:

@@ -15,7 +15,7 @@ from tercet.config.sections import resolved_precision
 from tercet.data.loader import Batch
 from tercet.data.packing import LoaderStats
 from tercet.parallel.strategy import Single, Strategy
-from tercet.train.optim import global_norm, update
+from tercet.train.optim import global_norm, selector_group, update
 
 IGNORED_TARGET = -100
 
@@ -140,9 +140,12 @@ def train_step(
     with phase("communication"):
         mean = strategy.all_sum(total) / targets
     with phase("optimizer"):
-        norm = global_norm(model.parameters())
-        nonfinite, skip = guard.check(step, mean, norm)
-        update(optimizer, lr, clip, norm, skip)
+        selectors = selector_group(optimizer)
+        separate = {id(p) for p in selectors["params"]} if selectors is not None else set()
+        norm = global_norm(p for p in model.parameters() if id(p) not in separate)
+        selector_norm = None if selectors is None else global_norm(selectors["params"])
+        nonfinite, skip = guard.check(step, mean, norm if selector_norm is None else norm + 0 * selector_norm)
+        update(optimizer, lr, clip, norm, skip, selector_norm)
     return StepResult(mean, norm, nonfinite)
 
 

@@ -220,12 +220,13 @@ def nsa(
     output: tuple[Tensor, Tensor | None] | None = None,
     compressed_cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, block_indices) of the gated branches.
 
     `output`: (weight, bias) of the output projection, applied to the result; compiled, its input is not saved.
     `compressed_cu_seqlens`: bounds of the compressed tokens, if the caller has them. `max_seqlen`: an upper bound on
-    document lengths. `span`: see ops.py.
+    document lengths. `span`: see ops.py. `selector`: queries and keys that score the blocks in place of q and kc.
     """
     choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
@@ -236,10 +237,13 @@ def nsa(
     traced = output is not None and torch.compiler.is_compiling()
     # nsa_attend owns the gradient of these
     with torch.no_grad():
-        if choose or "compressed" in branches:
+        if "compressed" in branches or (choose and selector is None):
             o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
         if choose:
-            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
+            by_q, by_k, lse = (q, kc, lse_c) if selector is None else (*selector, None)
+            if lse is None:
+                _, lse = ops.nsa_compressed(by_q, by_k, by_k, cu_seqlens, ccu, *numbers)
+            block_indices = ops.nsa_select(by_q, by_k, lse, cu_seqlens, ccu, *numbers)
             # checkpointing saves the selection by this op's name; _AttendAndProject is never recomputed
             if not traced:
                 block_indices = ops.keep_selection(block_indices)

@@ -1,0 +1,221 @@
+"""BlockSelector: learned selection of blocks, and the loss that teaches it (docs/nsa.md, "Learned selection").
+
+Small projections of the layer's input score the blocks in place of the compressed branch. They learn from the selected
+branch itself: the teacher is the attention that its queries and keys would put on every block of the past, and the
+student's scores follow it by a KL divergence, on a sample of the queries. The input is detached and the teacher has no
+gradient, so the rest of the model never feels this loss.
+
+Axes: queries [B, T, G·heads, size], keys [B, Tc, G, size]; S sampled queries, h query heads per group, NB blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.first_order import first_order
+from tercet.attention.hardware import kernels_run_on
+from tercet.attention.layout import Packing
+from tercet.attention.reference import block_importance, compute_dtype
+from tercet.model.compression import move_rows
+
+TEACHERS = ("all", "selected")
+# Numbers of keys that the PyTorch teacher gathers at once.
+_GATHERED = 1 << 24
+
+
+class SelectorLoss(NamedTuple):
+    """Means over the sampled queries that have blocks to choose from; fp32 scalars on the device."""
+
+    kl: Tensor
+    mass: Tensor
+    """Share of the teacher's attention to free blocks that the chosen blocks receive."""
+    best: Tensor
+    """What the best choice of as many blocks would receive."""
+    random: Tensor
+    """What a random choice would receive on average."""
+    queries: Tensor
+    """How many were counted, times groups."""
+
+
+class BlockSelector(nn.Module):
+    """Scores of blocks for each KV group from the layer's input; see docs/nsa.md.
+
+    heads, size  query heads per group, and their size
+    teacher      "all": every block of the past; "selected": only the blocks that were read
+    weight       factor of the loss; it only scales the gradient of these parameters
+    """
+
+    def __init__(self, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig) -> None:
+        super().__init__()
+        self.kv_heads, self.heads, self.size, self.config = kv_heads, heads, size, config
+        self.q_proj = nn.Linear(dim, kv_heads * heads * size, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * size, bias=False)
+        self.teacher, self.weight = "all", 1.0
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        for proj in (self.q_proj, self.k_proj):
+            nn.init.normal_(proj.weight, std=std)
+
+    def forward(self, x: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        """Queries and pooled keys of x [B, T, dim], which is detached."""
+        q, k = self.project(x)
+        return q, self.pool(k, packing)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of every token: [B, T, G·heads, size], [B, T, G, size]."""
+        x = x.detach()
+        return (
+            self.q_proj(x).unflatten(-1, (self.kv_heads * self.heads, self.size)),
+            self.k_proj(x).unflatten(-1, (self.kv_heads, self.size)),
+        )
+
+    def pool(self, k: Tensor, packing: Packing | None = None) -> Tensor:
+        """One key per compressed token: the largest value of each channel over its l tokens. -> [B, Tc, G, size]
+
+        A maximum keeps the feature of one token among l, which a mean would dilute.
+        """
+        l, d = self.config.compress_block, self.config.compress_stride
+        if k.shape[1] < l:
+            return k.new_zeros(k.shape[0], 0 if packing is None else packing.compressed_length, *k.shape[2:])
+        if packing is None:
+            chunks = k[:, : k.shape[1] // d * d].unflatten(1, (-1, d)).amax(2)
+        else:
+            chunks = move_rows(k[0], packing.tokens_to_chunks).unflatten(0, (-1, d)).amax(1)[None]
+        places, count = l // d, chunks.shape[1] - l // d + 1
+        pooled = chunks[:, :count]
+        for place in range(1, places):
+            pooled = torch.maximum(pooled, chunks[:, place : place + count])
+        return pooled if packing is None else move_rows(pooled[0], packing.chunks_to_compressed)[None]
+
+    def pool_blocks(self, blocks: Tensor) -> Tensor:
+        """`pool` of given blocks: [B, E, l, G, size] -> [B, E, G, size]."""
+        return blocks.amax(2)
+
+    def loss(
+        self,
+        scored: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        rows: Tensor,
+        block_indices: Tensor,
+        packing: Packing | None,
+    ) -> SelectorLoss:
+        """The loss on some queries. scored: what `forward` returned; q, k: those of the selected branch; rows: int64
+        [S], flat indices of queries."""
+        config, length = self.config, q.shape[1]
+        selector_q, selector_k = scored
+        if packing is None:
+            position, longest = rows % length, length
+            first_key = rows // length * selector_k.shape[1]
+        else:
+            position, longest = packing.position[rows], packing.max_seqlen
+            first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
+        j = torch.arange(config.num_blocks(longest), device=q.device)
+        current = (position // config.select_block)[:, None]
+        free = (j >= config.select_initial) & (j <= current - config.select_local)
+        with torch.no_grad():
+            chosen = _chosen(block_indices.flatten(0, 1)[rows], j.shape[0])
+            q, k = q.detach().flatten(0, 1)[rows], k.detach().flatten(0, 1)
+            lse = block_lse(q, k, rows, position, j.shape[0], config)
+            if self.teacher == "selected":
+                lse = lse.masked_fill(~chosen[:, :, None], -torch.inf)
+            mass = lse.softmax(-1).mean(2) * free[:, None]
+            total = mass.sum(-1, keepdim=True)
+            counted = total[..., 0] > 0
+            mass = mass / torch.where(total > 0, total, 1)
+            count = counted.sum()
+        with torch.autocast(q.device.type, enabled=False):
+            student = self._block_probabilities(selector_q.flatten(0, 1)[rows], selector_k, position, first_key, j)
+            student = student * free[:, None] + 1e-12
+            student = student.log() - student.sum(-1, keepdim=True).log()
+        kl = torch.special.xlogy(mass, mass) - mass * student
+        each = 1 / count.clamp(min=1)
+        with torch.no_grad():
+            slots = min(config.select_count - config.select_initial - config.select_local, j.shape[0])
+            best = mass.topk(slots, -1).values.sum() * each
+            possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]
+            random = (possible * counted).sum() * each
+            captured = (mass * chosen).sum() * each
+        return SelectorLoss(kl.sum() * each, captured, best, random, count)
+
+    def _block_probabilities(self, q: Tensor, k: Tensor, position: Tensor, first_key: Tensor, j: Tensor) -> Tensor:
+        """The student: mean over heads of the softmax over visible keys, pooled over blocks (Eq. 9). [S, G, NB]"""
+        config = self.config
+        k = k.flatten(0, 1)
+        q = q.unflatten(1, (self.kv_heads, self.heads))
+        logits = torch.einsum("sghd,cgd->gshc", q, k).to(compute_dtype(q)) * self.size**-0.5
+        seen = (position + 1 - config.compress_block).div(config.compress_stride, rounding_mode="floor") + 1
+        i = torch.arange(k.shape[0], device=k.device) - first_key[:, None]
+        visible = ((i >= 0) & (i < seen[:, None]))[:, None]
+        # a finite mask: a query that sees no key has no free block either
+        p = logits.masked_fill(~visible, -1e30).softmax(-1)
+        p = torch.where(visible, p, 0).mean(2)
+        return block_importance(p, first_key[:, None], j.shape[0], config).transpose(0, 1)
+
+
+def attach_loss(out: Tensor, loss: Tensor) -> Tensor:
+    """`out`, unchanged; its backward pass also runs the backward pass of `loss`, with gradient 1."""
+    result: Tensor = _AttachLoss.apply(out, loss)
+    return result
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream[0], upstream[0].new_ones((), dtype=ctx.dtype)
+
+
+def sample_queries(tokens: Tensor, every: int) -> Tensor:
+    """Flat indices of one query in `every`, at a place in each stretch that depends on the tokens there.
+
+    A function of the batch alone: the same on every backend and in a recomputation, and nothing to save for a resume.
+    """
+    flat = tokens.flatten()
+    every = min(every, flat.shape[0])
+    stretches = flat.shape[0] // every
+    weights = torch.arange(1, every + 1, device=tokens.device) * 40503
+    place = (flat[: stretches * every].view(stretches, every).long() * weights).sum(1) % every
+    return torch.arange(stretches, device=tokens.device) * every + place
+
+
+def _chosen(block_indices: Tensor, blocks: int) -> Tensor:
+    """[S, G, n] -> bool [S, G, NB]"""
+    chosen = torch.zeros(*block_indices.shape[:-1], blocks + 1, dtype=torch.bool, device=block_indices.device)
+    return chosen.scatter(-1, torch.where(block_indices < 0, blocks, block_indices).long(), True)[..., :blocks]
+
+
+def block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, blocks: int, config: NSAConfig) -> Tensor:
+    """The teacher: log-sum-exp of the logits of each query in every block of its document. fp32 [S, G, h, NB]
+
+    q: [S, H, Dk]; k: [tokens, G, Dk]; rows: int64 [S], where the queries are among the tokens; position: where they are
+    in their documents. -inf in blocks after the query.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        if kernels_run_on(q):
+            from tercet.attention.kernels.teacher import nsa_block_lse
+
+            op = torch.ops.tercet.nsa_block_lse if torch.compiler.is_compiling() else nsa_block_lse
+            lse: Tensor = op(q, k.to(q.dtype), rows, position, config.select_block, blocks)
+            return lse
+        dtype = compute_dtype(q)
+        q = q.unflatten(1, (k.shape[1], -1)).to(dtype) * q.shape[-1] ** -0.5
+        s = torch.arange(blocks * config.select_block, device=q.device)
+        found = []
+        step = max(1, _GATHERED // (s.shape[0] * k.shape[1] * k.shape[2]))
+        for part in torch.arange(rows.shape[0], device=q.device).split(step):
+            token = ((rows - position)[part, None] + s).clamp(max=k.shape[0] - 1)
+            logits = torch.einsum("sghd,stgd->sght", q[part], k[token].to(dtype))
+            logits = logits.masked_fill((s > position[part, None])[:, None, None], -torch.inf)
+            found.append(logits.unflatten(-1, (blocks, -1)).logsumexp(-1))
+        return torch.cat(found)

@@ -1,0 +1,229 @@
+"""Learned selection: its definition, that it teaches nothing but the choice, caches, and that it learns to choose."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tercet
+from layer_oracle import linear
+from tercet.model.selector import BlockSelector, block_lse, sample_queries
+from tercet.model.transformer import ModelConfig, Transformer
+
+NSA = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=4, window=8)
+BOUNDS = torch.tensor([0, 70, 75, 160], dtype=torch.int32)
+
+
+def make_layer(config: tercet.NSAConfig = NSA, **options: object) -> tercet.NativeSparseAttention:
+    layer = tercet.NativeSparseAttention(
+        32, 4, 2, 8, config=config, selector="learned", selector_dim=16, **{"selector_heads": 2, **options}
+    )
+    layer.init_weights(0.3, 0.1)
+    return layer
+
+
+def make_model(**options: object) -> Transformer:
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "init_std": 0.2}
+    model = Transformer(ModelConfig(**sizes, nsa=NSA, selector="learned", selector_dim=16, **options))
+    model.taught_every = 4
+    return model.train()
+
+
+def chosen_by_loops(layer: tercet.NativeSparseAttention, x: torch.Tensor, bounds: list[int]) -> np.ndarray:
+    """Selected blocks [T, G, n] as docs/nsa.md defines them, in float64 and without shared code."""
+    cfg, selector = layer.config, layer.selector
+    tokens = x[0].detach().double().numpy()
+    found = np.full((len(tokens), layer.kv_heads, cfg.select_count), -1)
+    for first, end in itertools.pairwise(bounds):
+        for t in range(end - first):
+            current = t // cfg.select_block
+            for g in range(layer.kv_heads):
+                scores = np.zeros(current + 1)
+                for head in range(selector.heads):
+                    at = (g * selector.heads + head) * selector.size
+                    q = linear(selector.q_proj, tokens[first + t])[at : at + selector.size]
+                    logits = []
+                    while len(logits) * cfg.compress_stride + cfg.compress_block <= t + 1:
+                        start = first + len(logits) * cfg.compress_stride
+                        keys = linear(selector.k_proj, tokens[start : start + cfg.compress_block])
+                        pooled = keys[:, g * selector.size : (g + 1) * selector.size].max(0)
+                        logits.append(q @ pooled / math.sqrt(selector.size))
+                    p = np.exp(np.array(logits) - max(logits, default=0.0))
+                    for i, share in enumerate(p / p.sum() if len(p) else p):
+                        for token in range(i * cfg.compress_stride, i * cfg.compress_stride + cfg.compress_block):
+                            scores[token // cfg.select_block] += share / cfg.compress_block
+                forced = {j for j in range(current + 1) if j < cfg.select_initial or j > current - cfg.select_local}
+                others = sorted(set(range(current + 1)) - forced, key=lambda j: (-scores[j], j))
+                blocks = sorted(forced | set(others[: cfg.select_count - len(forced)]))
+                found[first + t, g, : len(blocks)] = blocks
+    return found
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS])
+@pytest.mark.parametrize("compress_block", [4, 8])
+def test_blocks_are_chosen_as_defined(bounds: torch.Tensor | None, compress_block: int) -> None:
+    config = tercet.NSAConfig(
+        compress_block=compress_block, compress_stride=4, select_block=8, select_count=5, window=8
+    )
+    layer = make_layer(config).double()
+    x = torch.randn(1, 160, 32, dtype=torch.float64)
+    seen = []
+    layer.stats.update = lambda gates, block_indices, packing: seen.append(block_indices)  # type: ignore[method-assign]
+    layer(x, cu_seqlens=bounds)
+    expected = chosen_by_loops(layer, x, [0, 160] if bounds is None else bounds.tolist())
+    np.testing.assert_array_equal(seen[0][0].numpy(), expected)
+
+
+def test_the_operator_takes_any_selector_queries_and_keys() -> None:
+    q, k, v = torch.randn(1, 96, 4, 8), torch.randn(1, 96, 2, 8), torch.randn(1, 96, 2, 8)
+    kc, gates = tercet.compress_mean(k, config=NSA), torch.rand(1, 96, 4, 3)
+    same = tercet.nsa_attention(q, kc, kc, k, v, k, v, gates, config=NSA, selector=(q, kc))
+    assert torch.equal(same, tercet.nsa_attention(q, kc, kc, k, v, k, v, gates, config=NSA))
+    with pytest.raises(ValueError, match="selector keys have shape"):
+        tercet.nsa_attention(q, kc, kc, k, v, k, v, gates, config=NSA, selector=(q, kc[:, 1:]))
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS])
+def test_the_loss_changes_no_gradient_but_the_selectors(bounds: torch.Tensor | None) -> None:
+    model, tokens = make_model(), torch.randint(0, 256, (1, 160))
+    grads = []
+    for weight in (0.0, 1.0):
+        for layer in model.attention_layers():
+            layer.selector.weight = weight
+        model.zero_grad()
+        model(tokens, cu_seqlens=bounds, targets=tokens).total.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, without in grads[0].items():
+        if ".selector." in name:
+            assert not without.any()
+            assert grads[1][name].any()
+        else:
+            assert torch.equal(without, grads[1][name])
+
+
+def test_an_update_with_the_loss_leaves_all_other_parameters_the_same_bits() -> None:
+    from tercet.config.sections import SelectorConfig, TrainConfig
+    from tercet.parallel.strategy import Single
+    from tercet.train.optim import build_optimizer
+    from tercet.train.step import MicroBatch, NonFiniteGuard, train_step
+
+    tokens, ends = torch.randint(0, 256, (1, 160)), []
+    for weight in (0.0, 1.0):
+        torch.manual_seed(0)
+        model = make_model()
+        for layer in model.attention_layers():
+            layer.selector.weight = weight
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        train = TrainConfig(clip=0.01, selector=SelectorConfig(lr=1e-2, clip=0.5))
+        optimizer = build_optimizer(model, train)
+        train_step(
+            model, optimizer, [MicroBatch(tokens, tokens, None)], step=1, lr=1e-3, clip=train.clip, precision="fp32",
+            guard=NonFiniteGuard(torch.device("cpu"), 0, 0), strategy=Single(),
+        )  # fmt: skip
+        ends.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    others = [name for name in before if ".selector." not in name]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in others)
+    moved = [(ends[1][name] - before[name]).abs().max() for name in before if ".selector." in name]
+    assert all(step > 5e-3 for step in moved)  # AdamW's first step is about the learning rate: the selector's, 1e-2
+
+
+def test_gradients_of_the_loss_are_those_of_finite_differences() -> None:
+    selector = BlockSelector(8, 1, 2, 4, NSA).double()
+    selector.init_weights(0.5)
+    x, q, k = (torch.randn(1, 72, *size, dtype=torch.float64) for size in ((8,), (2, 4), (1, 4)))
+    indices = torch.arange(4, dtype=torch.int32).expand(1, 72, 1, 4)
+    rows = torch.tensor([40, 55, 71])
+
+    def loss(*weights: torch.Tensor) -> torch.Tensor:
+        parameters = dict(zip(("q_proj.weight", "k_proj.weight"), weights, strict=True))
+        scored = torch.func.functional_call(selector, parameters, (x,))
+        return selector.loss(scored, q, k, rows, indices, None).kl
+
+    weights = [p.detach().clone().requires_grad_() for p in selector.parameters()]
+    assert torch.autograd.gradcheck(loss, weights)
+
+
+@pytest.mark.parametrize("teacher", ["all", "selected"])
+def test_the_teacher_is_the_attention_of_the_selected_branch(teacher: str) -> None:
+    """Mass and best possible mass of one query, added up by hand."""
+    selector = BlockSelector(8, 1, 1, 4, NSA)
+    selector.init_weights(0.5)
+    selector.teacher = teacher
+    q, k = torch.randn(1, 72, 2, 4), torch.randn(1, 72, 1, 4)
+    indices = torch.tensor([0, 3, 7, 8], dtype=torch.int32).expand(1, 72, 1, 4)
+    loss = selector.loss(selector(torch.randn(1, 72, 8)), q, k, torch.tensor([70]), indices, None)
+    p = torch.einsum("hd,td->ht", q[0, 70], k[0, :71, 0]).div(2).exp()
+    if teacher == "selected":
+        p *= torch.isin(torch.arange(71) // 8, indices[0, 0, 0])
+    p = (p / p.sum(-1, keepdim=True)).mean(0)
+    blocks = torch.nn.functional.pad(p, (0, 1)).unflatten(0, (9, 8)).sum(-1)
+    free = blocks[1:7] / blocks[1:7].sum()
+    torch.testing.assert_close(loss.mass, free[2])
+    torch.testing.assert_close(loss.best, free.max())
+    torch.testing.assert_close(loss.random, torch.tensor(1 / 6))
+    assert loss.queries == 1
+
+
+def test_log_sum_exps_of_blocks_stop_at_the_query_and_start_at_its_document() -> None:
+    q, k = torch.randn(2, 2, 4), torch.randn(40, 1, 4)
+    rows, position = torch.tensor([12, 35]), torch.tensor([12, 15])
+    lse = block_lse(q, k, rows, position, 3, NSA)
+    for s, (row, first) in enumerate(((12, 0), (35, 20))):
+        for j in range(3):
+            inside = k[first + 8 * j : min(first + 8 * j + 8, row + 1), 0]
+            expected = (q[s] @ inside.T / 2).logsumexp(-1) if len(inside) else torch.full((2,), -math.inf)
+            torch.testing.assert_close(lse[s, 0, :, j], expected)
+
+
+def test_sampled_queries_are_spread_over_the_batch_and_depend_on_it_alone() -> None:
+    tokens = torch.randint(0, 256, (2, 512))
+    rows = sample_queries(tokens, 64)
+    assert torch.equal(rows // 64, torch.arange(16))
+    assert torch.equal(rows, sample_queries(tokens.clone(), 64))
+    assert not torch.equal(rows, sample_queries(torch.randint(0, 256, (2, 512)), 64))
+    assert sample_queries(tokens[:, :3], 64).shape == (1,)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 60, [30, 30], [13, 1, 1, 20, 25]])
+def test_a_cache_gives_the_results_of_the_whole_sequence(chunks: list[int]) -> None:
+    layer = make_layer().double().eval()
+    x = torch.randn(2, 60, 32, dtype=torch.float64)
+    cache = layer.make_cache(2)
+    parts = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-12)
+
+
+def test_the_future_changes_no_choice() -> None:
+    layer, x = make_layer().double(), torch.randn(1, 120, 32, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 80:] += 1
+    assert torch.equal(layer(x)[:, :80], layer(changed)[:, :80])
+
+
+def test_a_selector_learns_to_choose_what_attention_reads() -> None:
+    """One layer reads random tokens; only the selector is trained. Its choice captures nearly all that could be."""
+    torch.manual_seed(0)
+    config = tercet.NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=6, window=8)
+    layer = make_layer(config, rope_scaling=1e6)  # positions that do not matter: only tokens can be learned from
+    with torch.no_grad():
+        layer.q_proj.weight *= 20  # attention to few tokens
+    optimizer = torch.optim.AdamW(layer.selector.parameters(), lr=2e-2)
+    layer.stats.enabled = True
+    masses = []
+    for _ in range(40):
+        x = torch.nn.functional.one_hot(torch.randint(0, 32, (2, 160)), 32).float()
+        layer(x, taught=sample_queries(x.argmax(-1), 8)).sum().backward()
+        optimizer.step()
+        layer.zero_grad()
+        masses.append(layer.stats.read())
+        layer.stats.reset()
+    first, last = masses[0], masses[-1]
+    assert abs(first["selector_mass"] - first["selector_random"]) < 0.1
+    gained = last["selector_mass"] - last["selector_random"]
+    possible = last["selector_best"] - last["selector_random"]
+    assert possible > 0.1
+    assert gained > 0.4 * possible
