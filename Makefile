@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup setup-dev train test test-slow test-gpu lint format wheel clean
+.PHONY: setup setup-dev train test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
 
 # What training needs. --no-compile: byte-compiling the dependencies takes longer than unpacking them.
 setup: $(VENV)/.setup-done
@@ -24,18 +24,28 @@ $(VENV)/.setup-dev-done: $(VENV)/.setup-done
 train: setup
 	$(BIN)/tercet train --preset tiny
 
-lint: setup-dev
+lint: ruff mypy
+
+ruff: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: setup-dev
 	$(BIN)/mypy
 
 format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two workers, one thread each: two cores are what CI has. Files stay whole, for what their tests share.
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# mypy runs beside the tests, which leave a core idle now and then.
+test: ruff
+	@$(MAKE) --no-print-directory -j 2 mypy pytest
+
+# Two workers, one thread each: two cores are what CI has. Files stay whole, for what their tests share, and long ones
+# start first (tests/conftest.py). Bytecode is always written: many tests start processes that import torch.
+pytest: export PYTHONDONTWRITEBYTECODE :=
+pytest: setup-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
@@ -50,6 +60,11 @@ GPU_TEST     := PYTHONPATH=src:$$PYTHONPATH TORCHINDUCTOR_COMPILE_THREADS=2 $(GP
 test-gpu:
 	$(GPU_TEST) $(GPU_PARALLEL) -m "gpu and not serial" tests
 	$(GPU_TEST) -m "gpu and serial" tests
+
+# On a machine with two or more GPUs, over NCCL: every strategy against one process, a killed rank, resuming.
+# The same tests run over gloo, on CPUs, in `make test-slow`.
+test-multi-gpu:
+	$(GPU_TEST) -m multi_gpu tests/parallel
 
 wheel: setup-dev
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .

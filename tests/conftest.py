@@ -19,6 +19,14 @@ settings.register_profile(
 )
 settings.load_profile("tercet")
 
+# Folders with the longest test files. They run first, so that no worker runs one alone at the end.
+LONGEST = ("kernels", "parallel", "resume", "train")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {folder: place for place, folder in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+
 
 COUNTS = pytest.StashKey[list[str]]()
 

@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators: traced whole, seen by dispatch modes, refused with a reason; interpreted."""
+"""The kernels as PyTorch operators: compiled to one graph, visible to dispatch modes, refused with a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sample(tokens: int = 40):
     return inputs(CONFIG, tokens, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
 
 
-def test_compiled_whole_it_gives_the_same_bits() -> None:
+def test_compiling_to_one_graph_changes_no_bit() -> None:
     x = sample().leaves()
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_second_derivatives_are_refused(watched: bool) -> None:
         ({"select_block": 8}, "select_block=8 is not within 16"),
     ],
 )
-def test_what_the_kernels_cannot_do_has_a_reason(changes: dict[str, int], reason: str) -> None:
+def test_unsupported_sizes_have_a_reason(changes: dict[str, int], reason: str) -> None:
     cfg = tercet.NSAConfig(**{"compress_block": 8, "compress_stride": 4, "select_block": 16, **changes})
     x = inputs(cfg, 20, groups=1, per_group=1, key_size=16, value_size=16, dtype=torch.float32)
     assert reason in kernels.unsupported(*x.tensors()[:7], cfg)
@@ -139,7 +139,7 @@ def test_partial_sums_of_key_gradients_are_no_more_than_fill_a_device() -> None:
             assert heads % sets == 0
 
 
-def test_operators_registered_plainly_are_what_the_compiler_is_told() -> None:
+def test_operators_match_their_schemas_and_fake_implementations() -> None:
     """Results share no memory with arguments or each other, nothing is written to, and fakes have their shapes."""
     ops = importlib.import_module("tercet.attention.kernels.ops")
     x, bounds = sample(), torch.tensor([0, 17, 40], dtype=torch.int32)

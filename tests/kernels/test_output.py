@@ -1,4 +1,4 @@
-"""The output projection with the operator: the gated sum is made again, the same, and not kept; interpreted."""
+"""The output projection inside the operator: the gated sum is recomputed for the backward pass, not saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(*, keep_sum: bool, **options: Any) -> NativeSparseAttention:
 @pytest.mark.parametrize(
     ("options", "packed"), [({"bias": True}, True), ({"branches": ("compressed", "window")}, False)], ids=str
 )
-def test_compiled_values_and_gradients_are_those_of_the_uncompiled_layer(options: dict[str, Any], packed: bool) -> None:
+def test_compiled_values_and_gradients_equal_the_eager_layer(options: dict[str, Any], packed: bool) -> None:
     results = []
     bounds = torch.tensor([0, 17, TOKENS], dtype=torch.int32) if packed else None
     for compiled in (False, True):
@@ -45,13 +45,13 @@ def test_compiled_values_and_gradients_are_those_of_the_uncompiled_layer(options
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_uncompiled_it_is_the_projection_of_the_result() -> None:
+def test_eager_output_equals_the_projection_of_the_result() -> None:
     x = torch.randn(1, TOKENS, 24)
     torch.testing.assert_close(make(keep_sum=False)(x), make(keep_sum=True)(x))
 
 
 @pytest.mark.parametrize("keep_sum", [False, True])
-def test_the_sum_is_not_kept(keep_sum: bool) -> None:
+def test_the_gated_sum_is_not_saved(keep_sum: bool) -> None:
     kept: list[tuple[int, ...]] = []
 
     def forward(module: Any, _: Any) -> Any:
@@ -67,7 +67,7 @@ def test_the_sum_is_not_kept(keep_sum: bool) -> None:
     assert of_qs_size == (5 if keep_sum else 4), kept  # q, the three branches' outputs, and the sum
 
 
-def test_the_biass_gradient_is_not_rounded_to_the_weights_type() -> None:
+def test_the_bias_gradient_is_not_rounded_to_the_weight_type() -> None:
     layer = make(keep_sum=False, bias=True)
     layer.o_proj.weight.data = layer.o_proj.weight.data.bfloat16()
     torch._dynamo.reset()

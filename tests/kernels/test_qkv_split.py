@@ -1,8 +1,10 @@
-"""One product taken apart by the kernel: what several products give, values and gradients; fp32, interpreted."""
+"""The fused QKV projection and its split: values and gradients equal separate projections; fp32, interpreted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ def make(**options: Any) -> NativeSparseAttention:
 def both_ways(
     layer: NativeSparseAttention, x: torch.Tensor, bounds: list[int] | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Everything the operator takes, then gradients of x and all parameters: by one product, and by several."""
+    """The operator's inputs, then gradients of x and all parameters: of the fused projection, and of separate ones."""
     packing = None
     if bounds is not None:
         packing = Packing(torch.tensor(bounds, dtype=torch.int32), x.shape[1], x.shape[1] // 4, layer.config)
@@ -46,7 +48,7 @@ def both_ways(
     for project in (NativeSparseAttention.fused_inputs, NativeSparseAttention.separate_inputs):
         leaf = x.clone().requires_grad_()
         parts = project(layer, leaf, packing, rope)
-        # another weight for each number, so that nothing can be exchanged unseen
+        # a different weight for each number, so that swapped values are noticed
         loss = sum((part * torch.linspace(-1, 1, part.numel()).view(part.shape)).sum() for part in parts)
         used = [p for n, p in layer.named_parameters() if not n.startswith("o_proj")]
         found.append([*parts, *torch.autograd.grad(loss, [leaf, *used])])
@@ -54,7 +56,7 @@ def both_ways(
 
 
 SHARED: list[dict[str, bool]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}]
-# blocks that do not overlap, as m7c's
+# blocks that do not overlap, like m7c's
 APART = tercet.NSAConfig(4, 4, 16, 4, 1, 2, 20)
 
 
@@ -68,9 +70,7 @@ APART = tercet.NSAConfig(4, 4, 16, 4, 1, 2, 20)
     ],
 )
 @pytest.mark.parametrize("shared", SHARED)
-def test_one_product_taken_apart_is_what_several_give(
-    options: dict[str, Any], tokens: int, shared: dict[str, bool]
-) -> None:
+def test_a_fused_projection_equals_separate_ones(options: dict[str, Any], tokens: int, shared: dict[str, bool]) -> None:
     one, several = both_ways(make(**options, **shared), torch.randn(2, tokens, 24))
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
@@ -79,13 +79,15 @@ def test_one_product_taken_apart_is_what_several_give(
     "options", [{}, {"heads": 3, "kv_heads": 3, "head_dim": 6, "bias": True}, {"compression": "mean", "config": APART}]
 )
 @pytest.mark.parametrize("shared", SHARED)
-def test_packed_documents_too(options: dict[str, Any], shared: dict[str, bool]) -> None:
-    # a document of less than a chunk, one that has tokens over, one of no tokens, and chunks at the end that are none
+def test_a_fused_projection_of_packed_documents_equals_separate_ones(
+    options: dict[str, Any], shared: dict[str, bool]
+) -> None:
+    # a document shorter than a chunk, one with a partial chunk, an empty one, and unused chunks at the end
     one, several = both_ways(make(**options, **shared), torch.randn(1, 70, 24), [0, 3, 34, 34, 70])
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
-def test_keys_that_two_branches_read_are_multiplied_once() -> None:
+def test_keys_that_two_branches_read_are_projected_once() -> None:
     x, flops = torch.randn(1, 10, 24, requires_grad=True), {}
     for tied in (False, True):
         layer = make(head_dim=64, compression="mean", bias=True, compress_selected_keys=tied)
@@ -97,12 +99,12 @@ def test_keys_that_two_branches_read_are_multiplied_once() -> None:
     assert flops[False] - flops[True] == 3 * (2 * 10 * 24 * 128)
 
 
-# H, G, D, d; the sets of keys come behind
+# H, G, D, d; the number of key sets is appended
 SIZES = [([6, 2, 16, 4], 20), ([3, 1, 96, 4], 19), ([16, 16, 8, 4], 9), ([5, 5, 6, 16], 18)]
 
 
-def plainly(y: torch.Tensor, turn: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """What qkv_split.split_qkv gives, by indexing."""
+def split_by_indexing(y: torch.Tensor, cos_sin: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """qkv_split.split_qkv by indexing."""
     n, g, size, stride, key_sets = sizes
     row = {3: ["kc", "vc", "ks", "vs", "kw", "vw"], 2: ["vc", "ks", "vs", "kw", "vw"], 1: ["k", "v"]}[key_sets]
     used = (n + len(row) * g) * size + 3 * n
@@ -116,42 +118,42 @@ def plainly(y: torch.Tensor, turn: list[torch.Tensor], sizes: list[int]) -> list
         named = {name + branch: x for name, x in named.items() for branch in "csw"}
     kc, vc, ks, vs, kw, vw = (named[name] for name in ("kc", "vc", "ks", "vs", "kw", "vw"))
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
-        return torch.cat((a * turn[0] - b * turn[1], b * turn[0] + a * turn[1]), -1)
+        return torch.cat((a * cos_sin[0] - b * cos_sin[1], b * cos_sin[0] + a * cos_sin[1]), -1)
 
     full = y.shape[1] // stride * stride
     chunks = torch.stack([x[:, :full].unflatten(1, (-1, stride)).transpose(2, 3) for x in (kc, vc)])
-    return [turned(q), turned(ks), vs, turned(kw), vw, chunks, logits]
+    return [rotated(q), rotated(ks), vs, rotated(kw), vw, chunks, logits]
 
 
 @pytest.mark.parametrize(("sizes", "tokens"), SIZES)
 @pytest.mark.parametrize("key_sets", [3, 2, 1])
-def test_parts_and_the_gradient_are_those_of_plain_indexing(sizes: list[int], tokens: int, key_sets: int) -> None:
+def test_the_split_and_its_backward_equal_indexing(sizes: list[int], tokens: int, key_sets: int) -> None:
     torch.manual_seed(0)
     n, g, size, _ = sizes
     y = torch.randn(2, tokens, qkv_split.columns(n, g, size, key_sets), requires_grad=True)
-    turn = [torch.randn(tokens, 1, size // 2) for _ in range(2)]
-    found = qkv_split.split_qkv(y, turn, (None,) * 4, [*sizes, key_sets])
-    wanted = plainly(y, turn, [*sizes, key_sets])
+    cos_sin = [torch.randn(tokens, 1, size // 2) for _ in range(2)]
+    found = qkv_split.split_qkv(y, cos_sin, (None,) * 4, [*sizes, key_sets])
+    wanted = split_by_indexing(y, cos_sin, [*sizes, key_sets])
     torch.testing.assert_close(list(found), wanted)
     grads = [torch.randn_like(x) for x in wanted]
     torch.testing.assert_close(torch.autograd.grad(found, y, grads), torch.autograd.grad(wanted, y, grads))
 
 
-def test_shared_keys_and_values_are_kept_once_and_their_gradients_arrive_one_by_one() -> None:
+def test_shared_keys_and_values_are_stored_once_and_get_separate_gradients() -> None:
     y = torch.randn(2, 20, qkv_split.columns(6, 2, 16, 1), requires_grad=True)
-    turn = [torch.randn(20, 1, 8) for _ in range(2)]
-    _, ks, vs, kw, vw, _, _ = qkv_split.split_qkv(y, turn, (None,) * 4, [6, 2, 16, 4, 1])
+    cos_sin = [torch.randn(20, 1, 8) for _ in range(2)]
+    _, ks, vs, kw, vw, _, _ = qkv_split.split_qkv(y, cos_sin, (None,) * 4, [6, 2, 16, 4, 1])
     assert (ks.data_ptr(), vs.data_ptr()) == (kw.data_ptr(), vw.data_ptr())
     assert ks.grad_fn is kw.grad_fn
     assert ks.output_nr != kw.output_nr
 
 
-def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
+def test_gradients_of_shared_keys_are_summed_before_rounding() -> None:
     y = torch.zeros(1, 16, qkv_split.columns(2, 1, 16, 1), dtype=torch.bfloat16, requires_grad=True)
-    turn = [torch.ones(16, 1, 8), torch.zeros(16, 1, 8)]
-    found = qkv_split.split_qkv(y, turn, (None,) * 4, [2, 1, 16, 4, 1])
+    cos_sin = [torch.ones(16, 1, 8), torch.zeros(16, 1, 8)]
+    found = qkv_split.split_qkv(y, cos_sin, (None,) * 4, [2, 1, 16, 4, 1])
     # 1 + 2^-8 is 1 in bf16, and 1 + 2^-8 + 2^-8 is not
     sizes = (0.0, 1.0, 1.0, 2.0**-8, 2.0**-8, 2.0**-8, 0.0)
     (dy,) = torch.autograd.grad(found, y, [torch.full_like(x, size) for x, size in zip(found, sizes, strict=True)])
@@ -160,17 +162,17 @@ def test_gradients_of_shared_keys_are_added_before_they_are_rounded() -> None:
     assert not dy[..., 64:].any()
 
 
-def test_so_are_those_of_the_selected_keys_that_the_compressed_branch_reads() -> None:
+def test_gradients_of_selected_keys_that_compression_reads_are_summed_before_rounding() -> None:
     y = torch.zeros(1, 18, qkv_split.columns(2, 1, 16, 2), dtype=torch.bfloat16, requires_grad=True)
-    turn = [torch.full((18, 1, 8), 1 + 2.0**-8), torch.zeros(18, 1, 8)]
-    found = qkv_split.split_qkv(y, turn, (None,) * 4, [2, 1, 16, 4, 2])
-    # turned, 1 is 1 + 2^-8, which is 1 in bf16; 2^-8 more is not
+    cos_sin = [torch.full((18, 1, 8), 1 + 2.0**-8), torch.zeros(18, 1, 8)]
+    found = qkv_split.split_qkv(y, cos_sin, (None,) * 4, [2, 1, 16, 4, 2])
+    # rotated, 1 becomes 1 + 2^-8, which rounds to 1 in bf16; another 2^-8 does not
     sizes = (0.0, 1.0, 3.0, 0.0, 5.0, 2.0**-8, 0.0)
     (dy,) = torch.autograd.grad(found, y, [torch.full_like(x, size) for x, size in zip(found, sizes, strict=True)])
     vc, ks, vs, kw, vw = dy[0, :, 32:112].unflatten(1, (5, 16)).unbind(1)
     assert (vc[:16] == 2.0**-8).all()
     assert (ks[:16] == 1 + 2.0**-7).all()
-    # of tokens in no chunk nothing was read but the selected keys
+    # of tokens in no chunk only the selected keys were read
     assert not vc[16:].any()
     assert (ks[16:] == 1).all()
     assert (vs == 3).all()
@@ -181,20 +183,20 @@ def test_so_are_those_of_the_selected_keys_that_the_compressed_branch_reads() ->
 
 
 @pytest.mark.parametrize("key_sets", [2, 1])
-def test_the_operators_keep_their_promises(key_sets: int) -> None:
+def test_operators_pass_opcheck(key_sets: int) -> None:
     sizes = [3, 1, 16, 4, key_sets]
     y = torch.randn(1, 20, qkv_split.columns(3, 1, 16, key_sets))
-    turn = [torch.randn(20, 1, 8) for _ in range(2)]
-    torch.library.opcheck(torch.ops.tercet.heads_apart.default, (y, *turn, None, None, sizes))
-    grads = [torch.randn_like(x) for x in qkv_split.split_qkv(y, turn, (None,) * 4, sizes)]
-    torch.library.opcheck(torch.ops.tercet.heads_together.default, (grads, *turn, None, None, sizes))
+    cos_sin = [torch.randn(20, 1, 8) for _ in range(2)]
+    torch.library.opcheck(torch.ops.tercet.heads_apart.default, (y, *cos_sin, None, None, sizes))
+    grads = [torch.randn_like(x) for x in qkv_split.split_qkv(y, cos_sin, (None,) * 4, sizes)]
+    torch.library.opcheck(torch.ops.tercet.heads_together.default, (grads, *cos_sin, None, None, sizes))
 
 
-def test_angles_of_other_tokens_are_refused() -> None:
+def test_a_rope_cache_of_another_length_is_refused() -> None:
     y = torch.randn(2, 20, qkv_split.columns(6, 2, 16, 3))
-    turn = [torch.randn(19, 1, 8) for _ in range(2)]
+    cos_sin = [torch.randn(19, 1, 8) for _ in range(2)]
     with pytest.raises(ValueError, match=r"cos has shape \[19, 1, 8\]: 20 tokens and heads of 16"):
-        qkv_split.heads_apart(y, *turn, None, None, [6, 2, 16, 4, 3])
+        qkv_split.heads_apart(y, *cos_sin, None, None, [6, 2, 16, 4, 3])
 
 
 TIED = {"compress_selected_keys": True, "compression": "mean", "config": APART}
@@ -208,7 +210,7 @@ TIED = {"compress_selected_keys": True, "compression": "mean", "config": APART}
         (TIED, [0, 3, 20, 20, 38], False),
     ],
 )
-def test_a_layer_of_shared_keys_is_that_of_the_reference(
+def test_a_layer_with_shared_keys_equals_the_reference(
     options: dict[str, Any], bounds: list[int] | None, compiled: bool
 ) -> None:
     x = torch.randn(1, 38, 24)
@@ -240,17 +242,17 @@ def test_a_layer_of_shared_keys_is_that_of_the_reference(
         {"backend": "reference"},
     ],
 )
-def test_what_the_kernel_does_not_know_is_projected_apart(options: dict[str, Any]) -> None:
+def test_unsupported_layers_use_separate_projections(options: dict[str, Any]) -> None:
     assert not make(**options).can_fuse(torch.randn(1, 40, 24))
 
 
 @pytest.mark.parametrize("options", [{"shared_kv": True}, {"heads": 32, "kv_heads": 32}])
-def test_shared_keys_and_any_number_of_them_are_one_product(options: dict[str, Any]) -> None:
+def test_shared_keys_and_any_number_of_kv_heads_are_fused(options: dict[str, Any]) -> None:
     assert make(**options).can_fuse(torch.randn(1, 40, 24))
 
 
 class Adapted(torch.nn.Linear):
-    """As a LoRA adapter: it does something that its weight does not say."""
+    """Like a LoRA adapter: it computes more than its weight says."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + x.mean(-1, keepdim=True)
@@ -277,25 +279,44 @@ def parametrize(layer: NativeSparseAttention, name: str) -> None:
         layer.get_submodule(name).parametrizations.weight.original0.mul_(2)
 
 
-@pytest.mark.parametrize("keep_sum", [True, False])
-@pytest.mark.parametrize("name", ["q_proj", "kv_proj", "gate.proj", "o_proj", "compress_k.up", "compress_v.down"])
-@pytest.mark.parametrize("change", [replace, hook, hook_before, parametrize])
-def test_what_stands_in_a_linear_layers_place_is_called_on_every_backend(
+NAMES = ["q_proj", "kv_proj", "gate.proj", "o_proj", "compress_k.up", "compress_v.down"]
+CHANGES = [replace, hook, hook_before, parametrize]
+X = torch.randn(1, 20, 24, generator=torch.Generator().manual_seed(0))
+
+
+def changes() -> Iterator[Any]:
+    """Every change of every layer, with and without the output projection in the operator (not keep_sum).
+
+    That matters to o_proj; of the other layers, one of the two is slow.
+    """
+    for (i, name), (j, change), keep_sum in product(enumerate(NAMES), enumerate(CHANGES), (True, False)):
+        quick = name == "o_proj" or keep_sum == ((i + j) % 2 == 0)
+        yield pytest.param(change, name, keep_sum, marks=[] if quick else pytest.mark.slow)
+
+
+@cache
+def unchanged(backend: str, keep_sum: bool) -> torch.Tensor:
+    layer = make(backend=backend)
+    layer.keep_sum = keep_sum
+    return layer(X)
+
+
+@pytest.mark.parametrize(("change", "name", "keep_sum"), list(changes()))
+def test_replaced_and_hooked_linear_layers_are_called_on_every_backend(
     change: Callable[[NativeSparseAttention, str], None], name: str, keep_sum: bool
 ) -> None:
-    x, outs = torch.randn(1, 20, 24), []
+    outs = []
     for backend in ("auto", "reference"):
         layer = make(backend=backend)
         layer.keep_sum = keep_sum
-        before = layer(x)
         change(layer, name)
-        outs.append(layer(x))
+        outs.append(layer(X))
         assert layer.routes["selected"] == ("triton" if backend == "auto" else "reference")
-        assert not torch.allclose(outs[-1], before, atol=1e-3)
+        assert not torch.allclose(outs[-1], unchanged(backend, keep_sum), atol=1e-3)
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
 
 
-def test_an_adapted_layer_is_one_graph_too() -> None:
+def test_an_adapted_layer_compiles_to_one_graph() -> None:
     layer, x = make(), torch.randn(1, 20, 24)
     replace(layer, "kv_proj")
     torch._dynamo.reset()

@@ -1,5 +1,5 @@
-"""Queries that are a query range of their sequence, on the kernels: those rows of the whole, and the gradients of those
-rows alone; fp32, interpreted, against the reference in fp64."""
+"""Query ranges on the kernels: outputs and gradients of those rows of the sequence alone; fp32, interpreted, against
+the reference in fp64."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(x, backend, dout, packing, span, block_indices=None):
     ],
     ids=["two sequences", "no compressed key", "across documents", "within a document"],
 )
-def test_a_stretch_has_its_rows_of_the_whole_and_its_own_gradients(documents, batch, queries, selected, window) -> None:
+def test_a_query_range_equals_its_rows_of_the_whole_sequence(documents, batch, queries, selected, window) -> None:
     tokens = sum(documents) if documents else 75
     x = inputs(
         CONFIG, tokens, batch=batch, groups=1, per_group=3, key_size=16, value_size=16, documents=documents,
@@ -74,7 +74,7 @@ def test_a_stretch_has_its_rows_of_the_whole_and_its_own_gradients(documents, ba
     at_hand = {"q": part, "gates": part, "ks": blocks, "vs": blocks, "kw": near, "vw": near}
     worst = {n: relative(g, whole[n][:, at_hand.get(n, slice(None))]) for n, g in zip(NAMES, grads, strict=True)}
     assert all(error < 1e-5 for error in worst.values()), worst
-    # and keys that no query of the stretch reads have no gradient at all, to the last bit
+    # keys that no query of the range reads have a gradient of exactly zero
     found = dict(zip(NAMES, grads, strict=True))
     for branch in "csw":
         unread = (whole[f"v{branch}"][:, at_hand.get(f"v{branch}", slice(None))] == 0).all(-1)

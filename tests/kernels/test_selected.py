@@ -145,17 +145,17 @@ def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
 
 
 @DESIGNS
-def test_queries_may_be_a_stretch_of_a_packed_batch(limit):
+def test_a_query_range_of_a_packed_batch(limit):
     check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, query_range=(60, 95)), small(limit))
 
 
 @DESIGNS
-def test_queries_may_be_a_stretch_of_each_sequence(limit):
+def test_a_query_range_of_each_sequence(limit):
     check(case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, query_range=(19, 50)), small(limit))
 
 
-def test_ranges_of_a_stretch_sum_to_the_whole(poison):
-    """Keys before and after the stretch, and between the stretches of two sequences, have gradients too: zeros."""
+def test_token_ranges_of_a_query_range_sum_to_the_whole(poison):
+    """Keys before, after and between the query ranges of two sequences get gradients of zero."""
     c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, query_range=(33, 75))
     settings = small(KV_MAJOR, range_bytes=1 << 13)
     _, saved = check(c, settings)
@@ -221,7 +221,7 @@ def test_of_given_blocks_after_the_querys_own_nothing_is_read(limit, packed):
     assert all(torch.equal(a, b) for a, b in zip(index(later), index(c), strict=True))
 
 
-def test_what_is_not_saved_is_built_again():
+def test_what_is_not_saved_is_recomputed():
     check(case([0, 70], 2, 1, 16, 16, CONFIG, seed=8), small(KV_MAJOR), save=False)
     check(case([0, 70], 2, 1, 16, 16, CONFIG, seed=8), small(UNION), save=False)
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_are_those_of_the_formula(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_equal_the_formula(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer, x = ffn.SwiGLU(24, 1030), torch.randn(2, 3, 24)  # more columns than a program takes
     results: list[list[torch.Tensor]] = []
@@ -32,7 +32,7 @@ def test_gradients_are_those_of_the_formula(compiled: bool, monkeypatch: pytest.
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_the_operator_keeps_its_promises() -> None:
+def test_the_operator_passes_opcheck() -> None:
     torch.library.opcheck(torch.ops.tercet.swiglu_gradient, (torch.randn(3, 20), torch.randn(3, 10)))
 
 

@@ -1,4 +1,4 @@
-"""A host that knows how long the longest document is: the same results, by smaller launches; interpreted."""
+"""max_seqlen, an upper bound on document length, makes launches smaller and changes no result; interpreted."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DOCUMENTS = (34, 5, 0, 25)
 TOKENS, LONGEST = sum(DOCUMENTS), max(DOCUMENTS)
 
 
-def sample(documents: tuple[int, ...] = DOCUMENTS) -> Inputs:
+def sample(documents: tuple[int, ...] = DOCUMENTS, config: tercet.NSAConfig = CONFIG) -> Inputs:
     return inputs(
-        CONFIG, sum(documents), groups=1, per_group=1, key_size=16, value_size=16, documents=documents,
+        config, sum(documents), groups=1, per_group=1, key_size=16, value_size=16, documents=documents,
         dtype=torch.float32,
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ def plan(documents: int | None, longest: int | None, batch: int = 1) -> Any:
 
 @pytest.fixture
 def two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few blocks are enough for both designs that a bound matters to documents of this size."""
+    """Limits so low that max_seqlen decides between two plans for documents of this size."""
     selected = importlib.import_module("tercet.attention.kernels.selected.launch")
     settings = replace(selected_settings(16, 16, torch.float32, 16), forward_limit=1.6, backward_limit=1.6)
     monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
@@ -57,7 +57,7 @@ def two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not make_plan(shape, 4, 4, (16, 0, 1), settings).query_major_only
 
 
-def test_a_bound_changes_no_result(two_plans: None) -> None:
+def test_max_seqlen_changes_no_result(two_plans: None) -> None:
     x, bounds = sample(), cu(DOCUMENTS)
     out, chosen, grads = outcome(x, cu_seqlens=bounds, max_seqlen=LONGEST)
     wanted, as_chosen, wanted_grads = outcome(x, cu_seqlens=bounds)
@@ -78,7 +78,7 @@ def test_a_bound_changes_no_result(two_plans: None) -> None:
         first = past
 
 
-def test_where_only_the_backward_pass_may_take_either_design_results_are_the_same(
+def test_results_are_the_same_if_only_the_backward_pass_may_run_kv_major(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     selected = importlib.import_module("tercet.attention.kernels.selected.launch")
@@ -95,7 +95,7 @@ def test_where_only_the_backward_pass_may_take_either_design_results_are_the_sam
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_with_a_bound_it_gives_the_same_bits() -> None:
+def test_compiling_with_max_seqlen_changes_no_bit() -> None:
     x, bounds = sample((40, 5)).leaves(), cu((40, 5))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_compiled_with_a_bound_it_gives_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_rows_are_as_wide_as_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
     score = importlib.import_module("tercet.attention.kernels.scores")
     q, kc, bounds = torch.zeros(1, 65536, 1, 16), torch.zeros(1, 4096, 1, 16), cu([1024] * 64)
     launches: list[tuple[str, int]] = []
@@ -122,7 +122,7 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
     for longest, expected in (
         (-1, [("scores_kernel", 1024), ("select_kernel", 1024)] * 2),  # two ranges of queries
         (2048, [("scores_kernel", 32), ("select_kernel", 32)]),
-        (1024, [("select_kernel", 0)]),  # all are selected: nothing is scored, and nothing read
+        (1024, [("select_kernel", 0)]),  # all blocks are selected: nothing is scored, nothing is read
     ):
         launches.clear()
         documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
@@ -130,17 +130,17 @@ def test_rows_of_scores_are_as_wide_as_the_longest_document(monkeypatch: pytest.
         assert launches == expected
 
 
-@pytest.mark.parametrize(("promised", "widest"), [(60, 1024), (60, 2), (20, 1024), (100, 1024), (100, 2)])
-def test_a_promise_that_is_broken_costs_choice_and_reads_no_foreign_memory(
-    monkeypatch: pytest.MonkeyPatch, promised: int, widest: int
+@pytest.mark.parametrize(("max_seqlen", "widest"), [(30, 1024), (30, 2), (10, 1024), (50, 1024), (50, 2)])
+def test_documents_longer_than_max_seqlen_are_selected_worse_without_reading_foreign_memory(
+    monkeypatch: pytest.MonkeyPatch, max_seqlen: int, widest: int
 ) -> None:
     score = importlib.import_module("tercet.attention.kernels.scores")
     compressed = importlib.import_module("tercet.attention.kernels.compressed")
-    documents = (100, 20)
-    x, bounds = sample(documents), cu(documents)
-    ccu, found = CONFIG.compressed_cu_seqlens(bounds), []
-    _, lse = compressed.forward(x.q, x.kc, x.vc, CONFIG, Documents(1, 120, x.kc.shape[1], bounds, ccu))
-    empty, promise = torch.empty, Documents(1, 120, x.kc.shape[1], bounds, ccu, longest=promised)
+    config, documents = replace(CONFIG, select_block=8), (50, 10)
+    x, bounds = sample(documents, config), cu(documents)
+    ccu, found = config.compressed_cu_seqlens(bounds), []
+    _, lse = compressed.forward(x.q, x.kc, x.vc, config, Documents(1, 60, x.kc.shape[1], bounds, ccu))
+    empty, packed = torch.empty, Documents(1, 60, x.kc.shape[1], bounds, ccu, longest=max_seqlen)
     for poison in (0, 1 << 29):  # as a score, and as an index that was never written
 
         def surrounded(*shape: int, poison: int = poison, **options: Any) -> torch.Tensor:
@@ -149,18 +149,18 @@ def test_a_promise_that_is_broken_costs_choice_and_reads_no_foreign_memory(
 
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", surrounded)
-            found.append(score.select(x.q, x.kc, lse, CONFIG, promise, widest=widest))
+            found.append(score.select(x.q, x.kc, lse, config, packed, widest=widest))
     assert torch.equal(*found)
-    place = torch.cat([torch.arange(n) for n in documents])[:, None] // CONFIG.select_block
+    current = torch.cat([torch.arange(n) for n in documents])[:, None] // config.select_block
     first, last = found[0][0, :, 0].split(1, dim=1)
-    several = place > 0
-    assert torch.equal(torch.where(several, last, first), place.int()), "its own block is always there"
-    assert torch.all((first >= 0) & (first < torch.where(several, place, 1)))
-    # one of the blocks that have scores, which are multiples of four; the lowest where none has
-    assert int(first.max()) < {20: 1, 60: 4, 100: 6}[promised]
+    several = current > 0
+    assert torch.equal(torch.where(several, last, first), current.int()), "a query's own block is always selected"
+    assert torch.all((first >= 0) & (first < torch.where(several, current, 1)))
+    # one of the blocks that have scores, which are multiples of four; the lowest if none has
+    assert int(first.max()) < {10: 1, 30: 4, 50: 6}[max_seqlen]
 
 
-def test_ranges_of_queries_reach_to_the_end_of_the_longest_document() -> None:
+def test_query_ranges_reach_the_end_of_the_longest_document() -> None:
     compressed = importlib.import_module("tercet.attention.kernels.compressed")
     x, bounds = sample(), cu(DOCUMENTS)
     ccu = CONFIG.compressed_cu_seqlens(bounds)
@@ -174,30 +174,30 @@ def test_ranges_of_queries_reach_to_the_end_of_the_longest_document() -> None:
     torch.testing.assert_close(found, compressed.dkv(*given, unbounded, launch))
 
 
-def test_the_selected_branch_takes_one_design_where_documents_are_short() -> None:
+def test_short_documents_are_query_major_only() -> None:
     packed, rows = plan(32, 2048), plan(None, None, batch=32)
     assert packed.query_major_only
     assert rows.query_major_only
     assert (packed.ranges, packed.forced) == (rows.ranges, rows.forced) == (1, 0)
     assert not plan(32, None).query_major_only
-    assert plan(32, None).identity != packed.identity, "they launch other kernels"
+    assert plan(32, None).identity != packed.identity, "they launch different kernels"
     assert not plan(16, 4096).query_major_only
-    assert plan(16, 4096).query_major_forward_only, "sure of the forward pass, which bears larger unions"
-    assert plan(16, 4096).limits[0] > 65536, "what is not launched is not chosen"
+    assert plan(16, 4096).query_major_forward_only, "the forward pass allows larger unions"
+    assert plan(16, 4096).limits[0] > 65536, "a design that is not launched is never chosen"
     assert not plan(8, 8192).query_major_forward_only
     assert not plan(16, None).query_major_forward_only
     assert plan(4096, 16).query_major_only
 
 
-def test_a_query_range_of_short_documents_takes_one_design_too() -> None:
+def test_a_query_range_of_short_documents_is_query_major_only() -> None:
     settings, shape = selected_settings(64, 64, torch.bfloat16, 64), (1, 16384, 65536, 12, 2, 16, 64, 64)
     assert make_plan(shape, 2, 64, (64, 1, 2), settings, 1024).query_major_only
     assert not make_plan(shape, 2, 64, (64, 1, 2), settings, 2048).query_major_only, (
-        "its documents may be all but begun"
+        "its queries may all lie at the end of their documents"
     )
 
 
-def test_a_bound_beyond_all_tokens_or_of_plain_rows_is_their_length() -> None:
+def test_max_seqlen_is_at_most_the_number_of_tokens() -> None:
     bounds = cu(DOCUMENTS)
     assert Documents(1, TOKENS, 0, bounds, None, longest=50).longest == 50
     assert Documents(1, TOKENS, 0, bounds, None, longest=1000).longest == TOKENS
