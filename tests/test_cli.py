@@ -119,6 +119,20 @@ def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):
     assert "Traceback" not in plain[2]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore")]
+)
+def test_out_of_memory_is_one_line_without_debug(capsys, monkeypatch, error):
+    def dispatch(_):
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", dispatch)
+    code, _, err = run(capsys, "generate", "run")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: out of memory")
+    assert "Traceback" in run(capsys, "generate", "run", "--debug")[2]
+
+
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU here")
 def test_a_plan_for_a_gpu_that_is_not_there_is_no_plan_for_the_cpu(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--run.device", "cuda")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import tercet
 from tercet import hints
-from tercet.errors import TercetError
+from tercet.errors import EXIT_FAILURE, TercetError, is_out_of_memory
 from tercet.terminal import printable
 
 if TYPE_CHECKING:
@@ -109,14 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_encoding(arguments)
         return _dispatch([a for a in arguments if a != "--debug"])
-    except TercetError as error:
+    except (TercetError, MemoryError, RuntimeError) as error:
+        if not (isinstance(error, TercetError) or is_out_of_memory(error)):
+            raise
         if debug:
             import traceback
 
             traceback.print_exc()
         elif not getattr(error, "reported_elsewhere", False):  # another rank prints it
-            print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
+            print(f"error: {printable(_one_line(error))}", file=sys.stderr)
+        return getattr(error, "exit_code", EXIT_FAILURE)
     except BrokenPipeError:
         # The reader stopped early, as in `tercet presets | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,3 +19,16 @@ class UsageError(TercetError):
     """
 
     exit_code = EXIT_USAGE
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, on the host or on a GPU: a MemoryError, or a RuntimeError of torch's allocators."""
+    while error is not None:
+        torch_error = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        if isinstance(error, MemoryError) or torch_error:
+            return True
+        error = error.__cause__
+    return False

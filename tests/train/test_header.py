@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from runs import small
+from tercet.errors import TercetError, UsageError
 from tercet.parallel.strategy import Single
-from tercet.train import console
+from tercet.train import console, trainer
 
 CPU = torch.device("cpu")
 
@@ -65,3 +66,44 @@ def test_a_large_shuffle_buffer_is_warned_about(monkeypatch):
     assert lines(data__shuffle_sequences=2**24)["warning"].endswith("--data.shuffle_sequences 8388608 holds 2.0 GiB")
     monkeypatch.setattr(console, "host_total_gib", lambda: None)
     assert "(of" not in lines(data__shuffle_sequences=2**25)["warning"]
+
+
+GPU_ERROR = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 3.50 GiB …"
+)
+CPU_ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "amount"),
+    [
+        (torch.OutOfMemoryError(GPU_ERROR), " (tried to allocate 20.00 GiB)"),
+        (RuntimeError(CPU_ERROR), " (tried to allocate 4096.0 GiB)"),
+        (MemoryError(), ""),
+    ],
+)
+def test_out_of_memory_names_three_settings_and_what_they_save(error, amount, tmp_path, monkeypatch):
+    def step(*_, **__):
+        raise error
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    with pytest.raises(TercetError) as caught:
+        trainer.train(small(run__dir=str(tmp_path / "run"), train__micro_batch=2))
+    text = str(caught.value)
+    assert text.startswith(f"out of memory on cpu{amount}: a step needs about ")
+    for flag in ("--train.micro_batch 1", "--train.activation_checkpointing full", "--data.seq_len 32"):
+        assert f"; {flag} saves about " in text
+    assert "\n" not in text
+    assert caught.value.__cause__ is error
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(console, "host_total_gib", lambda: 8.0)
+    console.check_memory(small(), torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"parameters with gradients and optimizer state take .* has 8.0 GiB"):
+        console.check_memory(small(model__vocab_size=2**24, model__dim=2048), torch.device("cpu"))
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shape"), console.memory_errors(small(), torch.device("cpu")):
+        raise RuntimeError("shape mismatch")

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tercet import hints
 from tercet.config.keys import flatten, nest
 from tercet.config.schema import RunConfig
 from tercet.config.sections import ParallelConfig, resolved_precision
@@ -34,7 +33,7 @@ class Fix:
         flags = {key: value for key, value in self.flags.items() if key != "parallel.world_size"}
         text = " ".join(f"--{key} {value}" for key, value in flags.items())
         ranks = self.flags.get("parallel.world_size")
-        return f"{text} under `{hints.torchrun('train', ranks=ranks)} …`" if ranks else text
+        return f"torchrun --nproc-per-node={ranks} … {text}" if ranks else text
 
 
 def step_memory(config: RunConfig, precision: str) -> cost.Memory:
@@ -93,7 +92,8 @@ def memory(config: RunConfig) -> Finding:
 
 def _fixes(config: RunConfig, precision: str, available: int) -> Iterator[Fix]:
     batch, mode = config.train.micro_batch, config.train.activation_checkpointing
-    batches = [{"train.micro_batch": n} for n in range(batch - 1, 0, -1)]
+    sequences = config.accumulation * batch  # of a step, per rank
+    batches = [{"train.micro_batch": n} for n in range(batch - 1, 0, -1) if sequences % n == 0]
     modes = [{"train.activation_checkpointing": m} for m in _MODES[_MODES.index(mode) + 1 :]]
     smallest: Flags = {**(batches[-1] if batches else {}), **(modes[-1] if modes else {})}
     alone = 0

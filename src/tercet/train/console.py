@@ -6,13 +6,18 @@ Progress in between comes from events (telemetry.progress).
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from tercet import hints
 from tercet.atomic_io import write_json
+from tercet.config.keys import flatten, nest
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import shortage, step_memory
@@ -151,9 +156,12 @@ def print_summary(
         return
     if bad_records:
         screen.say(f"warning: {bad_records} bad records were skipped: {'; '.join(bad_examples)}", "bold yellow")
-    metrics = json.loads((folder.path / METRICS).read_text(encoding="utf-8"))
-    losses = [f"{n} {metrics[k]:.4f}" for n, k in (("loss", "loss"), ("validation loss", "val_loss")) if metrics[k]]
-    screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join(losses)}; run folder {folder.path}")
+    path = folder.path / METRICS  # missing if the disk was full
+    metrics = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    # One step's loss is noisy.
+    named = (("smoothed loss", "smoothed_loss"), ("validation loss", "val_loss"))
+    losses = [f"{name} {metrics[key]:.4f}" for name, key in named if metrics.get(key)]
+    screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join([*losses, f'run folder {folder.path}'])}")
     screen.say(f"check the run with: {hints.report(folder.path)}")
 
 
@@ -169,10 +177,6 @@ def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) 
     return f"nothing left to do: {why}; train longer with: {hints.resume(folder.path)} {more}"
 
 
-def disk_error(error: OSError, folder: RunFolder) -> str:
-    """Error message for a failed write: what failed, what is safe, and how to resume."""
-    where, newest = error.filename or folder.path, manifest.describe_newest(folder.checkpoints)
-    return f"{where}: {error.strerror or error}; {newest}: resume with: {hints.resume(folder.path)}"
 def check_memory(config: RunConfig, device: torch.device) -> None:
     """Refuse a model whose training state alone exceeds the device, before any of it is allocated."""
     needed, available = step_memory(config, precision_of(config, device)), _device_memory(device)
@@ -228,3 +232,7 @@ def _memory_savings(config: RunConfig, device: torch.device, needed: int) -> lis
     return sorted(found[:3], reverse=True)
 
 
+def disk_error(error: OSError, folder: RunFolder) -> str:
+    """Error message for a failed write: what failed, what is safe, and how to resume."""
+    where, newest = error.filename or folder.path, manifest.describe_newest(folder.checkpoints)
+    return f"{where}: {error.strerror or error}; {newest}: resume with: {hints.resume(folder.path)}"

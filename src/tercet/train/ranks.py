@@ -63,7 +63,7 @@ def rank_context(strategy: Strategy) -> Iterator[None]:
         if strategy.world_size == 1:
             raise
         cause = strategy.explain(error)
-        if not isinstance(cause, TercetError):
+        if not isinstance(cause, TercetError) or "--debug" in sys.argv:
             traceback.print_exception(cause)
         elif not getattr(cause, "reported_elsewhere", False):
             print(f"error: {printable(str(cause))}", file=sys.stderr)

@@ -30,9 +30,11 @@ from tercet.telemetry.progress import Screen
 from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.async_save import AsyncSaver
 from tercet.train.console import (
+    check_memory,
     disk_error,
     header_lines,
     log_end,
+    memory_errors,
     precision_of,
     print_summary,
 )
@@ -63,7 +65,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
         strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
         doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
-        state = build_state(config, device, strategy, start)
+        strategy.on_rank_0(lambda: check_memory(config, device))
+        with memory_errors(config, device):
+            state = build_state(config, device, strategy, start)
         loader = stack.enter_context(
             build_loader(
                 config.data,
@@ -154,8 +158,9 @@ class Trainer:
         """Run all remaining steps and end the run properly, whatever happens. Returns the exit code."""
         try:
             self.screen.begin(self.state.step, self.config.train.steps)
-            outcome, reason, code = self._run_steps()
-            self._finish(outcome, reason)
+            with memory_errors(self.config, self.state.device):
+                outcome, reason, code = self._run_steps()
+                self._finish(outcome, reason)
         except BaseException as error:
             self.screen.end()
             outcome = "halted" if isinstance(error, Halted) else "failed"
