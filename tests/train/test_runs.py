@@ -304,7 +304,8 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
 def test_the_summary_counts_the_steps_since_the_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tmp_path / "run")
     assert train(small(run__dir=run, train__steps=4), origins={}) == 0
-    assert re.search(r"^done: 4/4 steps, 512 tokens in \d+s \(all steps done", capsys.readouterr().out, re.M)
+    said = r"^done: 4/4 steps, 512 tokens in \d+s \(all steps done\); smoothed loss \d"
+    assert re.search(said, capsys.readouterr().out, re.M)
     assert train(small(run__dir=run, train__steps=6), origins={}, resume="auto") == 0
     said = r"^done: 6/6 steps, 768 tokens \(2 steps, 256 tokens since the resume\) in \d+s \(all"
     assert re.search(said, capsys.readouterr().out, re.M)
