@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
+from tercet.data.loader import build_loader
 from tercet.data.prepare import _difference, prepare
 from tercet.data.shards import verify
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
@@ -39,6 +41,24 @@ def test_the_shards_do_not_depend_on_the_number_of_workers(source, tmp_path, sma
     one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
     assert one == two
     assert len([name for name in one if name.endswith("tokens.npy")]) > 5
+
+
+def test_a_token_outside_the_vocabulary_is_named(source, tmp_path):
+    prepare(source, tmp_path / "shards", workers=1)
+    path = next((tmp_path / "shards").glob("*.tokens.npy"))
+    tokens = np.load(path).astype("<u4")
+    tokens[len(tokens) // 2] = 4_000_000_000
+    np.save(path, tokens)
+    manifest = tmp_path / "shards" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["shards"][0]["files"]["tokens"]["bytes"] = path.stat().st_size
+    manifest.write_text(json.dumps(content))
+    config = DataConfig(source="shards", path=str(tmp_path / "shards"), validation_fraction=0, seq_len=64, prefetch=0)
+    with (
+        pytest.raises(DataError, match=r"token 4000000000 in shard 0 is not below .* vocabulary of 256"),
+        build_loader(config, seed=0, batch_sequences=1) as loader,
+    ):
+        list(islice(loader, 1000))
 
 
 def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, tmp_path, small_chunks, monkeypatch):

@@ -80,6 +80,7 @@ class ShardStream:
                 f"{folder} was tokenised with {used['name']}, not with tokenizer={tokenizer.name}: "
                 f"use --data.tokenizer {fix}, or prepare the shards again"
             )
+        self._vocab_size = tokenizer.vocab_size
         entries = manifest["shards"]
         self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
         names = [f"{entry['name']}.{kind}.npy" for entry in entries for kind in entry["files"]]
@@ -140,8 +141,13 @@ class ShardStream:
                     after = {"epoch": epoch, "documents": delivered, "skipped": 0, "left_out": 0, "at": at}
                     if at == count:
                         after.update(epoch=epoch + 1, at=0)
-                    loss = self._loss[shard]
-                    yield Document(self._tokens[shard][start:end], None if loss is None else loss[start:end], after)
+                    loss, tokens = self._loss[shard], self._tokens[shard][start:end]
+                    if tokens.max() >= self._vocab_size:
+                        raise DataError(
+                            f"{self._name}: token {tokens.max()} in shard {shard} is not below the tokenizer's "
+                            f"vocabulary of {self._vocab_size}: prepare the shards again or restore them"
+                        )
+                    yield Document(tokens, None if loss is None else loss[start:end], after)
             epoch, at = epoch + 1, 0
 
 
