@@ -253,10 +253,8 @@ def test_inspecting_shards_escapes_their_manifest(prepared, tmp_path, capsys):
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize(
-    "text", [f"{'a.' * 50_000}a = 1", f"[{'a.' * 50_000}a]", f"x = {{ {chr(34)}a{chr(34)} {'. a' * 50_000} = 1 }}"]
-)
-def test_keys_of_many_parts_are_refused_at_once(text, tmp_path):
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])
+def test_keys_of_many_parts_are_refused_at_once(line, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(line.format('a . "b".' * 25_000 + "c"))
     with pytest.raises(TercetError, match="a key has more than 64 parts"):
