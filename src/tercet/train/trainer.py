@@ -46,7 +46,7 @@ from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start
 from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
-from tercet.train.state import TrainState, build_state
+from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
 
@@ -224,6 +224,8 @@ class Trainer:
         step = state.step + 1
         self.beat.at(step, "training")
         self.observer.before_step(step)
+        if config.selector.teacher != "all":
+            set_teacher(state.model, config.selector, step)
         result = train_step(
             state.model,
             state.optimizer,
