@@ -10,7 +10,7 @@ import pytest
 from runs import small
 from tercet import cli
 from tercet.config.data import DataConfig
-from tercet.config.load import read_toml
+from tercet.config.load import load, read_toml
 from tercet.data import shards
 from tercet.data.prepare import prepare
 from tercet.data.records import jsonl_reader, parquet_reader
@@ -102,12 +102,26 @@ def test_numbers_of_a_launch(name, value, monkeypatch):
         ("model.nsa = 5", "model.nsa in file"),
         ("train.steps = " + "9" * 30, "train.steps is an integer of 30 digits: it must fit in 64 bits"),
         ("data.mixture = [1]", "data.mixture=[1] (file"),
+        (
+            "model.nsa.compress_block = 4611686018427387904\nmodel.nsa.compress_stride = 3",
+            "does not divide compress_block",
+        ),
         ("train.micro_batch = 3\ntrain.tokens_per_step = 4611686018427387904", "is not a multiple"),
     ],
 )
 def test_values_of_a_configuration(line, said, capsys, tmp_path):
     (tmp_path / "mine.toml").write_text(f'preset = "tiny"\n{line}\n')
     assert said in one_line(capsys, "plan", "--config", str(tmp_path / "mine.toml"))
+
+
+def test_control_characters_of_a_configuration(capsys, tmp_path):
+    (tmp_path / "mine.toml").write_text('preset = "tiny"\nrun.name = "\\u001b[2J\\u009bH\\u00a0"\n')
+    for command in ("train --help all", "plan", "config show"):
+        assert cli.main([*command.split(), "--config", str(tmp_path / "mine.toml")]) == 0
+        out = capsys.readouterr().out
+        assert not {"\x1b", "\x9b"} & set(out)
+    (tmp_path / "again.toml").write_text(out)
+    assert load(file=tmp_path / "again.toml").config == load(file=tmp_path / "mine.toml").config
 
 
 def test_integers_of_flags(capsys):

@@ -196,7 +196,7 @@ def _plan(arguments: list[str]) -> int:
 
         print(json.dumps(plan.as_dict()))
     else:
-        print("\n".join(render(loaded.config, plan)))
+        print(printable("\n".join(render(loaded.config, plan))))
     return 0
 
 
@@ -228,9 +228,9 @@ def _show(arguments: list[str]) -> int:
     from tercet.config.load import describe, to_toml
 
     if options.changed:
-        print("\n".join(describe(loaded.config, loaded.origins)))
+        print(printable("\n".join(describe(loaded.config, loaded.origins))))
     else:
-        print(to_toml(loaded.config, loaded.origins), end="")
+        print(printable(to_toml(loaded.config, loaded.origins)), end="")
     return 0
 
 
@@ -246,7 +246,7 @@ def _diff(arguments: list[str]) -> int:
     left, right = arguments
     found = differences(_named(left).config, _named(right).config)
     for path, (a, b) in found.items():
-        print(f"{path}: {toml_value(a)} -> {toml_value(b)}")
+        print(printable(f"{path}: {toml_value(a)} -> {toml_value(b)}"))
     if not found:
         print(f"{left} and {right} are the same")
     return 0
@@ -316,7 +316,7 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
     if (topic := help_topic(arguments)) is not None:
         from tercet.config.help import config_help
 
-        print(config_help(topic, options, values, prog=f"tercet {command}", about=about or ""))
+        print(printable(config_help(topic, options, values, prog=f"tercet {command}", about=about or "")))
         raise SystemExit(0)
     parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}")
     own = parsed.options

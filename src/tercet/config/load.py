@@ -255,5 +255,7 @@ def toml_value(item: Any) -> str:
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(item, list | tuple):
         return f"[{', '.join(toml_value(v) for v in item)}]"
-    # A JSON string is a valid TOML basic string, except that TOML requires DEL to be escaped.
-    return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")
+    # A JSON string is a valid TOML basic string, except that TOML requires DEL to be escaped. Escaping all control
+    # characters also protects the terminal.
+    text = json.dumps(str(item), ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)

@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tercet.attention.config import divisors
+
 Switch = Literal["auto", "on", "off"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["auto", "bf16", "fp32"]
@@ -249,7 +251,7 @@ class ParallelConfig(Section):
                 )
         for name, ranks in (("context_ranks", self.context), ("shard_ranks", self.shard_ranks or 1)):
             if self.world_size % ranks:
-                choices = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
+                choices = ", ".join(map(str, divisors(self.world_size)))
                 raise ValueError(f"{name}={ranks} does not divide world_size={self.world_size}: pick one of {choices}")
         return self
 

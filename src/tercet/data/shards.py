@@ -53,11 +53,15 @@ class _Tokenizer(BaseModel):
     fingerprint: str
 
 
+class _Source(BaseModel):
+    source: str
+
+
 class _Manifest(BaseModel):
     """The fields of a manifest that are read."""
 
     tokenizer: _Tokenizer
-    source: dict[str, Any]
+    source: _Source
     shards: list[_Shard]
     documents: int
     tokens: int
