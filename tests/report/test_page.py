@@ -279,7 +279,11 @@ def test_every_run_of_a_comparison_is_compared_with_the_first(healthy, tmp_path)
     runs = [healthy, copy(healthy, tmp_path / "b", faster), copy(healthy, tmp_path / "c")]
     rows = {row["name"]: row["cells"] for row in side_by_side._figure_rows(columns_of(runs))}
     assert [c["ratio"] for c in rows["tokens/s"]] == ["", "10.000×", "1.000×"]
-    assert side_by_side.loss_caution(runs) == ""
+    older = dataclasses.replace(healthy, config={k: v for k, v in healthy.config.items() if k != "data.separator"})
+    unread = dataclasses.replace(healthy, config={})
+    assert side_by_side.loss_caution([*runs, older, unread]) == ""
+    same_name = copy(healthy, tmp_path / "elsewhere" / healthy.folder.name)
+    assert len({c.label for c in columns_of([healthy, same_name])}) == 2
 
 
 def test_losses_of_other_tokenizers_are_compared_per_byte(healthy, tmp_path):

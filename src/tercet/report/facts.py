@@ -299,4 +299,4 @@ def format_value(value: Any) -> str:
         return ", ".join(f"{k} {format_value(v)}" for k, v in value.items() if v not in ("", [], {}))
     if isinstance(value, (list, tuple)):
         return ("; " if any(isinstance(v, dict) for v in value) else " ").join(map(format_value, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

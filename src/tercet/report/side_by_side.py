@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tercet.config.keys import flatten_table
+from tercet.config.keys import flatten, flatten_table
+from tercet.config.schema import RunConfig
 from tercet.report.facts import Facts, Figure, collect_facts, format_value, key_figures
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, downsample, draw, label_step_axis
 from tercet.report.plots import loss_axis_limits, paint_losses, step_series, validation_points
@@ -37,8 +38,13 @@ class Column:
 
 def columns(runs: Sequence[Run], verdicts: Sequence[Verdict], pages: Sequence[Path], out: Path) -> list[Column]:
     """One column per run, with a unique label and a link relative to the page."""
-    names = [r.name for r in runs]
-    labels = [r.name if names.count(r.name) == 1 else f"{r.name} ({r.folder.name})" for r in runs]
+    names, folders = [r.name for r in runs], [(r.name, r.folder.name) for r in runs]
+    labels = [
+        r.name
+        if names.count(r.name) == 1
+        else f"{r.name} ({r.folder.name if folders.count((r.name, r.folder.name)) == 1 else r.folder})"
+        for r in runs
+    ]
     return [
         Column(
             label, run, verdict, collect_facts(run, verdict.findings), os.path.relpath(path, out).replace(os.sep, "/")
@@ -58,7 +64,7 @@ def comparison_page(runs: list[Column], created: str) -> str:
             gates=_gate_rows(runs),
             plots=_plots(runs),
             caution=loss_caution([c.run for c in runs]),
-            differences=differences([expand_mixture(c.run.config) for c in runs]),
+            differences=differences([expand_mixture(_with_defaults(c.run)) for c in runs]),
             environments=[
                 row for row in differences([flatten_table(c.run.environment) for c in runs]) if row["key"] != "started"
             ],
@@ -73,9 +79,9 @@ def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
     keys = dict.fromkeys(k for table in tables for k in table)
     rows = []
     for key in keys:
-        cells = [table.get(key, "–") for table in tables]
+        cells = [format_value(table.get(key, "–")) for table in tables]
         if any(c != cells[0] for c in cells):
-            rows.append({"key": key, "cells": [format_value(c) for c in cells]})
+            rows.append({"key": key, "cells": cells})
     return rows
 
 
@@ -95,14 +101,22 @@ def expand_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def loss_caution(runs: Sequence[Run]) -> str:
     """Which settings make the losses of these runs incomparable; empty if none does."""
-    keys = [row["key"] for row in differences([run.config for run in runs]) if row["key"].startswith(_LOSS_KEYS)]
-    return f"The losses are of different data: {', '.join(keys)} differ{'s' * (len(keys) == 1)}." if keys else ""
+    rows = differences([_with_defaults(run) for run in runs if run.config])
+    keys = [row["key"] for row in rows if row["key"].startswith(_LOSS_KEYS)]
+    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+    named = f"{', '.join(keys[:4])}{more} differ{'s' * (len(keys) == 1)}"
+    return f"The losses are of different data: {named}." if keys else ""
+
+
+def _with_defaults(run: Run) -> dict[str, Any]:
+    """The configuration of a run; of an older version, with the default of newer keys, which is how it behaved."""
+    return {**flatten(RunConfig()), **run.config} if run.config else {}
 
 
 def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
     """One row per figure: each run's value, and how many times the first run's it is."""
     tables = [{f.name: f for f in _with_bits_per_byte(c.run)} for c in runs]
-    same_tokens = len({c.run.config.get("data.tokenizer") for c in runs}) == 1
+    same_tokens = len({c.run.config["data.tokenizer"] for c in runs if "data.tokenizer" in c.run.config}) < 2
     rows = []
     for name in dict.fromkeys(n for t in tables for n in t):
         found = [t.get(name) or Figure(name, "–") for t in tables]
