@@ -133,6 +133,16 @@ def test_names_that_are_not_utf_8(capsys):
     assert one_line(capsys, "report", "r\udcfcn") == "error: 'r\\udcfcn' is not UTF-8: rename the file or folder"
 
 
+def test_files_whose_names_are_not_utf_8(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "b\udcff").write_bytes(b"\xff")
+    files = {"data__source": "text", "data__path": str(tmp_path / "corpus"), "data__max_lost_text": 1.0}
+    with pytest.raises(TercetError, match="b\udcff: is not UTF-8"):
+        train(small(run__dir=str(tmp_path / "run"), **files))
+    *_, last = read_events(tmp_path / "run" / "events_rank0.jsonl")  # the event log has its name too
+    assert "b\udcff: is not UTF-8" in last.reason
+
+
 def test_text_of_parquet_that_is_not_utf_8(tmp_path):
     pytest.importorskip("pyarrow.parquet")
     import pyarrow as arrow

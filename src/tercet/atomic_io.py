@@ -37,7 +37,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Replace a file's content atomically."""
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # for names that are not UTF-8
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -344,7 +344,8 @@ class EventLog:
     def emit(self, event: Event) -> None:
         """Write one line, then call the readers. Notes when the disk becomes full and when it has space again."""
         event, late = dataclasses.replace(event, rank=self.rank), self.waiting
-        self._file.write(encode(event).encode())
+        # Names of files may hold bytes that are not UTF-8; backslashreplace writes them as JSON escapes.
+        self._file.write(encode(event).encode(errors="backslashreplace"))
         for reader in self.readers:
             reader(event)
         if self.waiting and not late:
