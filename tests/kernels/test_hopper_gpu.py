@@ -108,3 +108,21 @@ def test_gluon_kernels_give_the_same_bits_again() -> None:
     first, again = everything(shape, config, cuts), everything(shape, config, cuts)
     for kernel in first:
         assert all(torch.equal(a, b) for a, b in zip(first[kernel], again[kernel], strict=True)), kernel
+
+
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_outputs_are_finite_beside_a_document_that_is_not(branch: str, size: int) -> None:
+    config, bounds = tercet.NSAConfig(), [0, 300, 1003, 1100, 2047]
+    cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    given = make_inputs(Shape(1, 2047, 4, 2, size), config, "random", 0.0)
+    x = [getattr(given, field.name) for field in dataclasses.fields(given)]
+    clean = tercet.nsa_attention(*x, config=config, cu_seqlens=cu, branches=(branch,), backend="triton")
+    rows = config.compressed_cu_seqlens(cu)[-3:-1].tolist() if branch == "compressed" else bounds[-3:-1]
+    first = 1 if branch == "compressed" else 5
+    for t in x[first : first + 2]:
+        t[0, rows[0] : rows[1]] = float("nan")
+    found = tercet.nsa_attention(*x, config=config, cu_seqlens=cu, branches=(branch,), backend="triton")
+    assert torch.equal(found[0, : bounds[-3]], clean[0, : bounds[-3]])
+    assert torch.equal(found[0, bounds[-2] :], clean[0, bounds[-2] :])
+    assert found[0, bounds[-3] : bounds[-2]].isnan().any()

@@ -66,8 +66,8 @@ def compressed_forward_kernel(
             v = load_tile(V, VD, c0 + i, N, g, v_t, DV, DVP, N, TMA, True)
             m, l, acc = softmax_step(q, k, v, None, m, l, acc, scale, False)
         for i in tl.range(whole, end, N):
-            k = load_tile(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA, False, PACKED)
-            v = load_tile(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA, False, PACKED)
+            k = load_tile(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA, False, True)
+            v = load_tile(V, VD, c0 + i, end - i, g, v_t, DV, DVP, N, TMA, False, True)
             mask = tl.arange(0, N)[None, :] < (seen - i)[:, None]
             m, l, acc = softmax_step(q, k, v, mask, m, l, acc, scale, True)
         finish(O, LSE, row0 + position, position < size, head, m, l, acc, rows, H, DV, DVP)

@@ -33,8 +33,10 @@ def load_tile(
     """Rows `row` to `row + N - 1` of X, which points at the head; only the first `count` are needed.
 
     Plain loads return zeros for the others; WHOLE says that there are none. TMA returns whatever is in memory (zeros
-    past the end of the tensor), which is fine if it is finite, since its weight is 0. Padding after the last document's
-    compressed tokens may hold anything: CLEAN zeroes it."""
+    past the end of the tensor): padding, or rows of another document. Their weight is 0, which is fine if they are
+    finite; CLEAN zeroes them, at some cost. The compressed forward does (hopper/forward.py does for the window too).
+    Other kernels clean only padding: a NaN in one document may reach the gradients of its neighbours in these two
+    branches, but the optimizer skips a step with any NaN."""
     i = tl.arange(0, N)
     if TMA:
         x = XD.load([row, head * D])

@@ -79,6 +79,7 @@ def hopper_forward(
             whole = 0
             edge = visible(first, L, S) // N * N
             end = visible(gl.minimum(first + M, size) - 1, L, S)
+            keys = visible(size - 1, L, S)
         else:
             upper = position + 1
             lower = upper - W
@@ -86,6 +87,7 @@ def hopper_forward(
             begin = gl.maximum(first - W + 1, 0) // N * N
             whole = (gl.maximum(first + M - W, 0) + N - 1) // N * N
             edge = (first + 1) // N * N
+            keys = size
         count = (end - begin + N - 1) // N
         q_s = gl.allocate_shared_memory(dtype, [M, D], QD.layout)
         k_s = gl.allocate_shared_memory(dtype, [2, N, D], KD.layout)
@@ -130,10 +132,11 @@ def hopper_forward(
             weights = gl.convert_layout(p.to(dtype), operand)
             acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, sums))[:, None]
             _fetch(KD, VD, k_s, v_s, k_bars, v_bars, n + 2, count, begin, start, g, D, N)
-        if COMPRESSED and PACKED:
-            # padding after the last document's compressed tokens may hold anything
+        if begin + count * N > keys:
+            # Values after the document's last have weight 0, but need not be finite: they belong to another document,
+            # or are padding. Only the last tile has any; scores of its keys are masked.
             values = v_s.index((count + 1) % 2)
-            row = gl.arange(0, N, layout=gl.SliceLayout(1, by_row)) + (count - 1) * N
+            row = gl.arange(0, N, layout=gl.SliceLayout(1, by_row)) + begin + (count - 1) * N
             clean = gl.where((row < end)[:, None], values.load(by_row), 0.0)
             barrier()
             values.store(clean)
