@@ -71,7 +71,8 @@ def test_a_run_that_failed_for_a_missing_package_can_be_retried_in_its_folder(
             train(settings(folder, data, train__steps=1, **option))
     assert not folder.exists()
     folder.mkdir()
-    (folder / "events_rank0.jsonl").touch()  # as left by a run killed before its first event
+    for name in ("env.json", "events_rank0.jsonl"):  # as left by a run killed before its first event
+        (folder / name).touch()
     with even_clock():
         assert run(folder, data, train__steps=1)[1] == 0
 
