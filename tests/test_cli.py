@@ -178,6 +178,11 @@ def test_arguments_are_checked_before_torch_is_loaded(tmp_path):
         f"eval recall {tmp_path} --documents 0",
         f"eval lm-eval {tmp_path}",
         f"eval selection-map {tmp_path} out.html",
+        "train --preset tiny --train.init_from nowhere",
+        f"export hf nowhere {tmp_path}/out",
+        f"export hf {tmp_path} {tmp_path}",
+        f"import hf nowhere {tmp_path}/out",
+        f"import hf {tmp_path} {tmp_path}",
     ]
     script = (
         "import sys\nfrom tercet.cli import main\nfor line in sys.argv[1:]:\n"

@@ -63,8 +63,8 @@ train --preset tiny --resume text.txt                                        --r
 train --resume text.txt                                                      --resume text.txt is a file, not a folder
 train --preset tiny --resume run/checkpoints/step-00000007                   step-00000007 does not exist
 train --preset tiny --model.vocab_size 100 --run.dir empty                   model.vocab_size=100 is smaller
-train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere: nowhere is neither
-train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors: cannot be read
+train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere does not exist
+train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors does not exist
 train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     train.cuda_graph=on on a cpu
 report                                                                       no run folder given
 report nowhere                                                               nowhere is not a folder

@@ -47,7 +47,7 @@ A configuration is a preset, then a TOML file, then flags; later ones win. Every
 FUNCTIONS = {
     "report": ("tercet.report.commands:report", "check runs: GO, NO-GO or NOT TESTED, with an HTML report for each"),
     "watch": ("tercet.report.commands:watch", "follow a run live in the terminal"),
-    "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over lengths and batches, or loss over learning rates"),
+    "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over settings, or loss over learning rates"),
     "flight": ("tercet.parallel.flight_recorder:flight", "show which rank was in which collective when a run failed"),
     "doctor": ("tercet.doctor.commands:doctor", "check this machine: versions, devices, kernels, disk, data"),
     "generate": ("tercet.inference.commands:generate", "generate text: tercet generate RUN --prompt TEXT"),
@@ -179,6 +179,9 @@ def _train(arguments: list[str]) -> int:
     """Train a model. Start with `tercet train --preset tiny`. `tercet plan` takes the same options and estimates the
     cost. The run folder keeps config.toml, which --config repeats, and checkpoints, which --resume auto continues."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
+    source = loaded.config.train.init_from
+    if source is not None and not Path(source).exists():
+        raise _usage(f"train.init_from={source} does not exist: give a checkpoint, a run folder or a .safetensors file")
     print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}, loading torch …", flush=True)
     from tercet.train.trainer import train
 

@@ -16,6 +16,7 @@ from tercet.report.commands import _summary
 from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
+from tercet.report.training_gates import data_fix, memory_fix
 from tercet.report.verdict import judge
 from watched import FEW, copy, dense_baseline, gate, rules, verdict
 
@@ -87,6 +88,23 @@ def test_too_few_steps_are_not_tested(healthy):
     short = [g for g in judged.gates if g.short]
     assert {g.name for g in short} == {"stability", "memory", "selection health", "data", "numerics"}
     assert all(g.reasons == (("fewer than 500 steps (60 logged)", "train longer"),) for g in short)
+
+
+@pytest.mark.parametrize(
+    ("batch", "mode", "advised"),
+    [
+        (8, "none", ["train.micro_batch", "checkpointing=selective"]),
+        (8, "selective", ["train.micro_batch", "checkpointing=full"]),
+        (8, "full", ["train.micro_batch"]),
+        (1, "full", ["data.seq_len"]),
+    ],
+)
+def test_a_fix_is_not_a_setting_that_is_already_on(batch, mode, advised):
+    fix = memory_fix({"train.micro_batch": batch, "train.activation_checkpointing": mode})
+    known = ("train.micro_batch", "checkpointing=selective", "checkpointing=full", "data.seq_len")
+    assert [name for name in known if name in fix] == advised
+    assert "data prepare" in data_fix({"data.source": "text"})
+    assert "data prepare" not in data_fix({"data.source": "shards"})
 
 
 def test_a_run_without_steps_has_no_range_of_steps(healthy):

@@ -92,6 +92,12 @@ def check_writable(flag: str, file: Path) -> None:
         raise UsageError(f"{flag} {file} cannot be written ({error.strerror}): choose another file") from None
 
 
+def check_empty(out: Path) -> None:
+    """Raise if an output folder exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: choose another folder, or remove it")
+
+
 def read_prompt_file(path: Path) -> str:
     """The text of --prompt-file; - is standard input."""
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from tercet.inference.arguments import check_empty, check_model
+
 
 def hf(run: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> int:
     """Export a model to a Hugging Face folder. transformers can load it wherever tercet is installed.
@@ -14,6 +16,8 @@ def hf(run: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"] = 
         out: The folder to write; must be empty or not exist.
         dtype: Type of the weights; float32 is exact.
     """
+    check_empty(out)
+    check_model(run)
     from tercet.interop.huggingface.export import export
 
     export(run, out, dtype=dtype)

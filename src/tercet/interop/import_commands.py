@@ -7,6 +7,8 @@ from typing import Literal
 
 from tercet import hints
 from tercet.attention.config import NSAConfig
+from tercet.errors import UsageError
+from tercet.inference.arguments import check_empty
 
 
 def hf(
@@ -36,6 +38,9 @@ def hf(
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
         seed: Random seed for newly initialized weights.
     """
+    if not source.is_dir():
+        raise UsageError(f"{source} is not a folder: pass one with config.json and model.safetensors")
+    check_empty(out)
     from tercet.interop.huggingface.import_hf import import_model
 
     imported = import_model(

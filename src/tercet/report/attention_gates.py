@@ -106,7 +106,10 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         _add_layer_evidence(samples[-1], sparse, gate)
     affected = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
     tolerated = None not in affected and len(affected) <= limits.lone_branch_layers * len(sparse)
-    for rule, fix in _SELECTION_FIXES.items():
+    fixes = dict(_SELECTION_FIXES)
+    if run.config.get("model.gate") == "softmax":
+        fixes["gate_collapse"] = "lower train.lr"
+    for rule, fix in fixes.items():
         found = [f for f in findings if f.rule == rule]
         if not found:
             continue

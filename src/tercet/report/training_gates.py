@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tercet import hints
 from tercet.report.dense_baseline import baseline_mismatch, dense_baseline_command, slow_routes
@@ -152,7 +154,7 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
         if peak > limits.memory_share * capacity:
             gate.fail(
                 f"the peak is {100 * peak / capacity:.0f}% of the device's memory",
-                "lower train.micro_batch, or set train.activation_checkpointing",
+                memory_fix(run.config),
             )
     later = readings[len(readings) // 3 :]
     if len(later) < limits.readings:
@@ -309,7 +311,7 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         if wait > limits.data_wait:
             gate.fail(
                 f"{100 * wait:.0f}% of the time was spent waiting for data",
-                "raise data.prefetch, or tokenize ahead: tercet data prepare",
+                data_fix(run.config),
             )
     starved = [f for f in findings if f.rule == "data_starvation"]
     if starved:
@@ -385,3 +387,17 @@ def _check_parity(run: Run, gate: GateBuilder) -> None:
         gate.fail(f"the kernels do not match the reference: {finding}", "tercet doctor; use model.backend=reference")
     elif verdict != "ok":
         gate.not_tested(f"kernel parity: {finding}", "tercet doctor")
+
+
+def memory_fix(config: Mapping[str, Any]) -> str:
+    """Settings that need less memory, without those that are already as low as they go."""
+    mode = config.get("train.activation_checkpointing", "none")
+    fixes = ["lower train.micro_batch"] if config.get("train.micro_batch", 2) > 1 else []
+    fixes += [f"set train.activation_checkpointing={'full' if mode == 'selective' else 'selective'}"] * (mode != "full")
+    return ", or ".join(fixes) or "lower data.seq_len, or share the model with parallel.strategy=fsdp"
+
+
+def data_fix(config: Mapping[str, Any]) -> str:
+    """How to read data faster."""
+    prepared = config.get("data.source") == "shards"
+    return "raise data.prefetch" + ("" if prepared else ", or tokenize ahead: tercet data prepare")

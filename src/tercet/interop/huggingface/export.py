@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from tercet.inference.arguments import check_empty
 from tercet.inference.load import Dtype, LanguageModel, load_model
-from tercet.interop.huggingface.folder import atomic_folder, check_empty, check_folder
+from tercet.interop.huggingface.folder import atomic_folder, check_folder
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
 from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
 

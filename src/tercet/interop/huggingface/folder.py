@@ -98,12 +98,6 @@ def _open_weights(path: Path) -> Iterator[Any]:
         raise FolderError(f"{path} cannot be read ({error}): it is cut short or damaged; copy it again") from None
 
 
-def check_empty(out: Path) -> None:
-    """Raise if an output folder exists and is not empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: choose another folder, or remove it")
-
-
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder to write to, and rename it to `out` on success. An interrupted write leaves no `out`."""

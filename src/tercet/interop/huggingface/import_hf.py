@@ -21,12 +21,12 @@ from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
+from tercet.inference.arguments import check_empty
 from tercet.interop.huggingface import dense_weights
 from tercet.interop.huggingface.folder import (
     CONFIG,
     FolderError,
     atomic_folder,
-    check_empty,
     check_folder,
     read_json,
     shapes,
