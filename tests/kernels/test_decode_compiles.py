@@ -58,7 +58,9 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(False, id="one by one", marks=pytest.mark.slow), pytest.param(True, id="overlapping")]
+)
 def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
     monkeypatch.setattr(table, "PDL_ENABLED", overlap)
     with compiling(90) as found:
