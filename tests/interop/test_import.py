@@ -213,6 +213,8 @@ def test_options_of_a_dense_import_are_refused_for_an_export(tmp_path):
         ({"hidden_size": None}, "config.json: dim"),
         ({"rope_parameters": 5}, "config.json has a value of the wrong type"),
         ({"num_attention_heads": "x"}, "config.json has a value of the wrong type"),
+        ({"max_position_embeddings": "x"}, "config.json has a value of the wrong type"),
+        ({"vocab_size": 2**24}, "config.json requires [16777216, 32]"),
     ],
 )
 def test_unsupported_models_raise_one_line(tmp_path, change, said):
