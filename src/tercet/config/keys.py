@@ -93,7 +93,11 @@ def suggestion(wrong: str, among: Iterable[str]) -> str:
         leaves = known.rpartition(".")[2], wrong.rpartition(".")[2]
         alike = difflib.SequenceMatcher(None, *leaves).ratio()
         deeper = 0.2 * max(0, known.count(".") - 1)  # train.lr before train.selector.lr
-        return 1 + (known == wrong) - deeper if alike == 1 else (alike + difflib.SequenceMatcher(None, known, wrong).ratio()) / 2
+        return (
+            1 + (known == wrong) - deeper
+            if alike == 1
+            else (alike + difflib.SequenceMatcher(None, known, wrong).ratio()) / 2
+        )
 
     ranked = sorted(((similarity(known), known) for known in among), key=lambda pair: -pair[0])
     near = [known for score, known in ranked[:3] if score >= 0.6 and score >= ranked[0][0] - 0.1]
