@@ -82,7 +82,7 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     lines = [
         f"# {_escape(verdict.headline)}",
         "",
-        f"{_escape(run.name)}: {verdict.verdict}. {_escape(verdict.sentence)}",
+        f"{_escape(run.name)}, production gates: {verdict.verdict}. {_escape(verdict.sentence)}",
         "",
         f"{_escape(facts.subtitle)}. {_escape(facts.period)}. Folder `{_escape(str(run.folder))}`.",
         "",
