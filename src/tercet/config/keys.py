@@ -113,6 +113,7 @@ def _walk(table: type, prefix: str) -> Iterable[Key]:
             yield Key(path, annotation, about, default)
 
 
+@lru_cache
 def docstrings(table: type) -> dict[str, str]:
     """Docstrings of a class's fields. pydantic reads them only for its models; NSAConfig is a plain dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
