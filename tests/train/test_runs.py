@@ -81,6 +81,10 @@ def test_validation_samples_and_the_end_are_events(done: Path) -> None:
     assert metrics["outcome"] == "completed"
     assert metrics["step"] == metrics["steps"] == 6
     assert repr(metrics["val_loss"]) == rows(done / "val.csv")[-1]["loss"]
+    last = [e for e in told if isinstance(e, Validated)][-1]
+    assert last.bytes is not None
+    assert 0 < last.bytes <= last.tokens  # a token is a byte; the end of a document has no text
+    assert metrics["val_bits_per_byte"] == pytest.approx(last.loss * last.tokens / last.bytes / math.log(2))
 
 
 def test_a_sample_is_announced_before_it_starts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def judge(lr: float, run: CellRun) -> LRCell:
     """Turn a run into a result."""
     logged = [event for event in run.events if isinstance(event, StepLogged)]
     losses = tuple(loss for event in logged for loss in event.losses)
-    speed = logged[-1].tokens_per_s if logged else None
+    speed = statistics.median(event.tokens_per_s for event in logged) if logged else None
     diverged = any(not math.isfinite(loss) for loss in losses)
     if run.failed and not diverged:
         return LRCell(lr, failure(run), losses=losses, tokens_per_s=speed)
