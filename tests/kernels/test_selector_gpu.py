@@ -61,7 +61,10 @@ def test_a_model_trains_compiled_as_eager_and_twice_the_same(packed: bool) -> No
         block.compile()
     compiled = step(model, tokens, bounds)
     for name, expected in eager.items():
-        assert (compiled[name] - expected).norm() <= 2e-2 * expected.norm(), name
+        # In bf16 a maximum over tokens often has several winners, which share its gradient; compiled code has not
+        # rounded them yet.
+        limit = 1e-1 if name.endswith("selector.k_proj.weight") else 2e-2
+        assert (compiled[name] - expected).norm() <= limit * expected.norm(), name
         assert compiled[name].any(), name
 
 

@@ -171,9 +171,11 @@ class NativeSparseAttention(AttentionLayer):
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
         if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
-            loss = self.selector.loss(scored, inputs.q, inputs.k_selected, taught, block_indices, packing)
-            self.stats.update_selector(loss)
-            out = attach_loss(out, loss.kl * self.selector.weight)
+            loss, captured = self.selector.loss(
+                scored, inputs.q, inputs.k_selected, taught, block_indices, packing, measure=self.stats.enabled
+            )
+            self.stats.update_selector(captured)
+            out = attach_loss(out, loss * self.selector.weight)
         return out if fuse_output else self.o_proj(out.flatten(2))
 
     def can_fuse(self, x: Tensor) -> bool:

@@ -27,8 +27,8 @@ TEACHERS = ("all", "selected")
 _GATHERED = 1 << 24
 
 
-class SelectorLoss(NamedTuple):
-    """Means over the sampled queries that have blocks to choose from; fp32 scalars on the device."""
+class Captured(NamedTuple):
+    """How good a choice is; means over the queries that teach it. fp32 scalars on the device."""
 
     kl: Tensor
     mass: Tensor
@@ -104,9 +104,11 @@ class BlockSelector(nn.Module):
         rows: Tensor,
         block_indices: Tensor,
         packing: Packing | None,
-    ) -> SelectorLoss:
-        """The loss on some queries. scored: what `forward` returned; q, k: those of the selected branch; rows: int64
-        [S], flat indices of queries."""
+        *,
+        measure: bool = False,
+    ) -> tuple[Tensor, Captured | None]:
+        """The loss on some queries and, if `measure`, how good the choice was. scored: what `forward` returned; q, k:
+        those of the selected branch; rows: int64 [S], flat indices of queries."""
         config, length = self.config, q.shape[1]
         selector_q, selector_k = scored
         if packing is None:
@@ -119,10 +121,12 @@ class BlockSelector(nn.Module):
         current = (position // config.select_block)[:, None]
         free = (j >= config.select_initial) & (j <= current - config.select_local)
         with torch.no_grad():
-            chosen = _chosen(block_indices.flatten(0, 1)[rows], j.shape[0])
+            chosen = None
+            if measure or self.teacher == "selected":
+                chosen = _chosen(block_indices.flatten(0, 1)[rows], j.shape[0])
             q, k = q.detach().flatten(0, 1)[rows], k.detach().flatten(0, 1)
             lse = block_lse(q, k, rows, position, j.shape[0], config)
-            if self.teacher == "selected":
+            if self.teacher == "selected" and chosen is not None:
                 lse = lse.masked_fill(~chosen[:, :, None], -torch.inf)
             mass = lse.softmax(-1).mean(2) * free[:, None]
             total = mass.sum(-1, keepdim=True)
@@ -133,15 +137,17 @@ class BlockSelector(nn.Module):
             student = self._block_probabilities(selector_q.flatten(0, 1)[rows], selector_k, position, first_key, j)
             student = student * free[:, None] + 1e-12
             student = student.log() - student.sum(-1, keepdim=True).log()
-        kl = torch.special.xlogy(mass, mass) - mass * student
         each = 1 / count.clamp(min=1)
+        kl = (torch.special.xlogy(mass, mass) - mass * student).sum() * each
+        if not measure or chosen is None:
+            return kl, None
         with torch.no_grad():
             slots = min(config.select_count - config.select_initial - config.select_local, j.shape[0])
             best = mass.topk(slots, -1).values.sum() * each
             possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]
             random = (possible * counted).sum() * each
             captured = (mass * chosen).sum() * each
-        return SelectorLoss(kl.sum() * each, captured, best, random, count)
+        return kl, Captured(kl.detach(), captured, best, random, count)
 
     def _block_probabilities(self, q: Tensor, k: Tensor, position: Tensor, first_key: Tensor, j: Tensor) -> Tensor:
         """The student: mean over heads of the softmax over visible keys, pooled over blocks (Eq. 9). [S, G, NB]"""

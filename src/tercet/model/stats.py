@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import Packing
-from tercet.model.selector import SelectorLoss
+from tercet.model.selector import Captured
 
 # A (token, head) whose largest share of the gates is above this counts as collapsed.
 COLLAPSE_SHARE = 0.95
@@ -74,15 +74,15 @@ class AttentionStats:
             self._update(gates, block_indices, packing, positions, before)
 
     @torch.no_grad()
-    def update_selector(self, loss: SelectorLoss) -> None:
+    def update_selector(self, captured: Captured | None) -> None:
         """Count the loss of a learned selector, and the attention that its choice captures."""
-        if not self.enabled or _recomputing():
+        if captured is None or not self.enabled or _recomputing():
             return
         with _hidden_from_checkpointing():
-            count = loss.queries.double()
-            means = torch.stack((loss.kl, loss.mass, loss.best, loss.random)).double()
+            *means, queries = captured
+            count = queries.double()
             before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)
-            self._add(torch.cat((before, means * count, count[None])))
+            self._add(torch.cat((before, torch.stack(means).double() * count, count[None])))
 
     def _add(self, sums: Tensor) -> None:
         self._sums = sums if self._sums is None else self._sums + sums
