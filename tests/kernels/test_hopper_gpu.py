@@ -121,7 +121,7 @@ def test_outputs_are_finite_beside_a_document_that_is_not(branch: str, size: int
     rows = config.compressed_cu_seqlens(cu)[-3:-1].tolist() if branch == "compressed" else bounds[-3:-1]
     first = 1 if branch == "compressed" else 5
     for t in x[first : first + 2]:
-        t[0, rows[0] : rows[1]] = float("nan")
+        t[0, rows[0] : rows[0] + 2] = float("nan")  # not all: a query whose every score is NaN sees nothing
     found = tercet.nsa_attention(*x, config=config, cu_seqlens=cu, branches=(branch,), backend="triton")
     assert torch.equal(found[0, : bounds[-3]], clean[0, : bounds[-3]])
     assert torch.equal(found[0, bounds[-2] :], clean[0, bounds[-2] :])
