@@ -397,6 +397,7 @@ def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, 
 
     imported = SimpleNamespace(exact_length=None)
     monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: imported)
+    Path("theirs").mkdir()
     made = run(capsys, "import", "hf", "theirs", "my model")[1]
     assert "tercet train --config 'my model/config.toml'\n" in made
     assert "tercet generate 'my model' --prompt TEXT\n" in made

@@ -59,13 +59,13 @@ def generate(
     """
     from tercet.model.config import Sampling
 
+    prompts = [*prompt, *([] if prompt_file is None else [read_prompt_file(prompt_file)])]
     check_model(run)
     at_least_one(max_new_tokens=max_new_tokens, context=context, prefill_chunk=prefill_chunk)
     try:
         Sampling(temperature, top_k, top_p, repetition_penalty)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    prompts = [*prompt, *([] if prompt_file is None else [read_prompt_file(prompt_file)])]
     interactive = not prompts and sys.stdin is not None and sys.stdin.isatty()
     if not prompts and not interactive:
         prompts = [_read_stdin()]
