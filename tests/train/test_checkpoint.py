@@ -9,6 +9,7 @@ import pickle
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from runs import small
 from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.config.sections import CheckpointConfig
 from tercet.train import checkpoint, manifest, resume
+from tercet.train.async_save import AsyncSaver
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
 from tercet.train.manifest import CheckpointError
 from tercet.train.run_folder import locate
@@ -417,3 +420,20 @@ def test_new_config_keys_get_defaults_and_removed_ones_are_named(tmp_path: Path)
         resume.saved_config(found)
     with pytest.raises(CheckpointError, match=r"run\.json lacks 'config'"):
         resume.saved_config(resume.FoundCheckpoint(tmp_path, {}, []))
+
+
+def test_a_save_that_fails_while_a_run_ends_is_reported_once() -> None:
+    """The event is printed by the screen; an error that has no event is printed here."""
+    for error, logged in ((CheckpointError("no space"), 1), (OSError("gone"), 0)):
+
+        def collect(*, wait: bool, error: Exception = error) -> None:
+            raise error
+
+        events, said = [], []
+        saver = object.__new__(AsyncSaver)
+        vars(saver).update(
+            _checkpointer=SimpleNamespace(collect=collect), _log=SimpleNamespace(emit=events.append), _logged=None,
+            _state=SimpleNamespace(step=4), _failures_in_row=0, _config=small(),
+        )  # fmt: skip
+        saver.wait_after_error(SimpleNamespace(say=lambda text, style, said=said: said.append(text)))
+        assert (len(events), len(said)) == (logged, 1 - logged)

@@ -36,6 +36,7 @@ class AsyncSaver:
         )
         self._saved_step = state.step
         self._failures_in_row = 0
+        self._logged: Exception | None = None  # the last failure that `collect` has logged
 
     @property
     def up_to_date(self) -> bool:
@@ -64,6 +65,7 @@ class AsyncSaver:
             self._failures_in_row += 1
             self._saved_step = -1
             self._log.emit(CheckpointFailed(step=self._state.step, reason=str(error)))
+            self._logged = error
             if self._failures_in_row > self._config.checkpoint.failures_allowed:
                 raise
             return
@@ -98,13 +100,13 @@ class AsyncSaver:
                 self.save()
                 self.collect(wait=True)
         except Exception as error:
-            screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
+            if error is not self._logged:
+                screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
 
     def wait_after_error(self, screen: Screen) -> None:
         """Let the save in progress complete when the run fails. A failure here must not hide the first one."""
         try:
             self.collect(wait=True)
-        except CheckpointError:
-            pass  # logged by `collect`
-        except OSError as error:
-            screen.say(f"warning: {error}", "bold red")
+        except (CheckpointError, OSError) as error:
+            if error is not self._logged:
+                screen.say(f"warning: {error}", "bold red")
