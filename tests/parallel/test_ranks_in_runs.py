@@ -9,13 +9,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fork_server import Child
-from parallel.world import RankedRun, TorchrunRun, flags, free_port, listening_addresses, rank_environment, start_ranks
+from parallel.world import (
+    ForkedTorchrunRun,
+    RankedRun,
+    TorchrunRun,
+    flags,
+    free_port,
+    listening_addresses,
+    rank_environment,
+    start_ranks,
+)
 from runs import SMALL, losses, rows
 from tercet.cli import main
 from tercet.config.load import ConfigError, load
@@ -57,11 +67,15 @@ def assert_same(folder: Path, alone: dict[int, float], tolerance: float = 1e-5) 
     assert max(abs(got[step] - alone[step]) for step in got) < tolerance
 
 
-def test_a_killed_rank_stops_all_is_named_and_torchrun_resumes_from_the_newest_checkpoint(tmp_path, alone):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "started"])
+def test_a_killed_rank_stops_all_is_named_and_torchrun_resumes_from_the_newest_checkpoint(
+    forked, fork_server, tmp_path, alone
+):
     folder = tmp_path / "run"
+    torchrun = partial(ForkedTorchrunRun, fork_server) if forked else TorchrunRun
     command = arguments(folder, parallel__strategy="fsdp", checkpoint__async_save=False)
     restart = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")
-    with TorchrunRun(tmp_path / "out", 2, *command, options=restart) as run:
+    with torchrun(tmp_path / "out", 2, *command, options=restart) as run:
         run.until("step 3/6")
         victim = run.pid(1)
         os.kill(victim, signal.SIGKILL)

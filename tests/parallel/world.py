@@ -1,7 +1,7 @@
 """Launch several ranks on this machine for tests, over gloo.
 
-`run_ranks` and `RankedRun` fork ranks from the test session's fork server: no start-up time. `run_torchrun` and
-`TorchrunRun` start real torchrun, about 9 s per launch, for what needs it: restarts, agents, GPUs.
+`run_ranks` and `RankedRun` fork ranks from the test session's fork server: no start-up time. `ForkedTorchrunRun` does
+so under torchrun, for restarts. `run_torchrun` and `TorchrunRun` start torchrun as users do, about 9 s per launch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import tercet
 from fork_server import Child, ForkServer
 
 HERE = Path(__file__).parent
@@ -202,6 +204,36 @@ class RankedRun(RunInBackground):
             if child.poll() is None:
                 child.signal(9)
                 child.wait()
+
+
+class ForkedTorchrunRun(RunInBackground):
+    """Under torchrun, which is forked from the fork server and forks its ranks."""
+
+    def __init__(
+        self, server: ForkServer, output: Path, ranks: int, *arguments: str, options: tuple[str, ...] = ()
+    ) -> None:
+        self.output = output
+        command = ["--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", *options]
+        command += [
+            "--start-method",
+            "fork",
+            "--run-path",
+            str(Path(tercet.__file__).with_name("__main__.py")),
+            "train",
+            *arguments,
+        ]
+        self.child = server.call("torch.distributed.run:main", *command, output=output)
+
+    def poll(self) -> int | None:
+        return self.child.poll()
+
+    def wait(self, seconds: float = 180) -> int:
+        return self.child.wait(seconds)
+
+    def __exit__(self, *_: object) -> None:
+        if self.child.poll() is None:
+            self.child.signal(signal.SIGTERM)
+            self.child.wait(60)
 
 
 class TorchrunRun(RunInBackground):
