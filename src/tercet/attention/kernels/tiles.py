@@ -90,7 +90,7 @@ def softmax_step(q, k, v, seen, m, l, acc, scale, MASK: tl.constexpr):
 @triton.jit
 def finish(O, LSE, row, inside, head, m, l, acc, rows, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr):
     """Write o and the log-sum-exp of a query tile. A row that saw no key gets exactly 0 and +inf."""
-    some = l > 0
+    some = l != 0  # true for NaN, which must not become 0
     share = tl.where(some, l, 1.0)
     store_rows(O + head * DV, row, H * DV, inside, acc / share[:, None], DV, DVP)
     at = LSE + head.to(tl.int64) * rows + row

@@ -144,13 +144,13 @@ def hopper_forward(
             barrier()
         total = warpgroup_mma(weights, v_s.index((count + 1) % 2), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(total,))
-        # a row that saw no key gets exactly 0 and +inf
-        some = l > 0
+        # a row that saw no key gets exactly 0 and +inf; NaN must not become 0
+        some = l != 0
         share = gl.where(some, l, 1.0)
         lse = gl.where(some, m + gl.log2(share), float("inf"))
         gl.store(LSE + head.to(gl.int64) * rows + row0 + position, lse, mask=position < size)
         share = gl.convert_layout(share, gl.SliceLayout(1, sums))[:, None]
-        some = gl.convert_layout(l, gl.SliceLayout(1, sums))[:, None] > 0
+        some = gl.convert_layout(l, gl.SliceLayout(1, sums))[:, None] != 0
         out = gl.convert_layout(gl.where(some, acc / share, 0.0).to(dtype), by_row)
         j = first + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
