@@ -241,3 +241,18 @@ def test_routes_say_that_the_kernels_ran() -> None:
     _, aux = tercet.nsa_attention(*x, config=CONFIG, return_aux=True)
     assert set(aux.routes.values()) == {"triton"}
     assert kernels.unsupported(*x[:7], CONFIG) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("std", [8, 12, 20])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_blocks_are_chosen_as_in_fp64_at_every_magnitude(dtype: torch.dtype, std: int, heads: int) -> None:
+    """Logits of standard deviation 20 span e^±80. SPEC allows 0.05% of wrong slots."""
+    config = tercet.NSAConfig(compress_block=16, compress_stride=16, select_block=16, select_count=16, window=64)
+    torch.manual_seed(0)
+    q = (torch.randn(1, 2048, heads, 64, device="cuda") * std).to(dtype)
+    k, v = torch.randn(2, 1, config.num_compressed(2048), 1, 64, device="cuda", dtype=dtype)
+    _, found = kernels.compressed_select(q, k, v, config)
+    _, exact = tercet.compressed_attention(q.double(), k.double(), v.double(), config=config)
+    same = (found[..., :, None] == exact[..., None, :]).any(-1)
+    assert (~same).float().mean() <= 5e-4
