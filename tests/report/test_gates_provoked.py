@@ -14,7 +14,7 @@ from tercet.report.attention_gates import selection_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.report.verdict import judge
-from tercet.telemetry.events import CheckpointFailed, HealthFired
+from tercet.telemetry.events import CheckpointFailed, HealthFired, SelectorsObserved
 from tercet.train import manifest
 from watched import FEW, copy, dense_baseline, even_clock, gate, run, verdict
 
@@ -247,3 +247,18 @@ def test_a_layer_with_two_problems_counts_once_and_a_stuck_selection_is_always_n
     assert selection_gate(ran, [fired("dead_branch", None)], one_in_all).verdict == "NO-GO"
     assert selection_gate(ran, [fired("selection_stuck", 0)], one_in_all).verdict == "NO-GO"
     assert selection_gate(ran, [fired("selection_stuck", 0)], Thresholds(40, lone_branch_layers=1.0)).verdict == "NO-GO"
+
+
+def test_selectors_that_choose_at_random_are_no_go(healthy, tmp_path):
+    ran, limits = on_gpu(healthy, tmp_path / "run"), Thresholds(40, lone_branch_layers=1.0)
+
+    def gate_of(*mass):
+        event = SelectorsObserved(
+            step=60, layer=[0, 1], kl=[0.1, 0.1], mass=[*mass], best=[0.7, 0.7], random=[0.3, 0.3]
+        )
+        return selection_gate(dataclasses.replace(ran, events={0: [*ran.events[0], event]}), [], limits)
+
+    assert gate_of(0.6, 0.5).verdict == "GO"
+    told = gate_of(0.6, 0.31)
+    assert told.verdict == "NO-GO"
+    assert "layers 1 choose no better than at random" in told.sentence

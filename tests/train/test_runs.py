@@ -18,7 +18,15 @@ from tercet import cli
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.shell import program
-from tercet.telemetry.events import RunEnded, Sampled, StepsSkipped, Validated, events_file, read_events
+from tercet.telemetry.events import (
+    RunEnded,
+    Sampled,
+    SelectorsObserved,
+    StepsSkipped,
+    Validated,
+    events_file,
+    read_events,
+)
 from tercet.train.dump import replay
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.trainer import train
@@ -338,3 +346,15 @@ def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
     out = capsys.readouterr().out
     assert "bad records were skipped" in out
     assert "texts.jsonl" in out
+
+
+def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tmp_path: Path) -> None:
+    learned = {"model__selector": "learned", "model__selector_dim": 8, "train__selector__every": 8}
+    changes = {**learned, "train__selector__teacher": "selected", "train__selector__all_until": 4}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(small(run__dir=str(whole), **changes), origins={})
+    train(small(run__dir=str(resumed), **changes), origins={}, resume=str(whole / "checkpoints" / "step-00000002"))
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    observed = [e for e in read_events(events_file(whole)) if isinstance(e, SelectorsObserved)]
+    assert [e.layer for e in observed] == [[0, 1]] * 6
+    assert all(0 <= mass <= best <= 1 for e in observed for mass, best in zip(e.mass, e.best, strict=True))

@@ -7,9 +7,11 @@ from collections import Counter
 
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, is_fastest, unlogged_passes
-from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved
+from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
+# Share of what can be gained over a random choice that counts as learned.
+_LEARNED = 0.05
 _SELECTION_FIXES = {
     "gate_collapse": "lower train.lr, or try model.gate=softmax",
     "dead_branch": "remove the branch (model.branches), or check that its keys receive gradients",
@@ -120,12 +122,39 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
             gate.add_evidence(rule.replace("_", " "), f"{sentence}: {layers} of {len(sparse)} layers")
         else:
             gate.fail(sentence, fix)
+    _judge_selectors(run, gate)
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
         gate.fail("the gates are not finite", "see the numerics gate")
     if len(samples) < limits.readings:
         gate.not_tested(f"{len(samples)} samples of all layers, at least {limits.readings} needed", "train longer")
     gate.require_steps(run, limits)
     return gate.build(_healthy_layers(sorted(i for i in affected if i is not None), len(sparse), limits))
+
+
+def _judge_selectors(run: Run, gate: GateBuilder) -> None:
+    """Learned selectors must capture more attention than a random choice would, in the mean of the last readings."""
+    readings = [e for e in run.of(SelectorsObserved) if e.layer][-5:]
+    if not readings:
+        return
+    layers = readings[-1].layer
+    readings = [e for e in readings if e.layer == layers]
+
+    def mean(name: str, at: int) -> float:
+        return sum(getattr(e, name)[at] for e in readings) / len(readings)
+
+    rows = [(mean("mass", i), mean("best", i), mean("random", i)) for i in range(len(layers))]
+    mass, best, random = ([row[column] for row in rows] for column in range(3))
+    gate.add_evidence(
+        "attention captured",
+        f"{min(mass):.0%} to {max(mass):.0%} across layers; at random {min(random):.0%} to {max(random):.0%}, at best "
+        f"{min(best):.0%} to {max(best):.0%}",
+    )
+    lost = [layer for layer, (m, b, r) in zip(layers, rows, strict=True) if m - r <= _LEARNED * (b - r)]
+    if lost:
+        gate.fail(
+            f"the learned selectors of layers {', '.join(map(str, lost))} choose no better than at random",
+            "raise train.selector.lr, or lower train.selector.every",
+        )
 
 
 def _has_layer(event: LayersObserved, layer: int) -> bool:

@@ -176,6 +176,19 @@ class LayersObserved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectorsObserved(Event):
+    """How well learned selectors choose, in one step. Lists are over the layers that have one."""
+
+    kind: ClassVar[str] = "selectors"
+    measured: ClassVar[bool] = True
+    layer: list[int]
+    kl: list[float]  # divergence from the teacher
+    mass: list[float]  # share of the teacher's attention to free blocks that the chosen ones receive
+    best: list[float]  # what the best choice would receive
+    random: list[float]  # what a random choice would receive
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoutesCounted(Event):
     """Forward passes by layer, branch and backend since this process started. Lists are columns."""
 
@@ -269,6 +282,7 @@ KINDS: dict[str, type[Event]] = {
         GraphCaptureFailed,
         RunEnded,
         LayersObserved,
+        SelectorsObserved,
         RoutesCounted,
         ResourcesObserved,
         HealthFired,
@@ -279,7 +293,7 @@ KINDS: dict[str, type[Event]] = {
 
 
 # Events whose lists are the columns of one table and must have equal lengths.
-TABLES = (LayersObserved, RoutesCounted, DoctorReported)
+TABLES = (LayersObserved, SelectorsObserved, RoutesCounted, DoctorReported)
 
 
 def events_file(folder: Path, rank: int = 0) -> Path:

@@ -26,6 +26,7 @@ from tercet.telemetry.events import (
     Noted,
     ResourcesObserved,
     RoutesCounted,
+    SelectorsObserved,
     StepLogged,
     full_disk_allowed,
 )
@@ -120,9 +121,12 @@ class Observer:
         """Emit the interval's measurements and health findings; returns the findings that ask to halt."""
         found = self._health.observe(logged)
         self._log.emit(self._resources(logged, counts))
-        if layers := self._probe.read(logged.step, self._all_sum):
+        layers, selectors = self._probe.read(logged.step, self._all_sum)
+        if layers is not None:
             self._log.emit(layers)
             found += self._health.observe(layers)
+        if selectors is not None:
+            self._log.emit(selectors)
         routes = self._probe.routes(logged.step)
         self._log.emit(routes)
         self._unreported = 0
@@ -241,10 +245,12 @@ class LayerProbe:
             step=step, layer=layer, branch=branch, route=route, reason=reason, fallback=fallback, calls=calls
         )
 
-    def read(self, step: int, all_sum: Callable[[Tensor], Tensor]) -> LayersObserved | None:
-        """Statistics of all ranks since the last read, or None. One all-reduce, one synchronisation."""
+    def read(
+        self, step: int, all_sum: Callable[[Tensor], Tensor]
+    ) -> tuple[LayersObserved | None, SelectorsObserved | None]:
+        """Statistics of all ranks since the last read, if there are any. One all-reduce, one synchronisation."""
         if not self._sampled or not self._sparse:
-            return None
+            return None, None
         self._sampled = False
         device = self._sparse[0].q_proj.weight.device
         rows = all_sum(torch.stack([layer.stats.sums(device) for layer in self._sparse])).tolist()
@@ -253,9 +259,13 @@ class LayerProbe:
         for layer in self._sparse:
             layer.stats.reset()
         columns: dict[str, Any] = {n: [means.get(id(m), {}).get(n) for m in self.layers] for n in STATISTICS}
-        return LayersObserved(
+        layers = LayersObserved(
             step=step,
             attention=["nsa" if isinstance(m, NativeSparseAttention) else "dense" for m in self.layers],
             distances=[distances.get(id(m), []) for m in self.layers],
             **columns,
         )
+        learned = {i: means[id(m)] for i, m in enumerate(self.layers) if "selector_kl" in means.get(id(m), {})}
+        names = ("kl", "mass", "best", "random")
+        measured: dict[str, Any] = {name: [row[f"selector_{name}"] for row in learned.values()] for name in names}
+        return layers, SelectorsObserved(step=step, layer=[*learned], **measured) if learned else None

@@ -42,6 +42,7 @@ from tercet.telemetry.events import (
     RunEnded,
     RunStarted,
     Sampled,
+    SelectorsObserved,
     StepLogged,
     StepsSkipped,
     Validated,
@@ -311,6 +312,11 @@ def scalars(event: Event) -> dict[str, float]:
         columns = {name: getattr(event, name) for name in STATISTICS}
         rows = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}
         return {name: v for name, v in rows.items() if v is not None}
+    if isinstance(event, SelectorsObserved):
+        columns = {name: getattr(event, name) for name in ("kl", "mass", "best", "random")}
+        return {
+            f"selectors/{n}/{i}": v for n, column in columns.items() for i, v in zip(event.layer, column, strict=True)
+        }
     if isinstance(event, ResourcesObserved):
         values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
         named = {k: v for k, v in values.items() if k.endswith(("_seconds", "_gib")) and v is not None}
