@@ -229,3 +229,18 @@ def test_a_selector_learns_to_choose_what_attention_reads() -> None:
     possible = last["selector_best"] - last["selector_random"]
     assert possible > 0.1
     assert gained > 0.4 * possible
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_changes_no_gradient(mode: str) -> None:
+    from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
+
+    tokens, grads = torch.randint(0, 256, (2, 80)), []
+    for how in ("none", mode):
+        torch.manual_seed(0)
+        model = make_model()
+        apply_activation_checkpointing(model.blocks, how)
+        model(tokens, targets=tokens).total.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for without, recomputed in zip(*grads, strict=True):
+        assert torch.equal(without, recomputed)
