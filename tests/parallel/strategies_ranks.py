@@ -44,6 +44,8 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op", "prefetch": 0}, "selective", 3),
     "fsdp, bf16": ({"strategy": "fsdp", "precision": "bf16"}, "none", 1),
     "fsdp, untied": ({"strategy": "fsdp", "tie": False}, "none", 1),
+    "ddp, learned selector": ({"strategy": "ddp", "selector": "learned"}, "selective", 3),
+    "fsdp, learned selector": ({"strategy": "fsdp", "selector": "learned"}, "full", 1),
     "cp": ({"strategy": "cp"}, "none", 1),
     "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
     "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
@@ -157,12 +159,17 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
     settings = dict(settings)
     precision, cross = settings.pop("precision", "fp32"), settings.pop("cross_document", False)
     attention, tie = ("nsa", "dense", "nsa") if settings.pop("dense", False) else "nsa", settings.pop("tie", True)
+    if settings.pop("selector", None):
+        selector = {"model__selector": "learned", "model__selector_dim": 16, "train__selector__every": 8}
+    else:
+        selector = {}
     context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
     parallel = {f"parallel__{key}": value for key, value in settings.items()}
     on_gpu = {**GPU_SIZES, "parallel__share_gpus": not NCCL} if DEVICE.type == "cuda" else {}
     return small(
         **parallel,
         **on_gpu,
+        **selector,
         parallel__world_size=ranks,
         model__layers=3,
         model__attention=attention,

@@ -10,12 +10,12 @@ from parallel.world import run_ranks
 # Together these cover every pair of (strategy, activation checkpointing, accumulation) values.
 FAST = [
     "ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op", "cp", "cp, accumulated, recomputed",
-    "cp, whole rows", "cp, blocks", "ddp, fp16 gradients", "fsdp, bf16",
+    "cp, whole rows", "cp, blocks", "ddp, fp16 gradients", "fsdp, bf16", "fsdp, learned selector",
 ]  # fmt: skip
 MANY = ["hsdp", "hsdp, plain", "cp with data"]
 SLOW = [
     "ddp, graph not static", "ddp, bf16 gradients", "ddp, bf16", "fsdp, accumulated", "fsdp, untied",
-    "cp, replicated", "cp, bf16",
+    "cp, replicated", "cp, bf16", "ddp, learned selector",
     *(f"{s} {m} {a}" for s in ("ddp", "fsdp", "cp") for m in ("none", "selective", "full") for a in (1, 3)),
 ]  # fmt: skip
 

@@ -28,7 +28,7 @@ _GATHERED = 1 << 24
 
 
 class Captured(NamedTuple):
-    """How good a choice is; means over the queries that teach it. fp32 scalars on the device."""
+    """How good a choice is; means over the sampled queries that have one. fp32 scalars on the device."""
 
     kl: Tensor
     mass: Tensor
@@ -137,17 +137,20 @@ class BlockSelector(nn.Module):
             student = self._block_probabilities(selector_q.flatten(0, 1)[rows], selector_k, position, first_key, j)
             student = student * free[:, None] + 1e-12
             student = student.log() - student.sum(-1, keepdim=True).log()
-        each = 1 / count.clamp(min=1)
-        kl = (torch.special.xlogy(mass, mass) - mass * student).sum() * each
+        kl = (torch.special.xlogy(mass, mass) - mass * student).sum()
+        # over all sampled queries, also those without a choice: ranks and micro-batches then weigh the same
+        loss = kl / counted.numel()
         if not measure or chosen is None:
-            return kl, None
+            return loss, None
         with torch.no_grad():
+            each = 1 / count.clamp(min=1).double()
+            mass = mass.double()
             slots = min(config.select_count - config.select_initial - config.select_local, j.shape[0])
             best = mass.topk(slots, -1).values.sum() * each
             possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]
-            random = (possible * counted).sum() * each
+            random = (possible * counted).sum(dtype=torch.float64) * each
             captured = (mass * chosen).sum() * each
-        return kl, Captured(kl.detach(), captured, best, random, count)
+        return loss, Captured(kl.detach() * each, captured, best, random, count)
 
     def _block_probabilities(self, q: Tensor, k: Tensor, position: Tensor, first_key: Tensor, j: Tensor) -> Tensor:
         """The student: mean over heads of the softmax over visible keys, pooled over blocks (Eq. 9). [S, G, NB]"""
