@@ -43,7 +43,7 @@ test: ruff
 
 # Two workers, one thread each: two cores are what CI has. Files stay whole, for what their tests share, and long ones
 # start first (tests/conftest.py). Bytecode is always written: many tests start processes that import torch.
-pytest: export PYTHONDONTWRITEBYTECODE :=
+pytest test-slow: export PYTHONDONTWRITEBYTECODE :=
 pytest: setup-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
