@@ -180,7 +180,7 @@ def _train(arguments: list[str]) -> int:
     cost. The run folder keeps config.toml, which --config repeats, and checkpoints, which --resume auto continues."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
     source = loaded.config.train.init_from
-    if source is not None and not Path(source).exists():
+    if source is not None and options.resume is None and not Path(source).exists():
         raise _usage(f"train.init_from={source} does not exist: give a checkpoint, a run folder or a .safetensors file")
     print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}, loading torch …", flush=True)
     from tercet.train.trainer import train
@@ -327,7 +327,22 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
         _check_resume(own.resume)
     if command == "train" and own.preset is None and file is None:
         raise _usage(_no_configuration(own.resume, parsed.overrides.get("run.dir")))
-    return merge([*layers, *(_launch_layers(own) if command == "train" else []), Layer("flag", parsed.overrides)]), own
+    loaded = merge([*layers, *(_launch_layers(own) if command == "train" else []), Layer("flag", parsed.overrides)])
+    # Only a run fetches a tokenizer from the Hub.
+    if command == "train" or Path(loaded.config.data.tokenizer).expanduser().exists():
+        from tercet.data.tokenizers import fit_vocabulary
+
+        loaded = fit_vocabulary(loaded, partial(_saved_tokenizer, loaded, getattr(own, "resume", None)))
+    return loaded, own
+
+
+def _saved_tokenizer(loaded: Loaded, resume: str | None) -> Path | None:
+    """Where the run to resume keeps its tokenizer: its original may have moved."""
+    if resume is None:
+        return None
+    from tercet.train.run_folder import locate
+
+    return locate(loaded.config, resume) / "tokenizer.json"
 
 
 def _resumed_config(resume: str | None, folder: str | None) -> str | None:

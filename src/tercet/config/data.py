@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,6 +19,16 @@ BYTE_VOCAB = 256
 def bytes_per_token(vocab_size: int) -> int:
     """Bytes per token, and per target, in a block of shuffled sequences: signed, since -100 marks ignored targets."""
     return 2 if vocab_size <= BYTE_VOCAB else 4
+
+
+def looks_like_path(tokenizer: str) -> bool:
+    """Whether a data.tokenizer is a path rather than a Hub name, whether or not it exists."""
+    return tokenizer.endswith(".json") or tokenizer.startswith((".", "~", os.sep)) or tokenizer.count("/") > 1
+
+
+def absolute(path: str) -> str:
+    """Absolute path of a file, folder or glob."""
+    return str(Path.cwd() / Path(path).expanduser())
 
 
 def _as_tuple(value: Any) -> Any:
@@ -120,6 +132,9 @@ class SourceConfig(Section):
             )
         return self
 
+    def with_absolute_paths(self) -> Self:
+        return self.model_copy(update={"path": tuple(map(absolute, self.path))})
+
 
 class MixturePart(SourceConfig):
     """One source of a mixture, with its weight."""
@@ -196,6 +211,13 @@ class DataConfig(SourceConfig):
 
     prefetch: int = Field(default=4, ge=0, le=1024)
     """Batches prepared in the background; 0: prepare each batch when training asks for it."""
+
+    def with_absolute_paths(self) -> Self:
+        """With paths that are valid in every folder. A Hub name stays as it is."""
+        updates: dict[str, Any] = {"mixture": tuple(part.with_absolute_paths() for part in self.mixture)}
+        if looks_like_path(self.tokenizer) or (self.tokenizer != "byte" and Path(self.tokenizer).exists()):
+            updates["tokenizer"] = absolute(self.tokenizer)
+        return super().with_absolute_paths().model_copy(update=updates)
 
     def max_vocab(self, model_vocab: int) -> int:
         """Largest vocabulary the tokenizer can have, before it is loaded: a run rejects one larger than the model's."""

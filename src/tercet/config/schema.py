@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tercet.config.data import DataConfig
+from tercet.config.data import DataConfig, absolute
 from tercet.config.sections import (
     CheckpointConfig,
     HealthConfig,
@@ -124,6 +124,12 @@ class RunConfig(Section):
                 "train.cuda_graph off or auto"
             )
         return self
+
+    def with_absolute_paths(self) -> Self:
+        """With data and weights that are found from every folder, so that a run can be resumed from another one."""
+        source = self.train.init_from
+        train = self.train.model_copy(update={"init_from": None if source is None else absolute(source)})
+        return self.model_copy(update={"data": self.data.with_absolute_paths(), "train": train})
 
     def _other_fixes(self) -> str:
         """Rank counts and micro-batch sizes that divide the sequences of a step, as the end of an error message."""

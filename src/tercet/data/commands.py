@@ -44,7 +44,12 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
 
 
 def train_tokenizer(
-    data: DataConfig, out: Path, vocab_size: int = 8192, max_bytes: int = 1 << 30, seed: int = 0
+    data: DataConfig,
+    out: Path,
+    vocab_size: int = 8192,
+    max_bytes: int = 1 << 30,
+    seed: int = 0,
+    force: bool = False,
 ) -> int:
     """Train a byte-level BPE tokenizer on the training documents of a text source.
 
@@ -54,10 +59,11 @@ def train_tokenizer(
         vocab_size: Vocabulary size, including the 256 bytes and EOS.
         max_bytes: Maximum amount of text to read.
         seed: Seed of the document order; matters if there is more text than max_bytes.
+        force: Overwrite an existing file.
     """
     from tercet.data.train_tokenizer import train_bpe
 
-    tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed)
+    tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed, force=force)
     option = f"--data.tokenizer {quote(str(out))}"
     print(f"{out}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}; use it with: {option}")
     return 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from tercet.config.data import looks_like_path
+from tercet.config.load import DEFAULT, Loaded
 from tercet.data.stream import DataError, DataUsageError
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         path = path / "tokenizer.json"
     if path.is_file():
         return _from_file(path, str(path), eos_token)
-    if _looks_like_path(spec):
+    if looks_like_path(spec):
         raise DataUsageError(
             f"tokenizer={spec}: {path} does not exist: give a tokenizer.json, a folder with one, a hub name, or byte"
         )
@@ -186,6 +188,26 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
     return _from_file(Path(fetched), spec, eos_token)
 
 
+def fit_vocabulary(loaded: Loaded, saved: Callable[[], Path | None] = lambda: None) -> Loaded:
+    """Set model.vocab_size to the tokenizer's, rounded up to 64, if the user chose a tokenizer but no size.
+
+    `saved`: where the run to resume keeps its tokenizer.json, which counts if it exists.
+    """
+    config, origins = loaded.config, loaded.origins
+    size, tokenizer = origins["model.vocab_size"], origins["data.tokenizer"]
+    if tokenizer in (DEFAULT, size) or not (size == DEFAULT or size.startswith("preset ")):
+        return loaded
+    copy = saved()
+    spec = str(copy) if copy is not None and copy.is_file() else config.data.tokenizer
+    vocab = load_tokenizer(spec, config.data.eos_token).vocab_size
+    model = config.model.model_copy(update={"vocab_size": -(-vocab // 64) * 64})
+    return replace(
+        loaded,
+        config=config.model_copy(update={"model": model}),
+        origins=origins | {"model.vocab_size": "tokenizer"},
+    )
+
+
 def _from_file(path: Path, name: str, eos_token: str) -> LibraryTokenizer:
     from tokenizers import Tokenizer as Library
 
@@ -194,10 +216,6 @@ def _from_file(path: Path, name: str, eos_token: str) -> LibraryTokenizer:
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"tokenizer={name}: {path} is not a readable tokenizer.json: {error}") from error
     return LibraryTokenizer(library, name, eos_token)
-
-
-def _looks_like_path(spec: str) -> bool:
-    return spec.endswith(".json") or spec.startswith((".", "~", os.sep)) or spec.count("/") > 1
 
 
 def _largest_id(library: Library) -> int:

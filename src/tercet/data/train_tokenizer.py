@@ -17,12 +17,15 @@ MIN_VOCAB = 256 + 1  # all bytes and EOS
 
 
 def train_bpe(
-    data: DataConfig, out: Path, *, vocab_size: int, max_bytes: int = 1 << 30, seed: int = 0
+    data: DataConfig, out: Path, *, vocab_size: int, max_bytes: int = 1 << 30, seed: int = 0, force: bool = False
 ) -> LibraryTokenizer:
     """Write a tokenizer.json with `vocab_size` tokens, including EOS (`<|endoftext|>`, token 0) and all 256 bytes.
 
-    Reads at most `max_bytes` of text, in an order given by `seed`, without validation documents.
+    Reads at most `max_bytes` of text, in an order given by `seed`, without validation documents. Overwrites an
+    existing file, which models may depend on, only with `force`.
     """
+    if out.exists() and not force:
+        raise DataUsageError(f"out={out} exists: choose another file, or overwrite it with --force")
     if data.source in ("synthetic", "shards", "mixture"):
         raise DataUsageError(
             f"source={data.source} has no text to train a tokenizer on: "

@@ -33,9 +33,10 @@ def doctor(
 
         return probe(folder, share_gpus=share_gpus)
     from tercet.config.load import ConfigError, load
+    from tercet.data.tokenizers import fit_vocabulary
     from tercet.doctor.examine import doctor as examine
 
     if folder is not None or share_gpus:
         given = "--share_gpus" if folder is None else f"--folder {folder}"
         raise ConfigError(f"{given} without --distributed has no effect: add --distributed, or drop it")
-    return examine(load(preset=preset, file=config).config, short=short, as_json=json)
+    return examine(fit_vocabulary(load(preset=preset, file=config)).config, short=short, as_json=json)

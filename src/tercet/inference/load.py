@@ -39,8 +39,12 @@ class LanguageModel(Transformer):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its training data, loaded on first use."""
-        return load_tokenizer(self.run.data.tokenizer, self.run.data.eos_token)
+        """The tokenizer of its training data, loaded on first use: the copy beside the weights if there is one."""
+        data, copy = self.run.data, None
+        if self.source is not None and data.tokenizer != "byte":
+            imported = has_weights(self.source)
+            copy = self.source / manifest.TOKENIZER if imported else manifest.saved_tokenizer(self.source)
+        return load_tokenizer(str(copy) if copy is not None and copy.is_file() else data.tokenizer, data.eos_token)
 
     @property
     def device(self) -> torch.device:

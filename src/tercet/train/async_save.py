@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, EventLog
 from tercet.telemetry.observer import Observer
@@ -24,6 +25,7 @@ class AsyncSaver:
         log: EventLog,
         observer: Observer,
         state: TrainState,
+        tokenizer: Tokenizer,
     ) -> None:
         self._config, self._log, self._observer, self._state = config, log, observer, state
         self._checkpointer = Checkpointer(
@@ -33,6 +35,7 @@ class AsyncSaver:
             world_size=strategy.world_size,
             process_group=strategy.checkpoint_group,
             wait_for=strategy.wait_for,
+            tokenizer=tokenizer.to_str() if isinstance(tokenizer, LibraryTokenizer) else None,
         )
         self._saved_step = state.step
         self._failures_in_row = 0

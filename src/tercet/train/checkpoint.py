@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tercet.atomic_io import sync, write_json
+from tercet.atomic_io import sync, write_json, write_text
 from tercet.config.sections import CheckpointConfig
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError
@@ -87,13 +87,14 @@ class Checkpointer:
         world_size: int = 1,
         process_group: Any = None,
         wait_for: Callable[[Callable[[float], bool]], None] = lambda done: None,
+        tokenizer: str | None = None,
     ) -> None:
-        """wait_for: Strategy.wait_for, which notices ranks that stop during a save."""
+        """wait_for: Strategy.wait_for, which notices ranks that stop during a save. tokenizer: its tokenizer.json."""
         self.checkpoints, self.config = checkpoints, config
         self.rank, self.world_size = rank, world_size
         # Not the group of training: two threads in one group would receive each other's messages.
         self.process_group = process_group
-        self._wait_for = wait_for
+        self._wait_for, self._tokenizer = wait_for, tokenizer
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
         self._started = self._blocked = 0.0
@@ -111,7 +112,15 @@ class Checkpointer:
         self._started = time.perf_counter()
         tensors = tensors_to_save(model, optimizer)
         self._writer = _CommittingWriter(
-            self.checkpoints, step, list(tensors), run_state, rank_state, self.config, self.rank, self.world_size
+            self.checkpoints,
+            step,
+            list(tensors),
+            run_state,
+            rank_state,
+            self.config,
+            self.rank,
+            self.world_size,
+            self._tokenizer,
         )
         future = dcp.async_save(
             dict(tensors),
@@ -158,12 +167,13 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         config: CheckpointConfig,
         rank: int,
         world_size: int,
+        tokenizer: str | None,
     ) -> None:
         self.step, self.bytes = step, 0
         self.final = checkpoints / manifest.folder_name(step)
         self.writing = checkpoints / (manifest.WRITING + manifest.folder_name(step))
         self._run_state, self._rank_state, self._config = run_state, rank_state, config
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._tokenizer = rank, world_size, tokenizer
         kinds = sorted({_file_kind(name) for name in names})
         super().__init__(
             path=str(self.writing),
@@ -210,6 +220,9 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             files[path.name] = manifest.file_record(path)
         write_json(self.writing / manifest.RUN_STATE, dict(self._run_state))
         files[manifest.RUN_STATE] = manifest.file_record(self.writing / manifest.RUN_STATE)
+        if self._tokenizer is not None:
+            write_text(self.writing / manifest.TOKENIZER, self._tokenizer)
+            files[manifest.TOKENIZER] = manifest.file_record(self.writing / manifest.TOKENIZER)
         self.bytes = sum(record["bytes"] for record in files.values())
         content = {
             "format": manifest.FORMAT,

@@ -4,6 +4,7 @@ checkpoints/
   step-00000500/      complete: renamed to this name after everything in it was synced to disk
     manifest.json       format version, step, tokens, and size and SHA-256 of every other file
     run.json            step, tokens, data cursor, config, counters
+    tokenizer.json      the tokenizer, unless it is `byte`
     rank-00000.json     random generator states of each rank
     shard-*.safetensors weights (…-00001-of-00004) and optimizer moments (one file per kind), one shard per rank
   .writing-…          a save in progress, or one that a crash interrupted; never loaded, deleted at the next resume
@@ -26,6 +27,7 @@ from tercet.parse import parse_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 RUN_STATE = "run.json"
+TOKENIZER = "tokenizer.json"
 LATEST = "latest"
 WRITING = ".writing-"
 REMOVING = ".removing-"
@@ -86,6 +88,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "use the version of Tercet that wrote it"
         )
     return manifest
+
+
+def saved_tokenizer(folder: Path) -> Path | None:
+    """The tokenizer.json of a checkpoint, checked; None if it has none: bytes, or saved by version 0.1."""
+    record = read_manifest(folder).get("files", {}).get(TOKENIZER)
+    if record is None:
+        return None
+    path = folder / TOKENIZER
+    if not path.is_file() or file_record(path) != record:
+        raise CheckpointError(f"{path} is missing or was changed since it was saved: restore it from a backup")
+    return path
 
 
 def verify(folder: Path) -> dict[str, Any]:

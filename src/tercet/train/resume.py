@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tercet import hints
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY
 from tercet.model.cost import parameters
@@ -217,7 +217,7 @@ def _rename_later(checkpoints: Path, step: int) -> list[Path]:
 def saved_config(found: FoundCheckpoint) -> dict[str, Any]:
     """The configuration saved in a checkpoint; newer keys get their defaults."""
     try:
-        return RunConfig.model_validate(found.run_state["config"]).model_dump(mode="json")
+        return RunConfig.model_validate(found.run_state["config"]).with_absolute_paths().model_dump(mode="json")
     except KeyError as error:
         raise CheckpointError(f"{found.path}: {manifest.RUN_STATE} lacks {error}: restore it from a backup") from None
     except ValidationError as error:
@@ -227,6 +227,16 @@ def saved_config(found: FoundCheckpoint) -> dict[str, Any]:
             f"{found.path}: this Tercet cannot read its config ({key}: {first['msg']}): use the version of Tercet "
             "that wrote it, or start from its weights with train.init_from"
         ) from None
+
+
+def load_run_tokenizer(config: RunConfig, start: FoundCheckpoint | None) -> Tokenizer:
+    """The tokenizer that the checkpoint holds, wherever the original is now; for a new run, the configured one."""
+    now = config.data
+    if start is not None:
+        before = saved_config(start)["data"]
+        if (before["tokenizer"], before["eos_token"]) == (now.tokenizer, now.eos_token):
+            return load_tokenizer(str(manifest.saved_tokenizer(start.path) or now.tokenizer), now.eos_token)
+    return load_tokenizer(now.tokenizer, now.eos_token)
 
 
 def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""The run folder: find or create it, lock it, and write config.toml, origins.json and env.json into it."""
+"""The run folder: find or create it, lock it, and describe the run in it (config.toml, tokenizer, ...)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from tercet.atomic_io import write_json
+from tercet.atomic_io import write_json, write_text
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
 from tercet.telemetry.events import events_file
@@ -89,10 +90,14 @@ class RunFolder:
             return []
         return sorted(name for name in self._existing if not any(fnmatch(name, pattern) for pattern in EXPECTED))
 
-    def describe(self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any]) -> None:
+    def describe(
+        self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> None:
         """Write what is needed to repeat the run. Each file is replaced atomically."""
         write_config(config, origins, self.path)
         write_json(self.path / ENVIRONMENT, environment)
+        if isinstance(tokenizer, LibraryTokenizer):
+            write_text(self.path / manifest.TOKENIZER, tokenizer.to_str())
 
     def close(self) -> None:
         """Release the folder. If nothing was written to it, remove what this process created."""

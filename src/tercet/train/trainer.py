@@ -14,7 +14,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.stream import StoppedWaiting
-from tercet.data.tokenizers import Tokenizer, load_tokenizer
+from tercet.data.tokenizers import Tokenizer
 from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import flops_per_token
@@ -44,7 +44,7 @@ from tercet.train.hooks import StopSignals, attach, run_started
 from tercet.train.manifest import describe_newest, run_of
 from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
-from tercet.train.resume import abandon_later, check_requirements, find_start
+from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
 from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
@@ -56,13 +56,14 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
     launch = Launch.from_environment()
     device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
+    config = config.with_absolute_paths()
     strategy, path, resume = join_run(config, resume, launch, device)
     screen = Screen(config.log.progress, quiet=strategy.rank > 0)
     with rank_context(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals(watch_parent=launch.by_torchrun))
         folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
         start, messages = strategy.on_rank_0(lambda: find_start(config, resume, folder))
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+        tokenizer = load_run_tokenizer(config, start)
         strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
         doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
         strategy.on_rank_0(lambda: check_memory(config, device))
@@ -86,7 +87,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
         messages += [f"the data changed since the checkpoint: {change}" for change in loader.changes]
         if strategy.rank == 0:
-            folder.describe(config, origins or {}, environment(device, device_name(device)))
+            folder.describe(config, origins or {}, environment(device, device_name(device)), tokenizer)
             save_file_lists(folder.path / FILE_LISTS, loader.files)
         superseded, damaged = events.rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
@@ -147,7 +148,7 @@ class Trainer:
         config = self.config
         self.batches = StepBatches(self.loader, config.accumulation, self.state.cursor)
         self.validation = Validation(config, self.strategy, self.tokenizer)
-        self.saver = AsyncSaver(config, self.folder, self.strategy, self.log, self.observer, self.state)
+        self.saver = AsyncSaver(config, self.folder, self.strategy, self.log, self.observer, self.state, self.tokenizer)
         name = device_name(self.state.device)
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
         self._flops = flops_per_token(config.model, config.data.seq_len)

@@ -1,0 +1,112 @@
+"""A run holds its tokenizer: it can be moved, and its original may be overwritten or deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import tercet
+from runs import SMALL, losses
+from tercet.cli import main
+from tercet.config.data import DataConfig
+from tercet.config.load import load, write_config
+from tercet.data.stream import DataUsageError
+from tercet.data.train_tokenizer import train_bpe
+from tercet.train.manifest import CheckpointError, complete_checkpoints
+
+TEXT = "sparse attention reads few blocks"
+FLAGS = [f"--{k}={str(v).lower()}" for k, v in SMALL.items() if k not in ("model.vocab_size", "data.source")]
+RELATIVE = ["--data.source", "text", "--data.path", "corpus", "--data.tokenizer", "tokenizer.json"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A corpus, a tokenizer of 300 tokens, and a run that was started here with relative paths."""
+    place = tmp_path_factory.mktemp("place")
+    (place / "corpus").mkdir()
+    for i in range(100):
+        (place / "corpus" / f"{i}.txt").write_text(f"{i}: {TEXT} and says which of them matter {i * i}")
+    train_bpe(DataConfig(source="text", path=str(place / "corpus")), place / "tokenizer.json", vocab_size=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert main(["train", "--preset", "tiny", *FLAGS, *RELATIVE, "--run.dir", "run"]) == 0
+    return place
+
+
+@pytest.fixture
+def moved(place, tmp_path, monkeypatch) -> Path:
+    """The run, moved; the original tokenizer is overwritten with another one during the test."""
+    shutil.copytree(place / "run", tmp_path / "moved", symlinks=True)
+    original = (place / "tokenizer.json").read_text()
+    (place / "tokenizer.json").write_text(original.replace('"a"', '"<"', 1))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "moved"
+    (place / "tokenizer.json").write_text(original)
+
+
+def test_the_vocabulary_size_is_the_tokenizers_unless_the_user_sets_one(place):
+    assert tercet.load_model(place / "run").config.vocab_size == 320  # 300, rounded up to 64
+    assert load(file=place / "run" / "config.toml").config.model.vocab_size == 320
+
+
+@pytest.mark.parametrize("which", ["", "checkpoints/step-00000002"])
+def test_a_moved_run_reads_its_own_tokenizer(place, moved, which):
+    original = tercet.load_model(place / "run").tokenizer
+    copy = tercet.load_model(moved / which).tokenizer
+    assert copy.decode(copy.encode(TEXT)) == TEXT
+    assert copy.fingerprint == original.fingerprint
+
+
+def test_it_generates(moved, capsys):
+    assert main(["generate", str(moved), "--prompt", TEXT, "--max_new_tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["resume alone", "all flags repeated"])
+def test_it_resumes_from_another_folder(place, moved, repeated, monkeypatch):
+    command = ["train", "--resume", "auto", "--run.dir", str(moved), "--train.steps", "7"]
+    if repeated:  # as in a start script
+        monkeypatch.chdir(place)
+        (place / "tokenizer.json").unlink()
+        command = ["train", "--preset", "tiny", *FLAGS, *RELATIVE, *command[1:]]
+    assert main(command) == 0
+    assert sorted(losses(moved)) == list(range(1, 8))
+
+
+def test_a_changed_copy_is_refused(moved):
+    newest = complete_checkpoints(moved / "checkpoints")[-1]
+    (newest / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json .*changed"):
+        _ = tercet.load_model(newest, verify=False).tokenizer
+
+
+def test_a_run_without_a_copy_reads_the_original(place, tmp_path):
+    folder = tmp_path / "old"
+    shutil.copytree(place / "run" / "checkpoints" / "step-00000002", folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["tokenizer.json"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "tokenizer.json").unlink()
+    assert tercet.load_model(folder).tokenizer.name == str(place / "tokenizer.json")
+
+
+def test_a_moved_folder_of_weights_reads_its_own_tokenizer(place, tmp_path):
+    """As `tercet import hf` writes it."""
+    model = tercet.load_model(place / "run")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    write_config(load(file=place / "run" / "config.toml", flags={"data.tokenizer": "/gone.json"}).config, {}, tmp_path)
+    shutil.copy(place / "tokenizer.json", tmp_path)
+    assert tercet.load_model(tmp_path).tokenizer.fingerprint == model.tokenizer.fingerprint
+
+
+def test_a_tokenizer_is_not_overwritten_without_force(place, tmp_path):
+    data, out = DataConfig(source="text", path=str(place / "corpus")), tmp_path / "tokenizer.json"
+    out.write_text("mine")
+    with pytest.raises(DataUsageError, match=r"tokenizer.json exists: .*--force"):
+        train_bpe(data, out, vocab_size=290)
+    assert out.read_text() == "mine"
+    train_bpe(data, out, vocab_size=290, force=True)
+    assert out.read_text() != "mine"
