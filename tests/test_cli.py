@@ -158,6 +158,18 @@ def test_config_show_gives_toml_with_origins(capsys):
     assert tomllib.loads(out)["train"]["lr"] == 1e-4
 
 
+def test_config_show_prints_the_settings_of_a_run(capsys, tmp_path):
+    loaded = load("tiny", flags={"train.lr": 0.5})
+    write_config(loaded.config, loaded.origins, tmp_path)
+    code, out, _ = run(capsys, "config", "show", str(tmp_path))
+    assert (code, out) == (0, (tmp_path / "config.toml").read_text())
+    assert "lr = 0.5  # flag" in out
+    code, out, _ = run(capsys, "config", "show", str(tmp_path), "--changed", "--train.clip", "2")
+    assert code == 0
+    assert "train.clip = 2.0" in out
+    assert "train.warmup_steps = 40" in out
+
+
 def test_config_diff_has_a_help_text(capsys):
     code, out, err = run(capsys, "config", "diff", "--help")
     assert (code, err) == (0, "")

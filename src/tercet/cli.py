@@ -34,7 +34,7 @@ usage: tercet COMMAND [options]       tercet COMMAND --help
   train            train a model:             tercet train --preset tiny
   plan             estimate memory and time:  tercet plan --preset m7c --gpu H200
   presets          list the presets
-  config show      print the configuration of a command line, with the origin of each value
+  config show      print the configuration of a command line or a run, with the origin of each value
   config diff A B  compare two presets, TOML files or run folders
 {others}
 A configuration is a preset, then a TOML file, then flags; later ones win. Every key is a flag:
@@ -218,7 +218,7 @@ def _presets(arguments: list[str]) -> int:
 def _config(arguments: list[str]) -> int:
     parts = {"show": _show, "diff": _diff}
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: tercet config show [options]\n       tercet config diff A B")
+        print("usage: tercet config show [RUN] [options]\n       tercet config diff A B")
         return 0
     if arguments[0] not in parts:
         raise _usage(f"unknown command config {arguments[0]}: {_near(arguments[0], parts)}")
@@ -226,7 +226,13 @@ def _config(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    """Print the configuration of these options as TOML, with the origin of each value."""
+    """Print the configuration of these options, or of a run folder (`tercet config show RUN`), as TOML, with the origin
+    of each value."""
+    if arguments and (saved := Path(arguments[0]) / "config.toml").is_file():
+        if len(arguments) == 1:
+            print(printable(saved.read_text(encoding="utf-8")), end="")
+            return 0
+        arguments = ["--config", str(saved), *arguments[1:]]
     loaded, options = _load(ShowOptions, arguments, "config show", _show.__doc__)
     from tercet.config.load import describe, to_toml
 

@@ -55,8 +55,17 @@ def replay_step(dump: str | Path) -> str:
     return f"{python()} -m tercet.train.dump {shlex.quote(str(dump))}"
 
 
-def generate(folder: str | Path) -> str:
-    return tercet("generate", folder, "--prompt", "TEXT")
+def generate(folder: str | Path, prompt: str = "TEXT") -> str:
+    return tercet("generate", folder, "--prompt", prompt)
+
+
+def watch(folder: str | Path) -> str:
+    return tercet("watch", folder)
+
+
+def show_config(folder: str | Path) -> str:
+    """All settings of the run in `folder`."""
+    return tercet("config", "show", folder)
 
 
 def train_dense_baseline(folder: str | Path, preset: str | None) -> str:

@@ -6,6 +6,7 @@ import errno
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,50 @@ def test_plain_lines_without_a_terminal() -> None:
         "step  1/10  loss 0.3000  lr 1.00e-03  grad 1.500  1k tok/s  mem 0.50 GiB  eta 1s",
         "validation after step 1: loss 1.2500 over 5 tokens",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """All lines ever shown, without colours and cursor movements."""
+        return [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())) if line]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_terminal_keeps_the_history_and_fits_its_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Terminal()
+    screen = Screen(stream=out)
+    screen.header([("model", "484k parameters: 2 layers of nsa, dim 128, 2 heads over 1 KV heads"), ("run", "in x")])
+    screen.begin(0, 1000)
+    for step in range(1, 1001):
+        screen.advance(step)
+        screen(logged(step))
+    screen(events.CheckpointSaved(step=9, path="runs/x/checkpoints/step-9", bytes=9, seconds=1.0, blocked_seconds=1.0))
+    screen.doing("validating 3/8 …")
+    screen.end()
+    assert max(map(len, out.lines())) <= columns
+    history = [line for line in out.lines() if line.startswith("step ")]
+    assert len(history) == 100
+    assert all("loss 0.3" in line and "eta" in line for line in history)
+    assert ("mem 0.50 GiB" in history[0]) == (columns == 200)
+    assert any("1000/1000  validating 3/8" in line for line in out.lines())
+
+
+def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for seconds, shown in ((0.0, True), (100.0, False)):
+        monkeypatch.setattr("tercet.telemetry.progress.LONG_STEP", seconds)
+        out = Terminal()
+        screen = Screen(stream=out)
+        screen.begin(0, 10)
+        screen.advance(1)
+        screen.micro_batch(2, 8)
+        screen.end()
+        assert any("1/10  micro-batch 3/8" in line for line in out.lines()) == shown
 
 
 def test_skipped_steps_are_warned_about_once() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from runs import small
+from tercet.config.load import load
 from tercet.errors import TercetError, UsageError
 from tercet.parallel.strategy import Single
+from tercet.telemetry.progress import Screen
 from tercet.train import console, trainer
 
 CPU = torch.device("cpu")
@@ -18,6 +21,44 @@ CPU = torch.device("cpu")
 def lines(device=CPU, step=0, vocab_size=256, **changes):
     state = SimpleNamespace(step=step, tokens=128 * step, parent=None)
     return dict(console.header_lines(small(**changes), state, device, Single(), "runs/x", vocab_size))
+
+
+def test_settings_are_those_that_differ_from_the_preset():
+    loaded = load("tiny", flags={"train.lr": 0.5})
+    first, *changes, last = console.config_lines(loaded.config, loaded.origins, Path("runs/x"))
+    assert "preset tiny with these changes" in first
+    assert "config show runs/x" in first
+    assert changes == ["  train.lr = 0.5  # flag"]
+    assert last.endswith("watch runs/x")
+    unchanged = load("tiny")
+    assert len(console.config_lines(unchanged.config, unchanged.origins, Path("runs/x"))) == 2
+    assert "the defaults" in console.config_lines(load().config, load().origins, Path("runs/x"))[0]
+
+
+@pytest.mark.parametrize(
+    ("completed", "commands"),
+    [
+        (True, ["generate runs/x --prompt 'def '", "report runs/x", "--resume auto --run.dir runs/x --train.steps 12"]),
+        (False, ["--resume auto --run.dir runs/x", "generate runs/x --prompt 'def '", "report runs/x"]),
+    ],
+)
+def test_a_run_ends_with_the_commands_people_want_next(completed, commands, capsys):
+    state = SimpleNamespace(step=6, tokens=768)
+    console.print_summary(
+        Screen(),
+        small(train__steps=6),
+        SimpleNamespace(path=Path("runs/x")),
+        state,
+        completed=completed,
+        reason="SIGTERM",
+        started=0.0,
+        first_step=0,
+        first_tokens=0,
+        bad_records=0,
+        bad_examples=(),
+    )
+    printed = [line for line in capsys.readouterr().out.splitlines() if "runs/x" in line][-3:]
+    assert all(line.endswith(command) for line, command in zip(printed, commands, strict=True))
 
 
 @pytest.mark.parametrize(("asked", "passes"), [(1, 1), (128, 1), (129, 2), (256, 2)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -122,17 +122,20 @@ def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
     return toml_dumps(values, comments=origins or {})
 
 
-def describe(config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True) -> list[str]:
+def describe(
+    config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True, without: Container[str] = ()
+) -> list[str]:
     """Lines of `key = value  # origin`.
 
     By default only values that differ from the defaults or were given as flags: a saved configuration sets every key,
-    and repeating it should not print them all.
+    and repeating it should not print them all. without: origins to leave out.
     """
     defaults = flatten(RunConfig())
     shown = [
         (f"{path} = {toml_value(value)}", origins.get(path, DEFAULT))
         for path, value in flatten(config).items()
         if not changed_only or value != defaults[path] or origins.get(path) == FLAG
+        if origins.get(path) not in without
     ]
     width = min(max((len(text) for text, _ in shown), default=0), 60)
     return [f"{text:<{width}}  # {origin}" for text, origin in shown]

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import os
 import sys
+import textwrap
 import time
 from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.text import Text
 
 from tercet.telemetry.events import (
@@ -28,6 +29,9 @@ from tercet.telemetry.events import (
 )
 from tercet.telemetry.units import duration, quantity
 from tercet.terminal import printable
+
+HISTORY_LINES = 100  # of a whole run, above the live line
+LONG_STEP = 2.0  # seconds, from which the live line counts micro-batches
 
 
 class _Console(Console):
@@ -54,67 +58,109 @@ class _Console(Console):
             os.write(sys.stderr.fileno(), b"output is closed: the run continues without it\n")
 
 
+class LiveLine:
+    """The last line of a terminal: bar, step, what is running or was measured, elapsed time. Always fits."""
+
+    def __init__(self, step: int, steps: int) -> None:
+        self.step, self.steps = step, steps
+        self.fields: list[tuple[int, str]] = []
+        self.doing = "first step …"
+        self.micro_batch = ""  # of the running step
+        self.advanced = self._started = time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        size = min(40, width // 5)
+        filled = size * self.step // max(1, self.steps)
+        mark = "-" if options.ascii_only else "━"
+        long_step = self.micro_batch and time.monotonic() - self.advanced > LONG_STEP
+        count = f" {self.step}/{self.steps}  {f'micro-batch {self.micro_batch}  ' if long_step else ''}"
+        elapsed = f"  {duration(time.monotonic() - self._started)}"
+        room = width - size - len(count) - len(elapsed)
+        text = Text(no_wrap=True, overflow="crop")
+        text.append(mark * filled, "green").append(mark * (size - filled), "bright_black").append(count)
+        text.append((self.doing or fit(self.fields, room))[: max(0, room)]).append(elapsed, "dim")
+        yield text
+
+
 class Screen:
     """Prints the events of rank 0. Other ranks have a quiet one."""
 
     def __init__(self, mode: str = "auto", *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self._console = _Console(file=stream or sys.stdout, quiet=quiet, soft_wrap=True, highlight=False)
         self._live = not quiet and (mode == "on" or (mode == "auto" and self._console.is_terminal))
-        self._bar: Progress | None = None
-        self._steps = 0
+        self._display: Live | None = None
+        self._line = LiveLine(0, 0)
+        self._last_line = 0  # step of the last line printed above the live line
         self._estimated = False
 
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line, above the live line if there is one. Markup and control characters are printed literally."""
-        console = self._bar.console if self._bar else self._console
-        console.print(Text(printable(text), style=style))
+    def say(self, text: str, style: str = "", *, wrap: bool = False) -> None:
+        """Print a line, above the live line if there is one. Markup and control characters are printed literally.
+
+        wrap: break it between words on a narrow terminal. The terminal breaks other lines, and what is copied from
+        them stays one line, as commands must.
+        """
+        if wrap:
+            text = self._wrapped(text, "  ")
+        self._console.print(Text(printable(text), style=style))
 
     def header(self, lines: list[tuple[str, str]]) -> None:
-        """Print the facts about a run, one per line."""
-        width = max(len(name) for name, _ in lines)
+        """Print the facts about a run, one per line. A terminal shows long ones wrapped under their first word."""
+        width = max(len(name) for name, _ in lines) + 2
         for name, value in lines:
-            self.say(f"{name:<{width}}  {value}")
+            self.say(self._wrapped(f"{name:<{width}}{value}", " " * width))
+
+    def _wrapped(self, text: str, indent: str) -> str:
+        if not self._console.is_terminal:
+            return text
+        width = max(40, self._console.width)
+        return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts or resumes."""
-        self._steps = steps
+        self._line, self._last_line = LiveLine(step, steps), step
         if self._live:
-            self._bar = Progress(
-                SpinnerColumn(),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}", markup=False),
-                TimeElapsedColumn(),
-                console=self._console,
-                transient=True,
-                refresh_per_second=4,
-            )
-            self._task = self._bar.add_task("first step…", total=steps, completed=step)
-            self._bar.start()
+            self._display = Live(self._line, console=self._console, transient=True, refresh_per_second=4)
+            self._display.start()
 
     def advance(self, step: int) -> None:
         """Move the bar."""
-        if self._bar:
-            self._bar.update(self._task, completed=step)
+        self._line.step, self._line.doing, self._line.micro_batch = step, "", ""
+        self._line.advanced = time.monotonic()
+
+    def micro_batch(self, index: int, count: int) -> None:
+        """Show the progress of a step that takes long."""
+        self._line.micro_batch = f"{index + 1}/{count}" if count > 1 else ""
+
+    def doing(self, text: str, *, announce: bool = False) -> None:
+        """Show in the live line what takes time now. Without a live line, print it if `announce`."""
+        self._line.doing = text
+        if announce and self._display is None:
+            self.say(text)
 
     def end(self) -> None:
         """Remove the live line."""
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
+        if self._display:
+            self._display.stop()
+            self._display = None
 
     def __call__(self, event: Event) -> None:
+        steps = self._line.steps
+        if isinstance(event, Validated | Sampled):
+            self._line.doing = ""
         if isinstance(event, StepLogged):
-            left = (self._steps - event.step) * event.step_seconds
-            if self._bar:
-                self._bar.update(self._task, completed=event.step, description=step_line(event, left))
-            else:
-                self.say(f"step {event.step:>{len(str(self._steps))}}/{self._steps}  {step_line(event, left)}")
+            left = (steps - event.step) * event.step_seconds
+            self._line.fields = step_fields(event, left)
+            if self._display is None or event.step - self._last_line >= steps // HISTORY_LINES:
+                self._last_line = event.step
+                count = f"step {event.step:>{len(str(steps))}}/{steps}  "
+                room = self._console.width - len(count) if self._console.is_terminal else sys.maxsize
+                self.say(count + fit(self._line.fields, room))
             self._estimate(event, left)
         elif isinstance(event, Validated):
             bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
             over = f"over {quantity(event.tokens)} tokens"
-            self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}")
+            self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
         elif isinstance(event, Sampled):
             body = "\n".join("  | " + line for line in (event.prompt + event.text).split("\n"))
             self.say(f"sample after step {event.step}:\n{body}")
@@ -122,6 +168,7 @@ class Screen:
             self.say(
                 f"checkpoint of step {event.step}: {event.path} "
                 f"({event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s)",
+                wrap=True,
             )
         elif isinstance(event, CheckpointFailed):
             self.say(f"warning: {event.reason}", "bold red")
@@ -152,10 +199,26 @@ class Screen:
         self.say(f"about {duration(left)} left, until {until}")
 
 
-def step_line(event: StepLogged, seconds_left: float) -> str:
-    """Loss, learning rate, gradient norm, throughput, MFU, memory and time left."""
-    mfu = "" if event.mfu is None else f"  mfu {100 * event.mfu:.1f}%"
-    return (
-        f"loss {event.loss:.4f}  lr {event.lr:.2e}  grad {event.grad_norm:.3f}  "
-        f"{quantity(event.tokens_per_s)} tok/s{mfu}  mem {event.memory_gib:.2f} GiB  eta {duration(seconds_left)}"
-    )
+def step_fields(event: StepLogged, seconds_left: float) -> list[tuple[int, str]]:
+    """What a log line shows: (rank, text). On a narrow terminal the highest ranks are left out."""
+    mfu = [] if event.mfu is None else [(4, f"mfu {100 * event.mfu:.1f}%")]
+    return [
+        (0, f"loss {event.loss:.4f}"),
+        (3, f"lr {event.lr:.2e}"),
+        (5, f"grad {event.grad_norm:.3f}"),
+        (2, f"{quantity(event.tokens_per_s)} tok/s"),
+        *mfu,
+        (6, f"mem {event.memory_gib:.2f} GiB"),
+        (1, f"eta {duration(seconds_left)}"),
+    ]
+
+
+def fit(fields: list[tuple[int, str]], width: int) -> str:
+    """The fields in one line of at most `width` columns, without those of the highest rank if they do not fit.
+
+    Short fields reserve 10 columns, so that lines that follow each other show the same fields.
+    """
+    kept = list(fields)
+    while kept and sum(max(10, len(text)) + 2 for _, text in kept) - 2 > width:
+        kept.remove(max(kept))
+    return "  ".join(text for _, text in kept)

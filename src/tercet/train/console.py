@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from tercet import hints
 from tercet.atomic_io import write_json
 from tercet.config.keys import flatten, nest
+from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import shortage, step_memory
@@ -80,6 +82,18 @@ def header_lines(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
         )
     return lines
+
+
+def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) -> list[str]:
+    """The settings that differ from the preset, and the commands that show the rest and the progress."""
+    presets = [origin for origin in dict.fromkeys(origins.values()) if origin.startswith("preset ")]
+    changed = describe(config, origins, without=presets)
+    base = " and ".join(presets) or "the defaults"
+    return [
+        f"settings: {base}{' with these changes' if changed else ''} (all: {hints.show_config(folder)})",
+        *(f"  {line}" for line in changed),
+        f"watch from another terminal: {hints.watch(folder)}",
+    ]
 
 
 def _estimated_time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
@@ -147,9 +161,11 @@ def print_summary(
     if not completed and state.step == 0:
         screen.say(f"{reason}: stopped before the first step, nothing to save")
         return
+    look = [hints.generate(folder.path, config.train.sample_prompt or "TEXT"), hints.report(folder.path)]
     if not completed:
         screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
         screen.say(f"resume with: {hints.resume(folder.path)}")
+        screen.say("\n  ".join(["generate text, check the run:", *look]))
         return
     if state.step == first_step > 0:
         screen.say(_nothing_left(config, folder, state.step, reason))
@@ -161,20 +177,23 @@ def print_summary(
     # One step's loss is noisy.
     named = (("smoothed loss", "smoothed_loss"), ("validation loss", "val_loss"))
     losses = [f"{name} {metrics[key]:.4f}" for name, key in named if metrics.get(key)]
-    screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join([*losses, f'run folder {folder.path}'])}")
-    screen.say(f"check the run with: {hints.report(folder.path)}")
+    screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join([*losses, f'run folder {folder.path}'])}", wrap=True)
+    longer = _train_longer(config, folder, state.step)
+    screen.say("\n  ".join(["next: generate text, check the run, train longer", *look, longer]))
 
 
 def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) -> str:
     """For a resumed run that was already complete."""
-    planned = config.train.steps
-    if done < planned:
-        why = f"{done} of {planned} steps are done and {reason}"
-        more = "--data.exhaustion repeat --checkpoint.allow-config-change"
-    else:
-        why = f"{done} of {planned} steps are done"
-        more = f"--train.steps {2 * done}"
-    return f"nothing left to do: {why}; train longer with: {hints.resume(folder.path)} {more}"
+    why = f" and {reason}" if done < config.train.steps else ""
+    longer = _train_longer(config, folder, done)
+    return f"nothing left to do: {done} of {config.train.steps} steps are done{why}; train longer with: {longer}"
+
+
+def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
+    """The command that continues a completed run. A run with steps left has used all its data."""
+    ended = done < config.train.steps
+    more = "--data.exhaustion repeat --checkpoint.allow-config-change" if ended else f"--train.steps {2 * done}"
+    return f"{hints.resume(folder.path)} {more}"
 
 
 def check_memory(config: RunConfig, device: torch.device) -> None:

@@ -121,8 +121,9 @@ def train_step(
     strategy: Strategy,
     observer: PhaseObserver | None = None,
     executor: StepExecutor | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> StepResult:
-    """One update over all micro-batches.
+    """One update over all micro-batches. `progress` is called with the index and number of each.
 
     The loss is normalised by the number of targets in the whole step on all ranks, not per micro-batch: packed
     documents leave a different number of targets in each, so a mean of means would weight them unequally.
@@ -134,7 +135,7 @@ def train_step(
     # DDP and FSDP average gradients over ranks, but the loss is a sum over ranks.
     scale = strategy.world_size / targets
     if executor is None:
-        total = run_eager(model, batches, scale, precision, strategy, phase)
+        total = run_eager(model, batches, scale, precision, strategy, phase, progress)
     else:
         total = executor.run(batches, scale, phase)
     with phase("communication"):
@@ -156,11 +157,14 @@ def run_eager(
     precision: str,
     strategy: Strategy,
     phase: Callable[[str], AbstractContextManager[None]],
+    progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """The default for StepExecutor.run: forward and backward of one micro-batch after another."""
     device = batches[0].tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     for i, batch in enumerate(batches):
+        if progress is not None:
+            progress(i, len(batches))
         with strategy.gradient_sync(model, last=i == len(batches) - 1):
             with phase("forward"), autocast(device, precision):
                 loss = loss_sum(model, batch)

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from tercet import hints
-from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
@@ -31,6 +29,7 @@ from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.async_save import AsyncSaver
 from tercet.train.console import (
     check_memory,
+    config_lines,
     disk_error,
     header_lines,
     log_end,
@@ -93,8 +92,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
-        for line in describe(config, origins or {}):
-            screen.say(f"  {line}", "dim")
+        for line in config_lines(config, origins or {}, folder.path):
+            screen.say(line, "dim")
         for message in messages:
             screen.say(message)
         strategy.publish_status(lambda: (beat.step, beat.doing))
@@ -239,6 +238,7 @@ class Trainer:
             strategy=self.strategy,
             observer=self.observer,
             executor=state.graph,
+            progress=self.screen.micro_batch,
         )
         self.observer.after_step(step)
         for message in state.graph.take_messages() if state.graph is not None else ():
@@ -346,22 +346,27 @@ class Trainer:
     def _validate(self) -> None:
         if not self.config.train.val_tokens or ("validation", self.state.step) in self._logged:
             return
-        self.beat.at(self.state.step, "validating")
+        self._validating()
         start = time.perf_counter()
         with self.state.interval.excluded():
-            progress = partial(self.beat.at, self.state.step, "validating")
-            loss, tokens = self.validation.loss(self.state.model, self.state.device, progress)
+            loss, tokens = self.validation.loss(self.state.model, self.state.device, self._validating)
             size = self.validation.text_bytes(self.state.device)
         seconds = time.perf_counter() - start
         self.observer.add_excluded("validation", seconds)
         self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds, bytes=size))
+
+    def _validating(self, batch: int = 0) -> None:
+        """A sign of life before each batch; 0 while batches are read."""
+        self.beat.at(self.state.step, "validating")
+        part = f" {batch}/{self.config.validation_passes}" if batch else ""
+        self.screen.doing(f"validating{part} …")
 
     def _sample(self) -> None:
         config = self.config.train
         if not config.sample_tokens or ("sample", self.state.step) in self._logged:
             return
         self.beat.at(self.state.step, "sampling")
-        self.screen.say(f"sampling up to {config.sample_tokens} tokens …")
+        self.screen.doing(f"sampling up to {config.sample_tokens} tokens …", announce=True)
 
         def agree(choose: Callable[[], int]) -> int:
             """Rank 0's choice. A signal ends the sample, which may take longer than the time left to exit."""

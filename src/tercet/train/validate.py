@@ -56,19 +56,20 @@ class Validation:
         self._bytes: int | None = None
 
     def loss(
-        self, model: nn.Module, device: torch.device, progress: Callable[[], None] = lambda: None
+        self, model: nn.Module, device: torch.device, progress: Callable[[int], None] = lambda batch: None
     ) -> tuple[float, int]:
         """Mean loss per target token in nats over all ranks, and the number of target tokens. Waits for the device.
 
-        `progress` is called before each batch, so that a long validation does not look like a stall.
+        `progress` is called with the number of each batch, 0 while they are read, so that a long validation does not
+        look like a stall.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            for batch in self._load_batches(progress):
-                progress()
+            for number, batch in enumerate(self._load_batches(progress), 1):
+                progress(number)
                 part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
                     loss = model(part.tokens, part.cu_seqlens, part.targets, max_seqlen=part.max_seqlen)
@@ -94,7 +95,7 @@ class Validation:
             self._bytes = int(total.item()) * self._strategy.data_ranks // self._strategy.world_size
         return self._bytes
 
-    def _load_batches(self, progress: Callable[[], None] = lambda: None) -> list[Batch]:
+    def _load_batches(self, progress: Callable[[int], None] = lambda batch: None) -> list[Batch]:
         if self._batches is None:
             config, batches = self._config, []
             with build_loader(
@@ -107,7 +108,7 @@ class Validation:
                 tokenizer=self._tokenizer,
             ) as loader:
                 for batch in itertools.islice(loader, config.validation_passes):
-                    progress()
+                    progress(0)
                     batches.append(batch)
             self._batches = batches
         return self._batches
