@@ -141,7 +141,7 @@ def test_gradients_of_the_loss_are_those_of_finite_differences() -> None:
     def loss(*weights: torch.Tensor) -> torch.Tensor:
         parameters = dict(zip(("q_proj.weight", "k_proj.weight"), weights, strict=True))
         scored = torch.func.functional_call(selector, parameters, (x,))
-        return selector.loss(scored, q, k, rows, indices, None)[0]
+        return selector.loss_of_rows(scored, q, k, rows, indices, None)[0]
 
     weights = [p.detach().clone().requires_grad_() for p in selector.parameters()]
     assert torch.autograd.gradcheck(loss, weights)
@@ -156,7 +156,7 @@ def test_the_teacher_is_the_attention_of_the_selected_branch(teacher: str) -> No
     q, k = torch.randn(1, 72, 2, 4), torch.randn(1, 72, 1, 4)
     indices = torch.tensor([0, 3, 7, 8], dtype=torch.int32).expand(1, 72, 1, 4)
     rows = torch.tensor([70])
-    _, captured = selector.loss(selector(torch.randn(1, 72, 8)), q, k, rows, indices, None, measure=True)
+    _, captured = selector.loss_of_rows(selector(torch.randn(1, 72, 8)), q, k, rows, indices, None, measure=True)
     assert captured is not None
     p = torch.einsum("hd,td->ht", q[0, 70], k[0, :71, 0]).div(2).exp()
     if teacher == "selected":

@@ -11,6 +11,7 @@ from parallel.world import run_ranks
 FAST = [
     "ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op", "cp", "cp, accumulated, recomputed",
     "cp, whole rows", "cp, blocks", "ddp, fp16 gradients", "fsdp, bf16", "fsdp, learned selector",
+    "cp, learned selector",
 ]  # fmt: skip
 MANY = ["hsdp", "hsdp, plain", "cp with data"]
 SLOW = [
@@ -44,6 +45,7 @@ def check(server: ForkServer, ranks: int, cases: list[str], seconds: float = 600
         assert t["gradient"] < 1e-5, t
         assert t["norm"] < 1e-6, t
         assert t["stats"] < 1e-9, t
+        assert t["choice"] < 1e-6, t
         assert t["steps"] == 3 or t["fell"] > 0.5, t
 
 

@@ -114,10 +114,17 @@ class RunConfig(Section):
                 "drop it, or use model.selector learned"
             )
         if self.model.selector == "learned" and self.parallel.strategy == "cp":
-            raise ValueError(
-                "model.selector=learned with parallel.strategy=cp: ranks that share a sequence cannot exchange the "
-                "selector's keys yet; use model.selector compressed, or another strategy"
-            )
+            chunk = self.train.micro_batch * self.data.seq_len // (2 * self.parallel.context)
+            if self.parallel.context_fetch == "blocks":
+                raise ValueError(
+                    "model.selector=learned with parallel.context_fetch=blocks: the selector learns from keys that are "
+                    "not fetched then; use parallel.context_fetch documents"
+                )
+            if chunk % selector.every:
+                raise ValueError(
+                    f"train.selector.every={selector.every} does not divide the {chunk} tokens of a chunk (train."
+                    f"micro_batch × data.seq_len / (2 × context ranks)): use {math.gcd(chunk, selector.every)}"
+                )
         if selector.all_until and (selector.teacher == "all" or self.train.cuda_graph == "on"):
             raise ValueError(
                 f"train.selector.all_until={selector.all_until} needs train.selector.teacher selected, and "

@@ -171,7 +171,7 @@ class NativeSparseAttention(AttentionLayer):
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
         if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
-            loss, captured = self.selector.loss(
+            loss, captured = self.selector.loss_of_rows(
                 scored, inputs.q, inputs.k_selected, taught, block_indices, packing, measure=self.stats.enabled
             )
             self.stats.update_selector(captured)

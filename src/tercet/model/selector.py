@@ -27,6 +27,19 @@ TEACHERS = ("all", "selected")
 _GATHERED = 1 << 24
 
 
+class TaughtQueries(NamedTuple):
+    """Sampled queries: where they are. int64 [S] each."""
+
+    position: Tensor
+    """In their documents."""
+    key_row: Tensor
+    """Among the rows of the selected branch's keys."""
+    first_key: Tensor
+    """Row of their document's first key of the selector."""
+    longest: int
+    """Upper bound on the documents' length."""
+
+
 class Captured(NamedTuple):
     """How good a choice is; means over the sampled queries that have one. fp32 scalars on the device."""
 
@@ -96,7 +109,7 @@ class BlockSelector(nn.Module):
         """`pool` of given blocks: [B, E, l, G, size] -> [B, E, G, size]."""
         return blocks.amax(2)
 
-    def loss(
+    def loss_of_rows(
         self,
         scored: tuple[Tensor, Tensor],
         q: Tensor,
@@ -107,25 +120,43 @@ class BlockSelector(nn.Module):
         *,
         measure: bool = False,
     ) -> tuple[Tensor, Captured | None]:
-        """The loss on some queries and, if `measure`, how good the choice was. scored: what `forward` returned; q, k:
-        those of the selected branch; rows: int64 [S], flat indices of queries."""
-        config, length = self.config, q.shape[1]
+        """`loss` on some queries of whole sequences. scored: what `forward` returned; q [B, T, H, Dk], k: those of the
+        selected branch; rows: int64 [S], flat indices of queries."""
+        length = q.shape[1]
         selector_q, selector_k = scored
         if packing is None:
-            position, longest = rows % length, length
-            first_key = rows // length * selector_k.shape[1]
+            queries = TaughtQueries(rows % length, rows, rows // length * selector_k.shape[1], length)
         else:
-            position, longest = packing.position[rows], packing.max_seqlen
             first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
+            queries = TaughtQueries(packing.position[rows], rows, first_key, packing.max_seqlen)
+        of_rows = (x.flatten(0, 1)[rows] for x in (selector_q, q, block_indices))
+        return self.loss(*of_rows, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure)
+
+    def loss(
+        self,
+        selector_q: Tensor,
+        q: Tensor,
+        block_indices: Tensor,
+        selector_k: Tensor,
+        k: Tensor,
+        queries: TaughtQueries,
+        *,
+        measure: bool = False,
+    ) -> tuple[Tensor, Captured | None]:
+        """The loss on the sampled queries and, if `measure`, how good their choice was.
+
+        selector_q, q, block_indices: of these queries, [S, heads, size], [S, H, Dk], [S, G, n]; selector_k, k: rows of
+        keys that hold at least what they see, [rows, G, size].
+        """
+        config, (position, key_row, first_key, longest) = self.config, queries
         j = torch.arange(config.num_blocks(longest), device=q.device)
         current = (position // config.select_block)[:, None]
         free = (j >= config.select_initial) & (j <= current - config.select_local)
         with torch.no_grad():
             chosen = None
             if measure or self.teacher == "selected":
-                chosen = _chosen(block_indices.flatten(0, 1)[rows], j.shape[0])
-            q, k = q.detach().flatten(0, 1)[rows], k.detach().flatten(0, 1)
-            lse = block_lse(q, k, rows, position, j.shape[0], config)
+                chosen = _chosen(block_indices, j.shape[0])
+            lse = block_lse(q.detach(), k.detach(), key_row, position, j.shape[0], config)
             if self.teacher == "selected" and chosen is not None:
                 lse = lse.masked_fill(~chosen[:, :, None], -torch.inf)
             mass = lse.softmax(-1).mean(2) * free[:, None]
@@ -134,7 +165,7 @@ class BlockSelector(nn.Module):
             mass = mass / torch.where(total > 0, total, 1)
             count = counted.sum()
         with torch.autocast(q.device.type, enabled=False):
-            student = self._block_probabilities(selector_q.flatten(0, 1)[rows], selector_k, position, first_key, j)
+            student = self._block_probabilities(selector_q, selector_k, position, first_key, j)
             student = student * free[:, None] + 1e-12
             student = student.log() - student.sum(-1, keepdim=True).log()
         kl = (torch.special.xlogy(mass, mass) - mass * student).sum()
@@ -155,7 +186,6 @@ class BlockSelector(nn.Module):
     def _block_probabilities(self, q: Tensor, k: Tensor, position: Tensor, first_key: Tensor, j: Tensor) -> Tensor:
         """The student: mean over heads of the softmax over visible keys, pooled over blocks (Eq. 9). [S, G, NB]"""
         config = self.config
-        k = k.flatten(0, 1)
         q = q.unflatten(1, (self.kv_heads, self.heads))
         logits = torch.einsum("sghd,cgd->gshc", q, k).to(compute_dtype(q)) * self.size**-0.5
         seen = (position + 1 - config.compress_block).div(config.compress_stride, rounding_mode="floor") + 1

@@ -3,6 +3,7 @@
 x: [1, own tokens, dim]. Per layer, a rank fetches from the others:
   raw keys and values for compression    the l-1 tokens before each chunk
   compressed keys and values             all that its queries can see: T/d rows, so this is small
+  keys of a learned selector             as the raw and the compressed keys
   window keys and values                 the w-1 tokens before each chunk
   selected keys and values               its documents from their start, requested first and awaited last;
                                          or only the blocks that its queries selected (parallel.context_fetch=blocks)
@@ -28,6 +29,7 @@ from tercet.attention.layout import Packing, Span
 from tercet.model.dense import DenseAttention, dense_attention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
+from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
 from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
 from tercet.parallel.exchange import BlockFetch, BlockFetchPlan, Exchange, Fetch
 
@@ -170,11 +172,11 @@ def _forward(
 ) -> Tensor:
     if not isinstance(cu_seqlens, ContextShard):
         return original(x, cu_seqlens, *args, **kwargs)
-    result: Tensor = sharded(layer, x, cu_seqlens)
+    result: Tensor = sharded(layer, x, cu_seqlens, kwargs.get("taught"))
     return result
 
 
-def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -> Tensor:
+def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
     q, raw, keys, values = layer.project(x, shard.position)
     pending: dict[str, PendingFetch] = {}
     for branch in ("selected", "window"):
@@ -189,6 +191,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -
     v_own = layer.compress_v.phi(v_blocks)
     compressed = _start_fetch(shard.fetch("compressed"), k_own, v_own)()
     gates = layer.gate(x)
+    scored = _fetch_selector(layer.selector, x, shard) if layer.selector is not None else None
 
     def run_branches(
         branches: tuple[str, ...], fetched: dict[str, tuple[Tensor, Tensor]], block_indices: list[Any]
@@ -205,6 +208,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -
                 NSAInputs(q[:, rows], *compressed, *selected, *window, gates[:, rows]),
                 config=layer.config, packing=shard.packing, backend=layer.backend, branches=branches,
                 block_indices=block_indices[i] if block_indices else None, select="selected" in layer.branches,
+                selector=None if scored is None else (scored[0][:, rows], scored[1]),
                 span=Span(first, key_offset["selected"], key_offset["window"]),
             )  # fmt: skip
             results.append(result)
@@ -217,6 +221,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -
     indices: list[Any] = []
     outs: list[Tensor] = []
     routes: dict[str, Route] = {}
+    loss: Tensor | None = None
     for stage in stages:
         branches = tuple(b for b in stage if b in layer.branches)
         if not branches and indices:
@@ -229,16 +234,53 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard) -
             if shard.by_blocks and "selected" in layer.branches:
                 exchange = shard.fetch_blocks(torch.cat(indices, dim=1))
                 pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
+        if scored is not None and taught is not None and "selected" in fetched:
+            loss = _teach(layer, scored, q, fetched["selected"][0], indices, taught, shard)
         if branches:
             found = [out for out, _, _ in results]
             outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
             routes |= dict.fromkeys(branches, Route(*results[0][2]))
     layer.routes = {branch: routes[branch] for branch in layer.branches}
     _update_stats(layer, gates, indices, shard)
-    return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
+    out = torch.cat(outs, dim=1)
+    if loss is not None and layer.selector is not None:
+        out = attach_loss(out, loss * layer.selector.weight)
+    return layer.o_proj(out.flatten(2))
 
 
-def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard) -> Tensor:
+def _fetch_selector(selector: BlockSelector, x: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
+    """A learned selector's queries of this rank's tokens, and its keys of all compressed tokens that they can see."""
+    queries, keys = selector.project(x)
+    none = keys[..., :0]
+    raw, _ = _start_fetch(shard.fetch("raw"), keys, none)()
+    pooled = selector.pool_blocks(raw[:, shard.compressed_tokens[0]])
+    return queries, _start_fetch(shard.fetch("compressed"), pooled, pooled[..., :0])()[0]
+
+
+def _teach(
+    layer: NativeSparseAttention, scored: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, indices: list[Any],
+    taught: Tensor, shard: ContextShard,
+) -> Tensor:  # fmt: skip
+    """The loss of a learned selector, chunk by chunk: each has its own range of the fetched keys."""
+    assert layer.selector is not None
+    packing, losses = shard.packing, []
+    # the configuration makes every chunk have as many of the sampled queries
+    for i, own in enumerate(taught.chunk(len(shard.chunks))):
+        first, part, start = shard.chunks[i][0], *_buffer_rows(shard, "selected", i)
+        row = own - shard.chunk_rows(i).start
+        token = first + row
+        first_key = packing.compressed_cu_seqlens[packing.document[token]].long()
+        queries = TaughtQueries(packing.position[token], token - start, first_key, packing.max_seqlen)
+        loss, captured = layer.selector.loss(
+            scored[0][0, own], q[0, own], indices[i][0, row], scored[1][0], keys[0, part], queries,
+            measure=layer.stats.enabled,
+        )  # fmt: skip
+        layer.stats.update_selector(captured)
+        losses.append(loss)
+    return torch.stack(losses).mean()
+
+
+def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     k, v = _start_fetch(shard.fetch("selected"), k, v)()
     outs = []
