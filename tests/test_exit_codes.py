@@ -46,8 +46,8 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
 WRONG = """
 plan --preset tiny --gpu RX1                                                 --gpu RX1 is unknown
 config diff tiny empty                                                       empty/config.toml does not exist
-train --preset tiny --data.source text --data.path nowhere --run.dir new     path=nowhere matches no file
-train --preset tiny --data.source text --data.path empty --run.dir new       path=empty has no text files
+train --preset tiny --data.source text --data.path nowhere --run.dir new     nowhere matches no file
+train --preset tiny --data.source text --data.path empty --run.dir new       empty has no text files
 train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
 train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: no.json does not exist
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
@@ -99,7 +99,7 @@ data train-tokenizer --out t --data.source text --data.path text.txt         voc
 data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
 data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
 data inspect --data.source shards --data.path empty                          empty has no manifest.json
-data inspect --data.source text --data.path text.txt --split validation      no document for validation
+data inspect --data.source text --data.path text.txt --split validation --data.validation_fraction 1e-9    no document
 data inspect --data.source synthetic --data.synthetic.task recall --data.seq_len 64    have room for
 data bench --data.source text --data.path text.txt --world_size 3            is not a multiple of world_size=3
 data bench --data.source text --data.path nowhere                            path=nowhere matches no file

@@ -49,6 +49,16 @@ def error(capsys, *words: str) -> str:
 # Spellings
 
 
+def test_a_separator_has_the_escapes_of_toml():
+    assert keys(r"--data.separator '\n\n'") == {"data.separator": "\n\n"}
+    assert keys(r"--data.separator '<a>\t\\n'") == {"data.separator": "<a>\t\\n"}
+    assert keys(r"--data.separator '\section'") == {"data.separator": r"\section"}
+    assert (
+        arguments(r"data prepare --out x --data.source text --data.path y --data.separator '\n'")["data"].separator
+        == "\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -37,7 +37,7 @@ def config(source: str, path, **kwargs) -> DataConfig:
         (b'{"text": "half', "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
         (b'["text"]', "is a JSON list, not an object"),
-        (b'{"content": "x"}', r"has no field 'text' \(it has content\)"),
+        (b'{"id": "a", "content": "xyz"}', r"has no field 'text' \(it has id, content\).*--data.text_field content,"),
         (b'{"text": null}', "its text is NoneType, not a string"),
         (b'{"text": 5}', "its text is int, not a string"),
         (b'{"text": "\\ud800"}', "its text is not Unicode"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runs import SMALL
+from tercet.cli import main
 from tercet.config.data import DataConfig
+from tercet.data import commands
 from tercet.data.loader import build_loader
 from tercet.data.prepare import _difference, prepare
 from tercet.data.shards import verify
@@ -167,6 +171,15 @@ def test_shards_include_their_tokenizer_and_decode_to_the_text(source, tmp_path,
     ends = np.flatnonzero(tokens == tokenizer.eos_id)
     found = [tokenizer.decode(part.tolist()) for part in np.split(tokens, ends + 1)]
     assert sorted(t for t in found if t) == sorted(texts)
+
+
+def test_the_flags_that_prepare_prints_train(source, tmp_path, small_bpe, capsys):
+    out = tmp_path / "two words"
+    assert commands.prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1) == 0
+    flags = shlex.split(capsys.readouterr().out.rpartition("use them with:")[2])
+    sizes = {k: v for k, v in SMALL.items() if k not in ("model.vocab_size", "data.source")} | {"train.steps": 1}
+    words = [f"--{key}={str(value).lower()}" for key, value in sizes.items()]
+    assert main(["train", "--preset", "tiny", *words, *flags, "--run.dir", str(tmp_path / "run")]) == 0
 
 
 def test_prompts_in_shards_do_not_count_in_the_loss(tmp_path, read):

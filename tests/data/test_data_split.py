@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from tercet.config.data import DataConfig
+from tercet.data.loader import build_loader
+from tercet.data.order import document_hash
+from tercet.data.prepare import prepare
 from tercet.data.stream import DataError
 
 KINDS = ["text", "jsonl", "gz", "zst", "parquet", "fineweb", "shards"]
@@ -82,6 +86,51 @@ def test_an_empty_split_is_an_error(tmp_path, configs, read):
         read(none, split="validation")
     with pytest.raises(DataError, match=r"none of the 90 documents in .* is for validation"):
         read(configs["shards"].model_copy(update={"validation_fraction": 1e-9}), split="validation")
+
+
+def lines_in(files: int) -> list[str]:
+    """A text in this many files, none of which is for validation at a fraction of 0.03."""
+    for word in "abcdefghijklmnopqrstuvwxyz":
+        lines = [f"{i}: the quick brown {word} é\n" for i in range(400)]
+        parts = ["".join(lines[len(lines) // files * i :][: len(lines) // files]) for i in range(files)]
+        if min(document_hash(part.encode()) for part in parts) > 0.03 * 2**64:
+            return parts
+    raise AssertionError("one of them should do")
+
+
+@pytest.mark.parametrize(("kind", "files"), [("text", 1), ("text", 40), ("shards", 1)])
+def test_too_few_documents_hold_out_the_end_of_the_text(tmp_path, kind, files, read):
+    (tmp_path / "corpus").mkdir()
+    for i, part in enumerate(parts := lines_in(files)):
+        (tmp_path / "corpus" / f"{i:02}.txt").write_text(part, encoding="utf-8")
+    text = "".join(parts).encode()
+    data = DataConfig(source="text", path=str(tmp_path / "corpus"), seq_len=64, validation_fraction=0.03, shuffle=False)
+    if kind == "shards":
+        prepare(data, tmp_path / "shards", workers=1)
+        data = data.model_copy(update={"source": "shards", "path": (str(tmp_path / "shards"),)})
+    stop = data.model_copy(update={"exhaustion": "stop"})
+    train, held_out = (
+        bytes(t for batch in read(stop, split=split) for t in batch.tokens.flatten().tolist() if t)
+        for split in ("train", "validation")
+    )
+    assert 0.8 < len(held_out) / len(text) / 0.03 < 1.2
+    assert text.endswith(held_out)
+    assert len(train) + len(held_out) == len(text)
+    with build_loader(data, seed=7, batch_sequences=1) as loader:
+        assert "too few to hold out whole ones" in loader.held_out[0]
+    batches = read(data, 4)
+    assert read(data, 1, state=batches[2].state)[0].tokens.tolist() == batches[3].tokens.tolist()
+
+
+def test_a_run_that_read_everything_continues_to(tmp_path, read):
+    """Version 0.1 held nothing out of a single document."""
+    (tmp_path / "input.txt").write_text(lines_in(1)[0], encoding="utf-8")
+    data = DataConfig(source="text", path=str(tmp_path), seq_len=64, validation_fraction=0.05)
+    state = read(data, 1)[0].state
+    assert state["identity"].pop("held_out")
+    resumed = read(data.model_copy(update={"exhaustion": "stop"}), state=state)
+    assert resumed[-1].state["cursor"]["epoch"] == 1
+    assert b"399: the quick" in bytes(t for batch in resumed for t in batch.tokens.flatten().tolist())
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path, configs, read, documents_of):

@@ -169,7 +169,8 @@ class DataConfig(SourceConfig):
 
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of documents held out for validation. Chosen by a hash of the text, so a document and its exact copies
-    are always in the same split, whatever the seed, order or tokenizer."""
+    are always in the same split, whatever the seed, order or tokenizer. If no document is held out, as with a single
+    file, the end of the text is."""
 
     shuffle: bool = True
     """Read documents in a new random order each epoch, derived from the seed. false: in the order of the sorted

@@ -38,6 +38,10 @@ FORMER_FLAGS = {
     "ddp": "--parallel.strategy ddp",
 }
 
+# TOML strings have these escapes; shells leave them as they are.
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", "\\\\": "\\"}
+ESCAPED_KEYS = ("data.separator",)
+
 _FLAG = re.compile(r"--[A-Za-z]")
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
@@ -359,7 +363,10 @@ def _read_values(flag: str, words: Sequence[str], option: Option) -> Any:
     if kind.container is None or option.repeat:
         if not words:
             raise ConfigError(f"{flag} needs a value: expected {_expected(kind)}{example}")
-        return _convert(shown, words[0], kind, example)
+        word = words[0]
+        if option.name in ESCAPED_KEYS:
+            word = re.sub(r"\\[ntr\\]", lambda match: ESCAPES[match[0]], word)
+        return _convert(shown, word, kind, example)
     if (kind.count is not None and len(words) != kind.count) or (kind.unwrap and not words):
         raise ConfigError(f"{shown}: expected {kind.count or 'one or more'} values{example}, got {len(words)}")
     values = [_convert(f"{shown}: {word or repr('')}", word, kind, example) for word in words]

@@ -39,7 +39,12 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
     manifest = run(data, out, workers=workers, shard_tokens=shard_tokens, report=print_progress)
     tokenizer = "byte" if manifest["tokenizer"]["name"] == "byte" else out / "tokenizer.json"
     path = quote(str(out))
-    print(f"use them with: --data.source shards --data.path {path} --data.tokenizer {quote(str(tokenizer))}")
+    flags = f"--data.source shards --data.path {path} --data.tokenizer {quote(str(tokenizer))}"
+    if data.eos_token:
+        flags += f" --data.eos_token {quote(data.eos_token)}"
+    if data.validation_fraction != DataConfig().validation_fraction:
+        flags += f" --data.validation_fraction {data.validation_fraction}"
+    print(f"use them with: {flags}")
     return 0
 
 

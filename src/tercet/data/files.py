@@ -209,6 +209,9 @@ class FileRecords:
         done, start = position or (0, 0)
         return FileRecordIterator([self.files.paths[i] for i in order], self._reader, done, start, self.io_retries)
 
+    def in_file_order(self) -> FileRecordIterator:
+        return FileRecordIterator(self.files.paths, self._reader, 0, 0, self.io_retries)
+
 
 class FileRecordIterator:
     """One pass over files in an epoch's order. An I/O error is retried, then fatal; `retries` gets the warnings."""

@@ -82,6 +82,11 @@ class Loader:
         return list(self._stream.io_retries)
 
     @property
+    def held_out(self) -> list[str]:
+        """For each source too small to hold out whole documents: what is held out instead, in words."""
+        return list(self._stream.held_out)
+
+    @property
     def files(self) -> Mapping[str, FileSet]:
         """The local files of each source."""
         return self._stream.files
@@ -130,7 +135,8 @@ def build_loader(
         raise DataUsageError(f"rank={rank} is not in 0 … {world_size - 1} (world_size={world_size})")
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
-    stream = open_stream(data, tokenizer, seed=seed, split=split)
+    saved = state.get("identity") if isinstance(state, dict) else None
+    stream = open_stream(data, tokenizer, seed=seed, split=split, saved=saved)
     changes: list[str] = []
     for files in stream.files.values():
         _ = files.contents  # computed now, or the prefetch thread and its caller would both do it

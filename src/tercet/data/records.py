@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import shlex
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
@@ -151,7 +152,10 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
             names = file.schema_arrow.names
             for column in columns:
                 if column not in names:
-                    yield 1, BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(names)})")
+                    types = (f for f in file.schema_arrow if f.name != prompt_field and "string" in str(f.type))
+                    fix = _read_field(column == text_field, next((f.name for f in types), None))
+                    reason = f"has no column {column!r} (it has {', '.join(names)})"
+                    yield 1, BadRecordError(str(path), "", reason, fix)
                     return
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -200,9 +204,17 @@ def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, in
         return BadRecordError(str(path), index, f"is a JSON {type(value).__name__}, not an object")
     for field in (text_field, prompt_field):
         if field and field not in value:
-            return BadRecordError(str(path), index, f"has no field {field!r} (it has {', '.join(value) or 'none'})")
+            texts = [name for name, text in value.items() if isinstance(text, str) and name != prompt_field]
+            fix = _read_field(field == text_field, max(texts, key=lambda name: len(value[name]), default=None))
+            names = ", ".join(value) or "none"
+            return BadRecordError(str(path), index, f"has no field {field!r} (it has {names})", fix)
     prompt = value[prompt_field] if prompt_field else None
     return make_record(value[text_field], prompt, prompt_field, str(path), index)
+
+
+def _read_field(is_text: bool, other: str | None) -> str:
+    """How to read another field of text instead of one that is missing."""
+    return f"read {other} with --data.text_field {shlex.quote(other)}" if is_text and other else "fix it"
 
 
 def make_record(text: object, prompt: object, prompt_field: str, file: str, index: int) -> Record | BadRecordError:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from tercet import atomic_io
 from tercet.data.files import FileSet
-from tercet.data.order import in_validation, permutation
+from tercet.data.order import SHORTEST_STRETCH, describe_stretch, in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
 from tercet.parse import describe, one_line_errors, parse_json
@@ -72,8 +72,12 @@ class _Manifest(BaseModel):
 class ShardStream:
     """Documents of a shard folder, shuffled globally. Its cursor has `at`, the documents delivered in this epoch."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str, hold_out_end: bool | None = None
+    ) -> None:
+        """hold_out_end: of the tokens, for validation; None: if all documents are on one side of the split."""
         self.bad_records: list[str] = []
+        self.held_out: list[str] = []
         self.io_retries: list[str] = []
         self._options, self._name = options, name
         manifest = read_manifest(folder)
@@ -106,8 +110,23 @@ class ShardStream:
         starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
         starts[np.flatnonzero(np.diff(shard, prepend=-1))] = 0
         in_split = np.ones(len(hashes), dtype=bool)
-        if options.split != "all":
-            in_split = in_validation(hashes, options.validation_fraction) == (options.split == "validation")
+        validation = in_validation(hashes, options.validation_fraction)
+        total = int((ends - starts).sum())
+        stretch = int(options.validation_fraction * total)
+        if hold_out_end is None:
+            hold_out_end = len(hashes) > 0 and validation.all() == validation.any()
+        if hold_out_end and stretch >= SHORTEST_STRETCH:
+            # How much of each document is before the end of the text that is held out.
+            kept = np.clip(total - stretch - (np.cumsum(ends - starts) - (ends - starts)), 0, ends - starts)
+            if options.split == "train":
+                ends = starts + kept
+            elif options.split == "validation":
+                starts = starts + kept
+            in_split = ends > starts
+            words = describe_stretch(len(hashes), options.validation_fraction, stretch, f"{total:,} tokens")
+            self.held_out = [f"{name}: {words}"]
+        elif options.split != "all":
+            in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
         if not in_split.any():
             raise DataUsageError(
@@ -125,6 +144,7 @@ class ShardStream:
             "shuffle": self._options.shuffle,
             "seed": self._options.seed,
             "split": self._options.split,
+            **({"held_out": "end"} if self.held_out else {}),
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:

@@ -13,20 +13,23 @@ from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_
 from tercet.data.shards import ShardStream
 from tercet.data.stream import Cursor, DataUsageError, Document, Documents, DocumentStream, ReadOptions, Split
 from tercet.data.synthetic import SyntheticStream
-from tercet.data.text import RecordSource, TextStream
+from tercet.data.text import RecordSource, TextStream, ValidationSplit
 from tercet.data.tokenizers import Tokenizer
 
 
-def open_stream(data: DataConfig, tokenizer: Tokenizer, *, seed: int, split: Split) -> DocumentStream:
-    """All documents of a split, in the global order shared by all ranks."""
+def open_stream(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, split: Split, saved: Mapping[str, Any] | None = None
+) -> DocumentStream:
+    """All documents of a split, in the global order shared by all ranks. saved: the identity of a cursor to resume."""
+    saved = saved if isinstance(saved, Mapping) else None  # damaged: reading the cursor says so
     if data.source != "mixture":
-        return _open_part(data, data, tokenizer, _read_options(data, seed, split), data.source)
+        return _open_part(data, data, tokenizer, _read_options(data, seed, split), data.source, saved)
     parts: dict[str, tuple[float, DocumentStream]] = {}
     for part in data.mixture:
         name = part.name or part.source
         # A seed per part: two parts over the same files must not read them in the same order.
         options = _read_options(data, key(seed, document_hash(name.encode())), split)
-        parts[name] = (part.weight, _open_part(part, data, tokenizer, options, name))
+        parts[name] = (part.weight, _open_part(part, data, tokenizer, options, name, saved and saved.get(name)))
     return MixtureStream(parts)
 
 
@@ -52,9 +55,22 @@ def record_source(part: SourceConfig, *, seed: int, shuffle: bool) -> RecordSour
     return FileRecords(files, reader, seed=seed, shuffle=shuffle, one_per_file=one_per_file)
 
 
+def validation_split(records: RecordSource, fraction: float, hold_out_end: bool | None = None) -> ValidationSplit:
+    """How to split records. hold_out_end: as an earlier part of the run did; None: if the documents are too few."""
+    if fraction == 0 or hold_out_end is False or not isinstance(records, FileRecords):
+        return ValidationSplit(fraction)
+    return ValidationSplit.of(records.in_file_order(), fraction, always=hold_out_end is True)
+
+
 def _open_part(
-    part: SourceConfig, data: DataConfig, tokenizer: Tokenizer, options: ReadOptions, name: str
+    part: SourceConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    options: ReadOptions,
+    name: str,
+    saved: Mapping[str, Any] | None,
 ) -> DocumentStream:
+    hold_out_end = "held_out" in saved if isinstance(saved, Mapping) else None
     if part.source == "synthetic":
         return SyntheticStream(part.synthetic, data.seq_len, tokenizer, options, name)
     if part.source == "shards":
@@ -62,8 +78,10 @@ def _open_part(
             raise DataUsageError(
                 f"source=shards with {len(part.path)} paths: give one folder; combine several with a mixture"
             )
-        return ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name)
-    return TextStream(record_source(part, seed=options.seed, shuffle=options.shuffle), tokenizer, options, name)
+        return ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name, hold_out_end)
+    records = record_source(part, seed=options.seed, shuffle=options.shuffle)
+    split = validation_split(records, options.validation_fraction, hold_out_end)
+    return TextStream(records, tokenizer, options, name, split)
 
 
 def _read_options(data: DataConfig, seed: int, split: Split) -> ReadOptions:
@@ -103,6 +121,10 @@ class MixtureStream:
     @property
     def io_retries(self) -> list[str]:
         return [message for _, stream in self._parts.values() for message in stream.io_retries]
+
+    @property
+    def held_out(self) -> list[str]:
+        return [message for _, stream in self._parts.values() for message in stream.held_out]
 
     @property
     def files(self) -> dict[str, FileSet]:

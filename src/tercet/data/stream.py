@@ -61,6 +61,10 @@ class DocumentStream(Protocol):
     def files(self) -> Mapping[str, Any]:
         """The local files of each source, as FileSets."""
 
+    @property
+    def held_out(self) -> list[str]:
+        """For each source too small to hold out whole documents: what is held out instead, in words."""
+
     def documents(self, cursor: Cursor | None = None) -> Documents:
         """Documents after `cursor`; None: from the start."""
 
@@ -95,7 +99,7 @@ class StoppedWaiting(Exception):
 class BadRecordError(DataError):
     """A record that cannot be read. data.bad_records decides whether it is fatal or skipped and counted."""
 
-    def __init__(self, file: str, record: int | str, reason: str) -> None:
+    def __init__(self, file: str, record: int | str, reason: str, fix: str = "fix it") -> None:
         self.file, self.record, self.reason = file, record, reason
         where = f"record {record} of {file}" if record != "" else file
-        super().__init__(f"{where}: {reason}: fix it, or skip and count such records with --data.bad_records skip")
+        super().__init__(f"{where}: {reason}: {fix}, or skip and count such records with --data.bad_records skip")

@@ -45,6 +45,7 @@ class SyntheticStream:
     ) -> None:
         self.bad_records: list[str] = []
         self.io_retries: list[str] = []
+        self.held_out: list[str] = []
         self.files: dict[str, FileSet] = {}
         self._options, self._name = options, name
         length = config.length or seq_len

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from tercet.data.files import FileSet
-from tercet.data.order import document_hash, permutation, validation_threshold
+from tercet.data.order import SHORTEST_STRETCH, describe_stretch, document_hash, permutation, validation_threshold
 from tercet.data.prefetch import Prefetcher
 from tercet.data.records import Record
 from tercet.data.stream import (
@@ -20,6 +21,7 @@ from tercet.data.stream import (
     Document,
     Documents,
     ReadOptions,
+    Split,
     zero_counts,
 )
 from tercet.data.tokenizers import CHECKED_DOCUMENTS, Tokenizer, check_round_trip
@@ -27,6 +29,8 @@ from tercet.data.tokenizers import CHECKED_DOCUMENTS, Tokenizer, check_round_tri
 BLOCK_BYTES = 64 << 20  # two blocks are in memory: one in use, one being read
 ONE_PER_FILE_BLOCK = 64  # records per block where the file order already shuffles everything
 BAD_RECORDS_KEPT = 5
+SPLIT_RECORDS = 10_000  # sources with more records are split by documents
+LONGEST_LINE = 2048  # how far to look for the start of a line
 TOKENISE_AT_ONCE = 64  # documents per tokenizer call; the tokenizer works on them in parallel
 
 
@@ -65,6 +69,68 @@ class _Block:
     last: bool  # the epoch ends in it
 
 
+class ValidationSplit:
+    """Which part of a record is for training, and which for validation: a hash of its text decides.
+
+    If all records are on one side, as with a single file, the end of the text is held out instead (`held_out`).
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self.held_out = ""  # what is held out if whole documents are not, in words
+        self._threshold = validation_threshold(fraction)
+        self._kept: dict[int, int] = {}  # record hash -> bytes for training, of records at the end of the text
+
+    @classmethod
+    def of(
+        cls, records: Iterable[Record | BadRecordError], fraction: float, *, always: bool = False
+    ) -> ValidationSplit:
+        """The split of `records`, in file order. always: hold out the end even if both sides have a document."""
+        split = cls(fraction)
+        good = (record for record in records if isinstance(record, Record) and record.text)
+        seen: list[tuple[int, Record]] = []
+        sides: set[bool] = set()
+        for record in itertools.islice(good, SPLIT_RECORDS + 1):
+            digest = record_hash(record)
+            seen.append((digest, record))
+            sides.add(digest < split._threshold)
+            if len(seen) > SPLIT_RECORDS or (len(sides) == 2 and not always):
+                return split
+        total = sum(len(record.text) for _, record in seen)
+        missing = stretch = int(fraction * total)
+        if stretch < SHORTEST_STRETCH:
+            return split
+        for digest, record in reversed(seen):
+            if missing <= 0:
+                break
+            size = len(record.text)
+            # A prompt belongs to its text: such records are not cut, and the first one is for training.
+            cut = (0 if len(seen) > 1 else size) if record.prompt is not None else max(0, size - missing)
+            split._kept[digest] = _line_start(record.text, cut)
+            missing -= size
+        split.held_out = describe_stretch(len(seen), fraction, stretch, f"{total:,} bytes")
+        return split
+
+    def part(self, record: Record, split: Split) -> Record | None:
+        """The part of a record that is in `split`; None if nothing is."""
+        if split == "all":
+            return record
+        if not self.held_out:
+            return record if (record_hash(record) < self._threshold) == (split == "validation") else None
+        kept = self._kept.get(record_hash(record), len(record.text))
+        text = record.text[:kept] if split == "train" else record.text[kept:]
+        return record._replace(text=text) if text else None
+
+
+def _line_start(text: bytes, at: int) -> int:
+    """The start of a line at or soon after `at`, else of a character."""
+    if 0 < at < len(text):
+        newline = text.find(b"\n", at - 1, at + LONGEST_LINE)
+        at = newline + 1 if 0 <= newline < len(text) - 1 else at
+        while at < len(text) and text[at] & 0xC0 == 0x80:  # inside a character of UTF-8
+            at += 1
+    return at
+
+
 class TextStream:
     """Documents of a RecordSource.
 
@@ -72,10 +138,13 @@ class TextStream:
     delivered from it (`at`). Resuming re-reads that one block.
     """
 
-    def __init__(self, records: RecordSource, tokenizer: Tokenizer, options: ReadOptions, name: str) -> None:
+    def __init__(
+        self, records: RecordSource, tokenizer: Tokenizer, options: ReadOptions, name: str, split: ValidationSplit
+    ) -> None:
         self.bad_records: list[str] = []
+        self.held_out = [f"{name}: {split.held_out}"] if split.held_out else []
         self._records, self._tokenizer, self._options, self._name = records, tokenizer, options, name
-        self._threshold = validation_threshold(options.validation_fraction)
+        self._split = split
         self._block_records = ONE_PER_FILE_BLOCK if records.one_per_file else options.shuffle_block
         self._shuffle_in_block = options.shuffle and not records.one_per_file
 
@@ -99,6 +168,7 @@ class TextStream:
             "shuffle_block": self._block_records,
             "seed": self._options.seed,
             "split": self._options.split,
+            **({"held_out": "end"} if self.held_out else {}),
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
@@ -183,8 +253,8 @@ class TextStream:
                 size += len(record.text)
                 if len(texts) < CHECKED_DOCUMENTS:
                     texts.append(record.text)
-                if self._in_split(record):
-                    records.append(record)
+                if (part := self._split.part(record, self._options.split)) is not None:
+                    records.append(part)
         if epoch == number == 0:
             check_round_trip(self._tokenizer, texts, self._options.max_lost_text)
         return _Block(epoch, number, start, source.position(), records, skipped, left_out, last)
@@ -194,11 +264,6 @@ class TextStream:
             raise bad
         if len(self.bad_records) < BAD_RECORDS_KEPT:
             self.bad_records.append(str(bad))
-
-    def _in_split(self, record: Record) -> bool:
-        if self._options.split == "all":
-            return True
-        return (record_hash(record) < self._threshold) == (self._options.split == "validation")
 
 
 def record_hash(record: Record) -> int:

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tercet.config.data import DataConfig
-from tercet.data.order import validation_threshold
-from tercet.data.sources import record_source
+from tercet.data.sources import record_source, validation_split
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
-from tercet.data.text import record_hash
 from tercet.data.tokenizers import LibraryTokenizer
 
 EOS = "<|endoftext|>"
@@ -62,15 +60,15 @@ def train_bpe(
 
 
 def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
-    threshold = validation_threshold(data.validation_fraction)
-    size = 0
-    for record in record_source(data, seed=seed, shuffle=True).open(0, None):
+    source, size = record_source(data, seed=seed, shuffle=True), 0
+    split = validation_split(source, data.validation_fraction)
+    for record in source.open(0, None):
         if isinstance(record, BadRecordError):
             if data.bad_records == "error":
                 raise record
             continue
-        if record.text and record_hash(record) >= threshold:
-            size += len(record.text)
-            yield record.text.decode()
+        if record.text and (part := split.part(record, "train")) is not None:
+            size += len(part.text)
+            yield part.text.decode()
             if size >= max_bytes:
                 return

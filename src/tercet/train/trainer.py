@@ -55,8 +55,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
     launch = Launch.from_environment()
     device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
-    config = config.with_absolute_paths()
     strategy, path, resume = join_run(config, resume, launch, device)
+    config = config.with_absolute_paths()
     screen = Screen(config.log.progress, quiet=strategy.rank > 0)
     with rank_context(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals(watch_parent=launch.by_torchrun))
@@ -111,6 +111,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         elif strategy.rank == 0 and start is not None and not forked and not past:
             text = f"warning: {log.path} was deleted or emptied: events of steps 1 to {state.step} are lost"
             log.emit(events.Noted(step=state.step, text=f"{text}, and training.csv and the report lack them"))
+        for text in loader.held_out if start is None else ():
+            log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
         return trainer.run()
