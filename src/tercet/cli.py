@@ -315,11 +315,12 @@ def _first_line(function: Callable[..., Any]) -> str:
 def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
     """The configuration of a command line (preset, file, flags), and the command's own options."""
     from tercet.config.flags import help_topic, option_value, parse
-    from tercet.config.load import Layer, as_none, merge, read_layers
+    from tercet.config.load import Layer, as_none, keep_origins, merge, read_layers
 
     preset, file = option_value(arguments, "preset"), option_value(arguments, "config")
+    resumed = None
     if command == "train" and preset is None and file is None:
-        file = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
+        file = resumed = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
     layers = read_layers(preset, file)
     values = {key: as_none(key, value) for layer in layers for key, value in layer.values.items()}
     if (topic := help_topic(arguments)) is not None:
@@ -339,7 +340,7 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
         from tercet.data.tokenizers import fit_vocabulary
 
         loaded = fit_vocabulary(loaded, partial(_saved_tokenizer, loaded, getattr(own, "resume", None)))
-    return loaded, own
+    return loaded if resumed is None else keep_origins(loaded, Path(resumed)), own
 
 
 def _saved_tokenizer(loaded: Loaded, resume: str | None) -> Path | None:

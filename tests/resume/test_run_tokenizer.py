@@ -72,8 +72,11 @@ def test_it_resumes_from_another_folder(place, moved, repeated, monkeypatch):
         monkeypatch.chdir(place)
         (place / "tokenizer.json").unlink()
         command = ["train", "--preset", "tiny", *FLAGS, *RELATIVE, *command[1:]]
+    before = json.loads((moved / "origins.json").read_text())
+    assert {before["train.lr"], before["data.path"], before["model.vocab_size"]} == {"preset tiny", "flag", "tokenizer"}
     assert main(command) == 0
     assert sorted(losses(moved)) == list(range(1, 8))
+    assert json.loads((moved / "origins.json").read_text()) == before
 
 
 def test_a_changed_copy_is_refused(moved):

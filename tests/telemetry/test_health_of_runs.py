@@ -10,17 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import tercet.train.step as step_module
 from tercet.config.sections import HealthConfig
 from tercet.model.compression import Compression
+from tercet.model.transformer import Transformer
 from tercet.report.gates import Thresholds
 from tercet.report.verdict import judge
-from tercet.telemetry.events import HealthFired, StepLogged
+from tercet.telemetry.events import HealthFired, LayersObserved, StepLogged
 from tercet.telemetry.health import RULES, HealthMonitor
 from tercet.telemetry.observer import LayerProbe
-from watched import corpus, even_clock, gate, rules, run, verdict
+from watched import corpus, even_clock, gate, rules, run, settings, verdict
 
 SHORT = {"train__steps": 12, "train__val_tokens": 0, "checkpoint__every": 0}
 
@@ -55,6 +57,27 @@ def test_collapsed_gates_are_found(tmp_path, data, monkeypatch):
         found, _ = run(tmp_path / "run", data, **SHORT)
     assert rules(found) == {"gate_collapse", "dead_branch"}
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
+
+
+def test_gates_that_an_import_closed_are_no_finding(tmp_path, data, monkeypatch):
+    gate_bias(monkeypatch, 8.0, -8.0, -8.0)
+    imported = Transformer(settings(tmp_path, data).model)
+    imported.init_weights()
+    save_file(imported.state_dict(), tmp_path / "model.safetensors")
+    with even_clock():
+        found, _ = run(tmp_path / "run", data, **SHORT, train__init_from=str(tmp_path / "model.safetensors"))
+    assert rules(found) == set()
+    assert gate(verdict(found), "selection health").verdict != "NO-GO"
+
+
+def test_a_gate_of_an_import_that_opens_and_closes_again_is_a_finding():
+    monitor = HealthMonitor(HealthConfig(patience=1), "out/model.safetensors")
+    layers = {f.name: [None] for f in dataclasses.fields(LayersObserved) if f.default is dataclasses.MISSING}
+    counts = [
+        len(monitor.observe(LayersObserved(**{**layers, "step": step, "gate_share_window": [share]})))
+        for step, share in enumerate([0.001, 0.2, 0.001, 0.2, float("nan")])
+    ]
+    assert counts == [0, 0, 1, 0, 1]
 
 
 def test_a_dead_branch_is_found_and_named(tmp_path, data, monkeypatch):

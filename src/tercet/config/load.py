@@ -19,7 +19,7 @@ from tercet.atomic_io import write_json, write_text
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
-from tercet.parse import parse_toml
+from tercet.parse import parse_json, parse_toml
 
 DEFAULT = "default"
 FLAG = "flag"
@@ -77,6 +77,16 @@ def merge(layers: list[Layer]) -> Loaded:
     except ValidationError as error:
         raise ConfigError(explain(error, values, origins)) from None
     return Loaded(config, origins)
+
+
+def keep_origins(loaded: Loaded, file: Path) -> Loaded:
+    """The origins saved beside a run's config.toml, for the values that come from it."""
+    try:
+        saved = parse_json((file.parent / "origins.json").read_text(encoding="utf-8"))
+        known = {key: str(origin) for key, origin in saved.items() if loaded.origins.get(key) == f"file {file}"}
+    except (OSError, ValueError, AttributeError):
+        return loaded  # missing or damaged: the file is their origin
+    return Loaded(loaded.config, loaded.origins | known)
 
 
 def preset_names() -> list[str]:

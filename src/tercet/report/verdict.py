@@ -104,9 +104,10 @@ class Verdict:
 def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = None) -> Verdict:
     """Evaluate all gates of a run."""
     limits = limits or Thresholds()
-    findings = health_findings(run.events.get(0, []))
+    init_from = run.config.get("train.init_from")
+    findings = health_findings(run.events.get(0, []), init_from)
     for rank in sorted(set(run.events) - {0}):
-        findings += [f for f in health_findings(run.events[rank]) if f.rule not in _SHARED_RULES]
+        findings += [f for f in health_findings(run.events[rank], init_from) if f.rule not in _SHARED_RULES]
     gates = [
         training_gates.stability_gate(run, findings, limits),
         training_gates.memory_gate(run, limits),

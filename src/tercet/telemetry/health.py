@@ -44,8 +44,11 @@ _MAD_TO_STD = 1.4826
 class HealthMonitor:
     """Applies the rules to one rank's events. A rule fires once per episode: again only after the problem has gone."""
 
-    def __init__(self, config: HealthConfig) -> None:
+    def __init__(self, config: HealthConfig, init_from: str | None = None) -> None:
+        """init_from: train.init_from. A file of weights is an import, whose gates may be closed by design."""
         self._config = config
+        self._imported = str(init_from).endswith(".safetensors")
+        self._opened: set[object] = set()  # layers, and branches of layers, that have passed their rule once
         self._bad: dict[tuple[str, object], int] = {}  # consecutive bad intervals, by rule and layer
         self._losses: deque[float] = deque(maxlen=config.loss_window)
         self._speeds: deque[float] = deque(maxlen=50)
@@ -126,7 +129,7 @@ class HealthMonitor:
         c, found = self._config, []
         for i, share in enumerate(event.gate_collapse):
             if share is not None:
-                bad = not share < c.gate_collapse_share  # NaN is bad too
+                bad = self._gate_is_bad(i, share, not share < c.gate_collapse_share)  # NaN is bad too
                 sentence = (
                     f"layer {i}: one gate has over 95% of the weight for {100 * share:.0f}% of (token, head) pairs"
                 )
@@ -136,13 +139,19 @@ class HealthMonitor:
         for branch in BRANCHES:
             for i, share in enumerate(getattr(event, f"gate_share_{branch}")):
                 if share is not None:
-                    bad, limit = not share >= c.dead_branch_share, c.dead_branch_share
+                    key, limit = (i, branch), c.dead_branch_share
+                    bad = self._gate_is_bad(key, share, not share >= limit)
                     sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
-                    key = (i, branch)
                     found += self._if_persistent(
                         event, "dead_branch", key, bad, c.patience, sentence, share, limit, layer=i
                     )
         return found
+
+    def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
+        """Whether a gate has closed. One that an import closed counts from when it has opened."""
+        if not closed:
+            self._opened.add(key)
+        return closed and (not self._imported or key in self._opened or math.isnan(share))
 
     def _selection(self, event: LayersObserved) -> list[HealthFired]:
         c, found = self._config, []
@@ -208,7 +217,7 @@ class HealthMonitor:
         ]
 
 
-def health_findings(events: Iterable[Event], config: HealthConfig | None = None) -> list[HealthFired]:
-    """All findings in a stream of events; without a config, with the default thresholds."""
-    monitor = HealthMonitor(config or HealthConfig())
+def health_findings(events: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:
+    """All findings in a stream of events, with the default thresholds."""
+    monitor = HealthMonitor(HealthConfig(), init_from)
     return [finding for event in events for finding in monitor.observe(event)]
