@@ -20,6 +20,10 @@ from triton.runtime.jit import JITFunction
 from tercet.attention.kernels import table
 
 
+# Shared memory that one program may use.
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
 @dataclass(frozen=True)
 class Compiled:
     name: str
@@ -76,7 +80,7 @@ def compiling(capability: int, *, resources: bool = True, only: str = "") -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         patch.setattr(table, "generation", lambda x: capability // 10)
-        patch.setattr(table, "shared_memory", lambda device: (163 if capability == 80 else 227) * 1024)
+        patch.setattr(table, "shared_memory", lambda device: SHARED_KIB[capability] * 1024)
         before = driver._active
         driver.set_active(_Absent(target))
         try:
