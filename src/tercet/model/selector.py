@@ -129,8 +129,10 @@ class BlockSelector(nn.Module):
         else:
             first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
             queries = TaughtQueries(packing.position[rows], rows, first_key, packing.max_seqlen)
-        of_rows = (x.flatten(0, 1)[rows] for x in (selector_q, q, block_indices))
-        return self.loss(*of_rows, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure)
+        selector_q, q, block_indices = (x.flatten(0, 1)[rows] for x in (selector_q, q, block_indices))
+        return self.loss(
+            selector_q, q, block_indices, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure
+        )
 
     def loss(
         self,
