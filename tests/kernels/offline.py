@@ -19,7 +19,6 @@ from triton.runtime.jit import JITFunction
 
 from tercet.attention.kernels import table
 
-
 # Shared memory that one program may use.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
