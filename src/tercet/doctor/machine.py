@@ -142,7 +142,10 @@ def device(wanted: str = "auto") -> Finding:
 def _no_cuda_fix(built_for: str | None) -> str:
     if built_for is None:
         return "this torch is a CPU build: install a CUDA build, or use --run.device cpu"
-    return f"torch is built for CUDA {built_for}: check that nvidia-smi works and that its driver is new enough"
+    return (
+        f"torch is built for CUDA {built_for}: check that nvidia-smi works and that its driver is new enough, or use "
+        "--run.device cpu"
+    )
 
 
 def driver_version() -> str | None:
