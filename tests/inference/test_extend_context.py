@@ -40,7 +40,7 @@ def test_the_command_in_the_warning_runs(capsys):
     assert main(arguments) == 0
     now = load(file="NEW/config.toml").config
     assert (now.data.seq_len, now.train.micro_batch, now.train.tokens_per_step) == (96, 1, 192)
-    assert now.train.init_from == "a run"
+    assert now.train.init_from == str(Path("a run").resolve())
 
 
 @pytest.mark.parametrize(
