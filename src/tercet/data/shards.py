@@ -190,6 +190,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     with one_line_errors(DataError, f"{path} is damaged: restore it, or prepare the shards again"):
         _Manifest.model_validate(manifest, strict=True)
+        for entry in manifest["shards"]:
+            if missing := {"tokens", "documents"} - entry["files"].keys():
+                raise ValueError(f"{entry['name']} has no {', '.join(sorted(missing))}")
     return manifest
 
 

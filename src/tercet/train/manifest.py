@@ -22,7 +22,7 @@ from typing import Any
 
 from tercet.atomic_io import sha256, sync
 from tercet.errors import TercetError
-from tercet.parse import parse_json
+from tercet.parse import one_line_errors, parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -92,7 +92,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def saved_tokenizer(folder: Path) -> Path | None:
     """The tokenizer.json of a checkpoint, checked; None if it has none: bytes, or saved by version 0.1."""
-    record = read_manifest(folder).get("files", {}).get(TOKENIZER)
+    with one_line_errors(CheckpointError, f"{folder / MANIFEST} is damaged: restore it from a backup"):
+        record = read_manifest(folder).get("files", {}).get(TOKENIZER)
     if record is None:
         return None
     path = folder / TOKENIZER
