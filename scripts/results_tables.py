@@ -559,6 +559,68 @@ def recall_long() -> str:
     return _recall(runs, first=64)
 
 
+# Tables of docs/gpus.md. The plans are those of `tercet plan`.
+
+PLANNED_RUNS = (  # preset, seq_len
+    ("m7c", 2048),
+    ("m7c", 8192),
+    ("m7c-gpt2", 4096),
+    ("m7c-64k", 65_536),
+    ("m7c-64k", 262_144),
+    ("m7c-64k", 1_048_576),
+)
+STEP_TOKENS = 65_536  # tokens per step of the presets; a longer sequence is a step by itself
+
+
+def _planned_gib(preset: str, length: int, batch: int, checkpointing: str, gpu: str) -> tuple[float, bool]:
+    """GiB of a step, and whether it fits."""
+    from tercet.config.load import load
+    from tercet.plan import find_device, make_plan
+
+    flags = {
+        "data.seq_len": length,
+        "train.micro_batch": batch,
+        "train.tokens_per_step": max(STEP_TOKENS, length),
+        "train.activation_checkpointing": checkpointing,
+    }
+    plan = make_plan(load(preset, flags=flags).config, find_device("auto", gpu))
+    return plan.memory.total / 2**30, bool(plan.fits)
+
+
+def gpu_plans(gpu: str) -> str:
+    """The largest micro-batch that fits, and its memory, by preset, length and activation checkpointing."""
+    modes = ("none", "selective", "full")
+
+    def cell(preset: str, length: int, mode: str) -> str:
+        batch = max(1, STEP_TOKENS // length)
+        while batch:
+            gib, fit = _planned_gib(preset, length, batch, mode, gpu)
+            if fit:
+                return f"{batch} ({gib:.1f} GiB)"
+            batch //= 2
+        return "does not fit"
+
+    rows = [
+        [f"`{preset}`", f"{length:,}", *(cell(preset, length, mode) for mode in modes)]
+        for preset, length in PLANNED_RUNS
+    ]
+    return table(["preset", "`data.seq_len`", *(f"`{mode}`" for mode in modes)], rows)
+
+
+def gpu_measured() -> str:
+    """Measured training steps on one H200 beside their plan."""
+    record = json.loads((RESULTS / "performance" / "train.json").read_text(encoding="utf-8"))
+    steps = [found for found in record["results"] if found.get("kind") == "nsa" and found["outcome"] == "ok"]
+    rows = []
+    for found in sorted(steps, key=lambda found: found["length"]):
+        length, batch = found["length"], found["batch"]
+        planned, _ = _planned_gib(found["preset"], length, batch, found["checkpointing"], "H200")
+        memory = [f"{gib:.1f} GiB" for gib in (found["peak_gib"], found["reserved_gib"], planned)]
+        rows.append([f"`{found['preset']}`", f"{length:,}", str(batch), *memory, f"{found['tokens_per_s']:,.0f}"])
+    head = ["preset", "`data.seq_len`", "`micro_batch`", "peak, measured", "reserved, measured", "peak, planned"]
+    return table([*head, "tokens/s, measured"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "keys-per-query": keys_per_query,
     "quality-summary": quality_summary,
@@ -585,6 +647,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "recall-64": recall_64,
     "recall-256": recall_256,
     "recall-long": recall_long,
+    "gpu-measured": gpu_measured,
+    "gpu-24": lambda: gpu_plans("L4"),
+    "gpu-48": lambda: gpu_plans("L40S"),
+    "gpu-80": lambda: gpu_plans("H100"),
+    "gpu-141": lambda: gpu_plans("H200"),
 }
 
 
