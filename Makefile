@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup setup-dev train test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
+.PHONY: setup setup-dev train recall test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
 
 # What training needs. --no-compile: byte-compiling the dependencies takes longer than unpacking them.
 setup: $(VENV)/.setup-done
@@ -23,6 +23,13 @@ $(VENV)/.setup-dev-done: $(VENV)/.setup-done
 
 train: setup
 	$(BIN)/tercet train --preset tiny
+
+# The smallest proof that selection works: NSA against its window branch alone, on facts beyond the window.
+RECALL := $(BIN)/tercet train --config scripts/recall.toml --resume auto
+recall: setup
+	$(RECALL) --run.dir runs/recall/nsa
+	$(RECALL) --run.dir runs/recall/window --model.branches window
+	$(BIN)/tercet eval recall runs/recall/nsa runs/recall/window --documents 512 --batch 32 --plot runs/recall.svg
 
 lint: ruff mypy
 
