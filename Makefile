@@ -9,7 +9,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c
 # What training needs. --no-compile: byte-compiling the dependencies takes longer than unpacking them.
 setup: $(VENV)/.setup-done
 $(VENV)/.setup-done: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV) (about a minute)…"
+	@echo "Setting up $(VENV) (one to two minutes)…"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -e ".[report]"
 	@touch $@
@@ -17,7 +17,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 # And what the tests need besides: Triton for the kernels, transformers and lm-eval, the checkers.
 setup-dev: $(VENV)/.setup-dev-done
 $(VENV)/.setup-dev-done: $(VENV)/.setup-done
-	@echo "Adding what the tests need (about a minute)…"
+	@echo "Adding what the tests need (one to two minutes)…"
 	@$(PIP) -e ".[kernels,data,hub,eval,report,dev]"
 	@touch $@
 

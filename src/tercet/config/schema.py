@@ -107,8 +107,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _selector_is_supported(self) -> Self:
         selector = self.train.selector
-        if self.model.selector == "compressed" and selector != SelectorConfig():
-            changed = next(name for name in type(selector).model_fields if name in selector.model_fields_set)
+        changed = next((name for name, value in SelectorConfig() if value != getattr(selector, name)), None)
+        if self.model.selector == "compressed" and changed is not None:
             raise ValueError(
                 f"train.selector.{changed} has no effect with model.selector=compressed: nothing of it is learned; "
                 "drop it, or use model.selector learned"

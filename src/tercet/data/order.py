@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-SHORTEST_STRETCH = 16  # bytes, or tokens of shards, that are worth holding out
+SHORTEST_HELD_OUT = 16  # bytes, or tokens of shards, that are worth holding out
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -66,10 +66,10 @@ def validation_threshold(fraction: float) -> int:
     return min(int(fraction * 2.0**64), _MASK)
 
 
-def describe_stretch(documents: int, fraction: float, stretch: int, total: str) -> str:
+def describe_held_out(documents: int, fraction: float, held_out: int, total: str) -> str:
     """Why validation reads the end of the text rather than whole documents."""
     few = f"{documents} documents are" if documents > 1 else "1 document is"
     return (
         f"{few} too few to hold out whole ones at validation_fraction={fraction:g}: validation reads the last "
-        f"{stretch:,} of {total} instead"
+        f"{held_out:,} of {total} instead"
     )

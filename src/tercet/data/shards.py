@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from tercet import atomic_io
 from tercet.data.files import FileSet
-from tercet.data.order import SHORTEST_STRETCH, describe_stretch, in_validation, permutation
+from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
 from tercet.parse import describe, one_line_errors, parse_json
@@ -112,18 +112,18 @@ class ShardStream:
         in_split = np.ones(len(hashes), dtype=bool)
         validation = in_validation(hashes, options.validation_fraction)
         total = int((ends - starts).sum())
-        stretch = int(options.validation_fraction * total)
+        held_out = int(options.validation_fraction * total)
         if hold_out_end is None:
             hold_out_end = len(hashes) > 0 and validation.all() == validation.any()
-        if hold_out_end and stretch >= SHORTEST_STRETCH:
+        if hold_out_end and held_out >= SHORTEST_HELD_OUT:
             # How much of each document is before the end of the text that is held out.
-            kept = np.clip(total - stretch - (np.cumsum(ends - starts) - (ends - starts)), 0, ends - starts)
+            kept = np.clip(total - held_out - (np.cumsum(ends - starts) - (ends - starts)), 0, ends - starts)
             if options.split == "train":
                 ends = starts + kept
             elif options.split == "validation":
                 starts = starts + kept
             in_split = ends > starts
-            words = describe_stretch(len(hashes), options.validation_fraction, stretch, f"{total:,} tokens")
+            words = describe_held_out(len(hashes), options.validation_fraction, held_out, f"{total:,} tokens")
             self.held_out = [f"{name}: {words}"]
         elif options.split != "all":
             in_split = validation == (options.split == "validation")

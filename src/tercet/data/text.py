@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tercet.data.files import FileSet
-from tercet.data.order import SHORTEST_STRETCH, describe_stretch, document_hash, permutation, validation_threshold
+from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, document_hash, permutation, validation_threshold
 from tercet.data.prefetch import Prefetcher
 from tercet.data.records import Record
 from tercet.data.stream import (
@@ -96,8 +96,8 @@ class ValidationSplit:
             if len(seen) > SPLIT_RECORDS or (len(sides) == 2 and not always):
                 return split
         total = sum(len(record.text) for _, record in seen)
-        missing = stretch = int(fraction * total)
-        if stretch < SHORTEST_STRETCH:
+        missing = held_out = int(fraction * total)
+        if held_out < SHORTEST_HELD_OUT:
             return split
         for digest, record in reversed(seen):
             if missing <= 0:
@@ -107,7 +107,7 @@ class ValidationSplit:
             cut = (0 if len(seen) > 1 else size) if record.prompt is not None else max(0, size - missing)
             split._kept[digest] = _line_start(record.text, cut)
             missing -= size
-        split.held_out = describe_stretch(len(seen), fraction, stretch, f"{total:,} bytes")
+        split.held_out = describe_held_out(len(seen), fraction, held_out, f"{total:,} bytes")
         return split
 
     def part(self, record: Record, split: Split) -> Record | None:

@@ -218,16 +218,16 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def sample_queries(tokens: Tensor, every: int) -> Tensor:
-    """Flat indices of one query in `every`, at a place in each stretch that depends on the tokens there.
+    """Flat indices of one query in every `every`, at a place that depends on the tokens around it.
 
     A function of the batch alone: the same on every backend and in a recomputation, and nothing to save for a resume.
     """
     flat = tokens.flatten()
     every = min(every, flat.shape[0])
-    stretches = flat.shape[0] // every
+    count = flat.shape[0] // every
     weights = torch.arange(1, every + 1, device=tokens.device) * 40503
-    place = (flat[: stretches * every].view(stretches, every).long() * weights).sum(1) % every
-    return torch.arange(stretches, device=tokens.device) * every + place
+    place = (flat[: count * every].view(count, every).long() * weights).sum(1) % every
+    return torch.arange(count, device=tokens.device) * every + place
 
 
 def _chosen(block_indices: Tensor, blocks: int) -> Tensor:

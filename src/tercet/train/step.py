@@ -145,7 +145,8 @@ def train_step(
         separate = {id(p) for p in selectors["params"]} if selectors is not None else set()
         norm = global_norm(p for p in model.parameters() if id(p) not in separate)
         selector_norm = None if selectors is None else global_norm(selectors["params"])
-        nonfinite, skip = guard.check(step, mean, norm if selector_norm is None else norm + 0 * selector_norm)
+        # the sum is finite only if both are
+        nonfinite, skip = guard.check(step, mean, norm if selector_norm is None else norm + selector_norm)
         update(optimizer, lr, clip, norm, skip, selector_norm)
     return StepResult(mean, norm, nonfinite)
 
