@@ -13,11 +13,12 @@ import layer_oracle
 import tercet
 from cases import config, cu
 from oracle import causal_attention, rope
+from tercet.attention import dense
+from tercet.attention.dense import dense_route
 from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, Span
-from tercet.model import dense
 from tercet.model.config import NSA_ONLY
-from tercet.model.dense import DenseAttention, dense_route
+from tercet.model.dense import DenseAttention
 from tercet.model.rope import rope_cache
 from tercet.model.stats import AttentionStats
 

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.dense import dense_attention
 from tercet.attention.dispatch import Route
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
-from tercet.model.dense import DenseAttention, dense_attention
+from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
 from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
