@@ -138,10 +138,17 @@ def test_gradients_of_the_loss_are_those_of_finite_differences() -> None:
     indices = torch.arange(4, dtype=torch.int32).expand(1, 72, 1, 4)
     rows = torch.tensor([40, 55, 71])
 
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.selector = selector
+
+        def forward(self) -> torch.Tensor:
+            return selector.loss_of_rows(x, selector(x)[1], q, k, rows, indices, None)[0]
+
     def loss(*weights: torch.Tensor) -> torch.Tensor:
-        parameters = dict(zip(("q_proj.weight", "k_proj.weight"), weights, strict=True))
-        scored = torch.func.functional_call(selector, parameters, (x,))
-        return selector.loss_of_rows(scored, q, k, rows, indices, None)[0]
+        names = ("selector.q_proj.weight", "selector.k_proj.weight")
+        return torch.func.functional_call(Loss(), dict(zip(names, weights, strict=True)), ())
 
     weights = [p.detach().clone().requires_grad_() for p in selector.parameters()]
     assert torch.autograd.gradcheck(loss, weights)
@@ -153,10 +160,10 @@ def test_the_teacher_is_the_attention_of_the_selected_branch(teacher: str) -> No
     selector = BlockSelector(8, 1, 1, 4, NSA)
     selector.init_weights(0.5)
     selector.teacher = teacher
-    q, k = torch.randn(1, 72, 2, 4), torch.randn(1, 72, 1, 4)
+    x, q, k = torch.randn(1, 72, 8), torch.randn(1, 72, 2, 4), torch.randn(1, 72, 1, 4)
     indices = torch.tensor([0, 3, 7, 8], dtype=torch.int32).expand(1, 72, 1, 4)
     rows = torch.tensor([70])
-    _, captured = selector.loss_of_rows(selector(torch.randn(1, 72, 8)), q, k, rows, indices, None, measure=True)
+    _, captured = selector.loss_of_rows(x, selector(x)[1], q, k, rows, indices, None, measure=True)
     assert captured is not None
     p = torch.einsum("hd,td->ht", q[0, 70], k[0, :71, 0]).div(2).exp()
     if teacher == "selected":

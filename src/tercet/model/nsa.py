@@ -172,7 +172,7 @@ class NativeSparseAttention(AttentionLayer):
         self.stats.update(inputs.gates, block_indices, packing)
         if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
             loss, captured = self.selector.loss_of_rows(
-                scored, inputs.q, inputs.k_selected, taught, block_indices, packing, measure=self.stats.enabled
+                x, scored[1], inputs.q, inputs.k_selected, taught, block_indices, packing, measure=self.stats.enabled
             )
             self.stats.update_selector(captured)
             out = attach_loss(out, loss * self.selector.weight)

@@ -81,11 +81,13 @@ class BlockSelector(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of every token: [B, T, G·heads, size], [B, T, G, size]."""
-        x = x.detach()
-        return (
-            self.q_proj(x).unflatten(-1, (self.kv_heads * self.heads, self.size)),
-            self.k_proj(x).unflatten(-1, (self.kv_heads, self.size)),
-        )
+        with torch.no_grad():  # `loss` projects its few queries again: one gradient over all of them would cost more
+            queries = self.queries(x)
+        return queries, self.k_proj(x.detach()).unflatten(-1, (self.kv_heads, self.size))
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., G·heads, size]"""
+        return self.q_proj(x.detach()).unflatten(-1, (self.kv_heads * self.heads, self.size))
 
     def pool(self, k: Tensor, packing: Packing | None = None) -> Tensor:
         """One key per compressed token: the largest value of each channel over its l tokens. -> [B, Tc, G, size]
@@ -111,7 +113,8 @@ class BlockSelector(nn.Module):
 
     def loss_of_rows(
         self,
-        scored: tuple[Tensor, Tensor],
+        x: Tensor,
+        selector_k: Tensor,
         q: Tensor,
         k: Tensor,
         rows: Tensor,
@@ -120,23 +123,20 @@ class BlockSelector(nn.Module):
         *,
         measure: bool = False,
     ) -> tuple[Tensor, Captured | None]:
-        """`loss` on some queries of whole sequences. scored: what `forward` returned; q [B, T, H, Dk], k: those of the
-        selected branch; rows: int64 [S], flat indices of queries."""
+        """`loss` on some queries of whole sequences. x: the layer's input; selector_k: keys from `forward`; q [B, T, H,
+        Dk], k: those of the selected branch; rows: int64 [S], flat indices of queries."""
         length = q.shape[1]
-        selector_q, selector_k = scored
         if packing is None:
             queries = TaughtQueries(rows % length, rows, rows // length * selector_k.shape[1], length)
         else:
             first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
             queries = TaughtQueries(packing.position[rows], rows, first_key, packing.max_seqlen)
-        selector_q, q, block_indices = (x.flatten(0, 1)[rows] for x in (selector_q, q, block_indices))
-        return self.loss(
-            selector_q, q, block_indices, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure
-        )
+        x, q, block_indices = (each.flatten(0, 1)[rows] for each in (x.detach(), q, block_indices))
+        return self.loss(x, q, block_indices, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure)
 
     def loss(
         self,
-        selector_q: Tensor,
+        x: Tensor,
         q: Tensor,
         block_indices: Tensor,
         selector_k: Tensor,
@@ -147,8 +147,8 @@ class BlockSelector(nn.Module):
     ) -> tuple[Tensor, Captured | None]:
         """The loss on the sampled queries and, if `measure`, how good their choice was.
 
-        selector_q, q, block_indices: of these queries, [S, heads, size], [S, H, Dk], [S, G, n]; selector_k, k: rows of
-        keys that hold at least what they see, [rows, G, size].
+        x, q, block_indices: of these queries, [S, dim], [S, H, Dk], [S, G, n]; selector_k, k: rows of keys that hold at
+        least what they see, [rows, G, size].
         """
         config, (position, key_row, first_key, longest) = self.config, queries
         j = torch.arange(config.num_blocks(longest), device=q.device)
@@ -166,6 +166,7 @@ class BlockSelector(nn.Module):
             counted = total[..., 0] > 0
             mass = mass / torch.where(total > 0, total, 1)
             count = counted.sum()
+        selector_q = self.queries(x)
         with torch.autocast(q.device.type, enabled=False):
             student = self._block_probabilities(selector_q, selector_k, position, first_key, j)
             student = student * free[:, None] + 1e-12

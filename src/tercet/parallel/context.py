@@ -236,7 +236,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
                 exchange = shard.fetch_blocks(torch.cat(indices, dim=1))
                 pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
         if scored is not None and taught is not None and "selected" in fetched:
-            loss = _teach(layer, scored, q, fetched["selected"][0], indices, taught, shard)
+            loss = _teach(layer, x, scored[1], q, fetched["selected"][0], indices, taught, shard)
         if branches:
             found = [out for out, _, _ in results]
             outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
@@ -259,7 +259,7 @@ def _fetch_selector(selector: BlockSelector, x: Tensor, shard: ContextShard) -> 
 
 
 def _teach(
-    layer: NativeSparseAttention, scored: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, indices: list[Any],
+    layer: NativeSparseAttention, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor, indices: list[Any],
     taught: Tensor, shard: ContextShard,
 ) -> Tensor:  # fmt: skip
     """The loss of a learned selector, chunk by chunk: each has its own range of the fetched keys."""
@@ -273,7 +273,7 @@ def _teach(
         first_key = packing.compressed_cu_seqlens[packing.document[token]].long()
         queries = TaughtQueries(packing.position[token], token - start, first_key, packing.max_seqlen)
         loss, captured = layer.selector.loss(
-            scored[0][0, own], q[0, own], indices[i][0, row], scored[1][0], keys[0, part], queries,
+            x[0, own], q[0, own], indices[i][0, row], selector_k[0], keys[0, part], queries,
             measure=layer.stats.enabled,
         )  # fmt: skip
         layer.stats.update_selector(captured)
