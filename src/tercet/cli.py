@@ -56,7 +56,10 @@ FUNCTIONS = {
 GROUPS = {
     "data": ("tercet.data.commands", "prepare, inspect and benchmark training data; train a tokenizer"),
     "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
-    "eval": ("tercet.inference.eval_commands", "evaluate a model: perplexity, needle, recall, lm-eval, selection-map"),
+    "eval": (
+        "tercet.inference.eval_commands",
+        "evaluate a model: perplexity, context, needle, recall, lm-eval, selection-map",
+    ),
     "export": ("tercet.interop.export_commands", "export a run for Transformers: tercet export hf RUN OUT"),
     "import": ("tercet.interop.import_commands", "import a Hugging Face checkpoint: tercet import hf FOLDER OUT"),
 }

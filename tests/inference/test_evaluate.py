@@ -19,7 +19,7 @@ from tercet.config.load import write_config
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
 from tercet.inference.needle import default_lengths, find_needles
-from tercet.inference.perplexity import by_position, held_out, overall
+from tercet.inference.perplexity import ContextLoss, by_context, by_position, held_out, overall, within_documents
 from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
 from tercet.inference.recall import recall_by_distance, window_reach
 from tercet.inference.selection_map import record_selections, selection_page
@@ -145,6 +145,22 @@ def test_positions_are_counted_within_documents():
     assert [s.tokens for s in found] == [16, 16, 32, 64, 16 * 7]
 
 
+def test_the_same_last_tokens_are_scored_with_each_context():
+    model = language_model(data__source="synthetic", data__synthetic__length=64)
+    (batch,) = within_documents(model, length=64, sequences=1)
+    assert list(batch.cu_seqlens) == [0, 64]
+    logits = [model.logits(model.hidden(batch.tokens[:, -context:]))[0, -16:] for context in (16, 40)]
+    expected = [F.cross_entropy(each, batch.targets[0, -16:], ignore_index=-100).item() for each in logits]
+    assert by_context(model, batch, (16, 40), 16) == pytest.approx(expected)
+    assert expected[0] != expected[1]
+
+
+def test_only_sequences_within_one_document_measure_the_context():
+    model = language_model(data__source="synthetic", data__synthetic__length=64)
+    assert list(within_documents(model, length=16, sequences=5))[4].cu_seqlens.tolist() == [0, 16]
+    assert ContextLoss(8, [1.0, 2.0]).gain(ContextLoss(4, [1.5, 2.1])) == pytest.approx((-0.3, 0.2))
+
+
 def test_longer_sequences_than_in_training_can_be_measured():
     found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=256))
     assert found[-1].last == 255
@@ -154,6 +170,7 @@ def test_longer_sequences_than_in_training_can_be_measured():
     ("command", "flag", "usual", "beyond"),
     [
         ("perplexity {} --sequences 1", "--seq-len", "128", "256"),
+        ("context {} --sequences 1", "--lengths", "64 128", "64 192 256"),
         ("needle {} --depths 0.5 --trials 1", "--lengths", "64 128", "64 192 256"),
         ("recall {} --documents 1", "--length", "128", "256"),
     ],
@@ -232,7 +249,7 @@ def test_a_model_that_selects_nothing_has_no_map():
 def test_a_plot_that_cannot_be_written_fails_before_measuring(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr("tercet.inference.load.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    for command in ("perplexity", "needle", "recall"):
+    for command in ("perplexity", "context", "needle", "recall"):
         for plot, said in (("p.png", ".svg"), (tmp_path / "file" / "p.svg", "cannot be written")):
             assert main(["eval", command, str(tmp_path), "--plot", str(plot)]) == 2
             assert said in capsys.readouterr().err

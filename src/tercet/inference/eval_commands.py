@@ -80,6 +80,59 @@ def perplexity(
     return 0
 
 
+def context(
+    run: Run,
+    lengths: tuple[int, ...] = (),
+    last: int | None = None,
+    sequences: int = 32,
+    plot: Plot = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Loss of the same last tokens of long validation documents, with more and less context before them.
+
+    Args:
+        lengths: Tokens to read, the scored ones included; default: an eighth to all of the model's context.
+        last: Tokens to score at the end of each; default: the shortest length.
+        sequences: Sequences to read, each from one document of at least the greatest length.
+    """
+    check_plot(plot)
+    check_model(run)
+    at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
+    from tercet.inference.load import load_model
+    from tercet.inference.perplexity import ContextLoss, by_context, within_documents
+
+    model = load_model(run, device=device, dtype=dtype)
+    sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
+    scored = sizes[0] if last is None else last
+    if scored > sizes[0]:
+        raise UsageError(f"--last {scored} is more than the shortest of --lengths, {sizes[0]}: give at most that")
+    warning = _warn_beyond_training(model, run, "--lengths", sizes)
+    losses = [
+        by_context(model, b, sizes, scored) for b in within_documents(model, length=sizes[-1], sequences=sequences)
+    ]
+    if not losses:
+        raise UsageError(f"no validation document has {sizes[-1]:,} tokens: give shorter --lengths")
+    found = [ContextLoss(size, [row[i] for row in losses]) for i, size in enumerate(sizes)]
+    print(f"the last {scored:,} tokens of {len(losses)} sequences, each from one document")
+    print(f"{'tokens read':>12}  {'loss':>8}  against {sizes[0]:,}")
+    for each in found:
+        gain, error = each.gain(found[0])
+        print(
+            f"{each.context:>12,}  {each.loss:>8.4f}" + (f"  {gain:+.4f} ± {error:.4f}" if each is not found[0] else "")
+        )
+    if plot is not None:
+        from tercet.inference.plots import context_plot
+
+        context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
+        print(plot)
+    print(json.dumps({"eval": "context", "run": str(run), "step": model.step, "trained_length": model.context,
+                      "warning": warning, "last": scored, "sequences": len(losses),
+                      "by_context": [{"tokens": each.context, "loss": each.loss, "losses": each.losses}
+                                     for each in found]}))  # fmt: skip
+    return 0
+
+
 def needle(
     run: Run,
     lengths: tuple[int, ...] = (),

@@ -1,9 +1,10 @@
-"""Loss and perplexity by position in the context: does more context keep helping?"""
+"""Loss by position, and of the same tokens with more or less context before them: does more context keep helping?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -76,6 +77,50 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Position
     nats, counts = sums.tolist()
     edges = [(0, 0), *((1 << i, (2 << i) - 1) for i in range(len(nats)))]
     return [PositionBucket(a, b, int(n), s) for (a, b), s, n in zip(edges, nats, counts, strict=False) if n]
+
+
+@dataclass(frozen=True)
+class ContextLoss:
+    """Loss of the scored tokens when the model reads `context` tokens, these included."""
+
+    context: int
+    losses: list[float]  # one per sequence: nats per token
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses)
+
+    def gain(self, other: ContextLoss) -> tuple[float, float]:
+        """Mean difference to another context over the sequences, and its standard error."""
+        differences = [a - b for a, b in zip(self.losses, other.losses, strict=True)]
+        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        return statistics.fmean(differences), error
+
+
+def within_documents(model: LanguageModel, *, length: int, sequences: int) -> Iterator[Batch]:
+    """Validation sequences of `length` tokens, each from one document."""
+    found = 0
+    for batch in held_out(model, sequences=1 << 30, seq_len=length):
+        if batch.cu_seqlens is not None and batch.cu_seqlens.tolist() != [0, length]:
+            continue
+        yield batch
+        found += 1
+        if found == sequences:
+            return
+
+
+@torch.no_grad()
+def by_context(model: LanguageModel, batch: Batch, contexts: Sequence[int], last: int) -> list[float]:
+    """Nats per token of the `last` targets of one sequence, for each number of tokens read."""
+    found = []
+    for context in contexts:
+        tokens, targets = (x[0, -context:].to(model.device) for x in (batch.tokens, batch.targets))
+        hidden = model.hidden(tokens[None])[0, -last:]
+        rows, nats = chunk_rows(model.config.vocab_size), torch.zeros((), dtype=torch.float64, device=model.device)
+        for part, wanted in zip(hidden.split(rows), targets[-last:].split(rows), strict=True):
+            nats += F.cross_entropy(model.logits(part).float(), wanted, ignore_index=IGNORED, reduction="sum").double()
+        found.append(nats.item() / int((targets[-last:] != IGNORED).sum()))
+    return found
 
 
 def overall(buckets: list[PositionBucket]) -> PositionBucket:

@@ -15,9 +15,15 @@ if TYPE_CHECKING:  # both import torch
 
 def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
     """Loss against position in the context, one line per model."""
+    points = {name: [(b.last + 1, b.loss) for b in buckets] for name, buckets in curves.items()}
+    context_plot(points, path)
+
+
+def context_plot(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """Loss against tokens of context, one line per model."""
     figure, axis = _figure(5.6, 3.2)
-    for name, buckets in curves.items():
-        axis.plot([b.last + 1 for b in buckets], [b.loss for b in buckets], marker="o", ms=3, label=name)
+    for name, points in curves.items():
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
     axis.set_xscale("log", base=2)
     axis.set(xlabel="tokens of context", ylabel="loss (nats per token)")
     axis.grid(alpha=0.3)
