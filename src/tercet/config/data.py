@@ -100,6 +100,11 @@ class SourceConfig(Section):
     synthetic: SyntheticConfig = SyntheticConfig()
     """The task, for source=synthetic."""
 
+    retrieval: float = Field(default=0.0, ge=0, le=1)
+    """Share of the training text that becomes retrieval exercises: documents are joined, and lines with facts and later
+    questions about them are put in. They teach small models to look things up far back; `tercet eval ruler` measures
+    it. Validation text is never changed."""
+
     hub_dataset: str = "HuggingFaceFW/fineweb-edu"
     """Hub dataset that fineweb-edu streams from when no path is given; its parquet files are read."""
 
@@ -126,6 +131,9 @@ class SourceConfig(Section):
                 f"prompt_field={self.prompt_field!r} is not used by source={self.source}: "
                 "drop it; only jsonl and parquet have fields"
             )
+        if self.retrieval and self.source in ("synthetic", "mixture"):
+            fix = "set it in the [[data.mixture]] parts" if self.source == "mixture" else "drop it"
+            raise ValueError(f"retrieval={self.retrieval:g} is not used by source={self.source}: {fix}")
         if self.separator and self.source != "text":
             raise ValueError(
                 f"separator={self.separator!r} is not used by source={self.source}: drop it; only text files are split"

@@ -35,9 +35,10 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     yield from _segments(packed, tokenizer, data.seq_len)
     stats = packed.stats
     counted = int((packed.targets != IGNORE).sum())
+    exercises = f", {stats.exercises} retrieval exercises" if stats.exercises else ""
     yield (
         f"{stats.documents} complete documents, {stats.tokens} tokens, {counted} targets, {stats.padding} padding, "
-        f"{stats.skipped} bad records skipped, {stats.left_out} empty documents skipped"
+        f"{stats.skipped} bad records skipped, {stats.left_out} empty documents skipped{exercises}"
     )
 
 

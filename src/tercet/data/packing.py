@@ -34,6 +34,7 @@ class LoaderStats:
     tokens: int  # without padding
     padding: int
     sequences: int
+    exercises: int = 0  # pieces of text with facts and questions (data.retrieval)
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -45,9 +46,11 @@ class SequenceEnd(NamedTuple):
     cursor: Cursor | None
     tokens: int
     padding: int
+    exercises: int
 
     def stats(self, sequences: int) -> LoaderStats:
-        return LoaderStats(**counts_of(self.cursor), tokens=self.tokens, padding=self.padding, sequences=sequences)
+        counts = {"tokens": self.tokens, "padding": self.padding, "exercises": self.exercises}
+        return LoaderStats(**counts_of(self.cursor), **counts, sequences=sequences)
 
 
 class PackedBatch(NamedTuple):
@@ -119,6 +122,7 @@ class _Packer:
         self._cursor: Cursor | None = state["cursor"] if state else None  # before the current document
         self._offset: int = state["offset"] if state else 0  # tokens already taken from the current document
         self._counts = {name: state[name] if state else 0 for name in ("tokens", "padding", "sequences")}
+        self._exercises: int = state.get("exercises", 0) if state else 0
         self.ended = False
         self._documents = stream.documents(self._cursor)
         self._document: Document | None = None
@@ -181,6 +185,15 @@ class _Packer:
                 return
             remaining = len(document.tokens) - offset
             free = length - at % length
+            if document.segment is not None:  # an exercise of its own in every sequence, so it fits any room
+                segment = document.segment(offset, free)
+                yield at, Document(segment.tokens, segment.loss, document.cursor), 0, segment.take
+                self._exercises += segment.take > segment.used
+                at += segment.take
+                self._advance(document, segment.take, segment.used)
+                if at % length == 0:
+                    self._end_sequence()
+                continue
             if self._packing.whole and offset == 0 and free < min(remaining, length):
                 self._counts["padding"] += free
                 at += free
@@ -191,18 +204,23 @@ class _Packer:
             for inside in range(free, take, length):
                 self._end_sequence(tokens=inside)
             at += take
-            self._counts["tokens"] += take
-            if take == remaining:
-                self._cursor, self._offset, self._document = document.cursor, 0, None
-            else:
-                self._offset += take
+            self._advance(document, take, take)
             if at % length == 0:
                 self._end_sequence()
+
+    def _advance(self, document: Document, take: int, used: int) -> None:
+        """Count `take` tokens, made of the next `used` of the current document."""
+        self._counts["tokens"] += take
+        self._offset += used
+        if self._offset == len(document.tokens):
+            self._cursor, self._offset, self._document = document.cursor, 0, None
 
     def _end_sequence(self, tokens: int = 0, padding: int = 0) -> None:
         """Record the end of a sequence, `tokens` and `padding` beyond the current counts."""
         counts = self._counts
-        self._ends.append(SequenceEnd(self._cursor, counts["tokens"] + tokens, counts["padding"] + padding))
+        self._ends.append(
+            SequenceEnd(self._cursor, counts["tokens"] + tokens, counts["padding"] + padding, self._exercises)
+        )
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -211,10 +229,11 @@ class _Packer:
             "cursor": self._cursor,
             "offset": self._offset,
             **self._counts,
+            **({"exercises": self._exercises} if self._exercises else {}),
         }
 
     def _stats(self) -> LoaderStats:
-        return LoaderStats(**counts_of(self._cursor), **self._counts)
+        return LoaderStats(**counts_of(self._cursor), **self._counts, exercises=self._exercises)
 
 
 def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, targets: np.ndarray) -> None:

@@ -81,6 +81,10 @@ def prepare(
     """
     if data.source not in PREPARABLE:
         raise DataUsageError(f"source={data.source} cannot be prepared: use one of {', '.join(PREPARABLE)}")
+    if data.retrieval:
+        raise DataUsageError(
+            f"retrieval={data.retrieval:g} is not used here: shards keep the plain text; set it when training on them"
+        )
     if shard_tokens < 1:
         raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: use a positive number, such as 67108864")
     if workers < 0:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tercet.config.data import DataConfig, SourceConfig
+from tercet.data.exercises import ExerciseStream
 from tercet.data.files import FileRecords, FileSet, find_files, python_files
 from tercet.data.order import document_hash, key
 from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_reader
 from tercet.data.shards import ShardStream
-from tercet.data.stream import Cursor, DataUsageError, Document, Documents, DocumentStream, ReadOptions, Split
+from tercet.data.stream import Cursor, DataUsageError, Documents, DocumentStream, ReadOptions, Split
 from tercet.data.synthetic import SyntheticStream
 from tercet.data.text import RecordSource, TextStream, ValidationSplit
 from tercet.data.tokenizers import Tokenizer
@@ -63,6 +64,20 @@ def validation_split(records: RecordSource, fraction: float, hold_out_end: bool 
 
 
 def _open_part(
+    part: SourceConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    options: ReadOptions,
+    name: str,
+    saved: Mapping[str, Any] | None,
+) -> DocumentStream:
+    stream = _open_source(part, data, tokenizer, options, name, saved)
+    if part.retrieval and options.split == "train":
+        return ExerciseStream(stream, part.retrieval, data.seq_len, tokenizer, options.seed)
+    return stream
+
+
+def _open_source(
     part: SourceConfig,
     data: DataConfig,
     tokenizer: Tokenizer,
@@ -144,7 +159,7 @@ class MixtureStream:
                 tokens[name] += len(document.tokens)
                 cursors[name] = document.cursor
                 after: Cursor = {"tokens": dict(tokens), "parts": dict(cursors)}
-                yield Document(document.tokens, document.loss, after)
+                yield document._replace(cursor=after)
         finally:
             for part in open_parts.values():
                 part.close()

@@ -5,7 +5,7 @@ A stream is an iterator of documents that can be reopened after any document, fr
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,10 +20,20 @@ Split = Literal["train", "validation", "all"]
 COUNTS = ("epoch", "documents", "skipped", "left_out")
 
 
+class Segment(NamedTuple):
+    """A document's share of one sequence, with lines put into its text."""
+
+    tokens: np.ndarray  # [take], and one more if the document continues: the last token's target
+    loss: np.ndarray | None
+    take: int
+    used: int  # tokens of the document in it
+
+
 class Document(NamedTuple):
     tokens: np.ndarray  # [n] unsigned, including EOS
     loss: np.ndarray | None  # [n] bool: tokens that count as targets; None: all
     cursor: Cursor  # position after this document
+    segment: Callable[[int, int], Segment] | None = None  # (offset, room) -> an exercise instead of plain tokens
 
 
 Documents = Generator[Document, None, None]  # close() stops background readers

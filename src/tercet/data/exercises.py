@@ -1,0 +1,285 @@
+"""Retrieval exercises in the training text (data.retrieval): facts, and later questions whose answers are those facts.
+
+Some groups of consecutive documents are joined into one. When such a document is packed, each sequence's share of it
+becomes an exercise of its own: lines with facts and questions are put between the lines of the text, and every question
+comes after its facts in the same sequence. So no answer is cut off from its fact, and distances reach from a few tokens
+to the whole sequence. Nothing of the text is dropped or repeated, and everything counts in the loss.
+
+What an exercise contains depends on the seed, the number of its group and the position in it only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tercet.data.order import key
+from tercet.data.retrieval import TRAINING_WORDINGS, TRAINING_WORDS, VERSION, Draws, Pair, WordList
+from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
+from tercet.data.tokenizers import Tokenizer
+
+SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
+SHORTEST_EXERCISE = 256  # tokens; shorter pieces stay plain text
+FACT_SPACING = 96  # tokens per fact in the densest exercises
+LINE_SHARE = 2  # lines take at most one half of an exercise
+LIST_SHARE = 6  # a word list takes at most about this part
+LINE_REACH = 512  # tokens back to look for the start of a line
+
+_W, _P = TRAINING_WORDS, TRAINING_WORDINGS
+
+
+class ExerciseStream:
+    """A stream with `share` of its text in joined documents that become exercises.
+
+    The cursor is that of the last document read, with `retrieval`: tokens read, tokens joined, groups so far, and the
+    length of the next group (0: the next document is plain text). The length is part of the cursor because it depends
+    on the sequence length, which may change between saving and resuming.
+    """
+
+    def __init__(self, stream: DocumentStream, share: float, seq_len: int, tokenizer: Tokenizer, seed: int) -> None:
+        self._stream, self._share, self._seq_len, self._seed = stream, share, seq_len, seed
+        self._writer = ExerciseWriter(tokenizer)
+        self._eos = tokenizer.eos_id
+        self._newline = np.array(tokenizer.encode("\n"), dtype=tokenizer.dtype)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**self._stream.identity, "data.retrieval": self._share, "data.retrieval_version": VERSION}
+
+    @property
+    def bad_records(self) -> list[str]:
+        return self._stream.bad_records
+
+    @property
+    def io_retries(self) -> list[str]:
+        return self._stream.io_retries
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        return self._stream.files
+
+    @property
+    def held_out(self) -> list[str]:
+        return self._stream.held_out
+
+    def documents(self, cursor: Cursor | None = None) -> Documents:
+        counts: dict[str, int] = dict.fromkeys(("read", "joined", "groups", "next"), 0)
+        counts |= cursor["retrieval"] if cursor else {}
+        source = self._stream.documents(cursor)
+        try:
+            for document in source:
+                length, group = len(document.tokens), [document]
+                while length < counts["next"] and (following := next(source, None)) is not None:
+                    group.append(following)
+                    length += len(following.tokens)
+                counts["read"] += length
+                number = counts["groups"]
+                if counts["next"]:
+                    counts["joined"] += length
+                    counts["groups"] += 1
+                due = counts["joined"] < self._share * counts["read"]
+                exercise, counts["next"] = counts["next"] > 0, self._group_length(counts["groups"]) if due else 0
+                after = {**group[-1].cursor, "retrieval": dict(counts)}
+                if exercise:
+                    yield self._join(group, key(self._seed, number, VERSION), after)
+                else:
+                    yield document._replace(cursor=after)
+        finally:
+            source.close()
+
+    def _group_length(self, number: int) -> int:
+        sequences = SHORTEST_GROUP + (LONGEST_GROUP - SHORTEST_GROUP) * Draws(self._seed, number).uniform()
+        return max(1, int(sequences * self._seq_len))
+
+    def _join(self, group: list[Document], stream: int, after: Cursor) -> Document:
+        """One document: a newline instead of EOS between the parts."""
+        tokens, loss = [], []
+        masked = any(document.loss is not None for document in group)
+        for document in group:
+            ends = document is not group[-1] and document.tokens[-1] == self._eos
+            own = document.tokens[:-1] if ends else document.tokens
+            tokens.append(own)
+            mask = np.ones(len(document.tokens), dtype=bool) if document.loss is None else document.loss
+            loss.append(mask[: len(own)])
+            if document is not group[-1]:
+                tokens.append(self._newline)
+                loss.append(np.ones(len(self._newline), dtype=bool))
+        joined, counted = np.concatenate(tokens), np.concatenate(loss) if masked else None
+        return Document(joined, counted, after, partial(self._writer.segment, joined, counted, stream))
+
+
+class ExerciseWriter:
+    """Puts lines with facts and questions into a document's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        size = tokenizer.vocab_size
+        self._ends_line = np.array([tokenizer.decode([token]).endswith("\n") for token in range(size)], dtype=bool)
+
+    def segment(self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, offset: int, room: int) -> Segment:
+        """The exercise that starts at `offset` of the document and takes at most `room` tokens."""
+        text = tokens[offset : offset + room + 1]  # one more: the last token's target
+        size = min(room, len(tokens) - offset)
+        if size < SHORTEST_EXERCISE:
+            return Segment(text, None if loss is None else loss[offset : offset + room + 1], size, size)
+        breaks = np.flatnonzero(self._ends_line[text]) + 1
+        lead = "" if len(breaks) * LINE_REACH >= size else "\n"
+        lines = self._encode(write_lines(Draws(stream, offset), size), lead, size // LINE_SHARE)
+        used = min(room - sum(len(line) for _, line in lines), len(tokens) - offset)
+        text = text[: used + 1]
+        end = used - 1 if offset + used == len(tokens) else used  # the last token of a document is EOS: keep it last
+        breaks = breaks[breaks <= end]
+        places = np.array([max(1, round(at * end)) for at, _ in lines], dtype=np.int64)
+        if len(breaks):
+            nearest = breaks[np.maximum(np.searchsorted(breaks, places, side="right") - 1, 0)]
+            near = (nearest <= places) & (places - nearest <= LINE_REACH)
+            places = np.where(near, nearest, places)
+        mask = None if loss is None else loss[offset : offset + used + 1]
+        parts, masks, last = [], [], 0
+        for place, (_, line) in zip(places.tolist(), lines, strict=True):
+            parts += [text[last:place], line]
+            if mask is not None:
+                masks += [mask[last:place], np.ones(len(line), dtype=bool)]
+            last = place
+        written = np.concatenate([*parts, text[last:]])
+        if mask is not None:
+            mask = np.concatenate([*masks, mask[last:]])
+        return Segment(written, mask, used + sum(len(line) for _, line in lines), used)
+
+    def _encode(self, items: list[list[Line]], lead: str, budget: int) -> list[tuple[float, np.ndarray]]:
+        """The lines of the first items that take at most `budget` tokens together, in order of position."""
+        texts = [f"{lead}{line.text}\n".encode() for item in items for line in item]
+        encoded = iter(self._tokenizer.encode_documents(texts))
+        chosen: list[tuple[float, np.ndarray]] = []
+        for item in items:
+            lines = [(line.at, next(encoded)[:-1]) for line in item]  # without EOS
+            budget -= sum(len(line) for _, line in lines)
+            if budget < 0:
+                break
+            chosen += lines
+        return sorted(chosen, key=lambda line: line[0])  # stable: a question stays after its facts
+
+
+class Line(NamedTuple):
+    at: float  # position in the exercise: 0 is its start, 1 its end
+    text: str
+
+
+def write_lines(draws: Draws, size: int) -> list[list[Line]]:
+    """Facts and questions for an exercise of about `size` tokens; each item is complete in itself."""
+    count = int(draws.log_uniform(1, max(2, size / FACT_SPACING)))
+    pair = draws.choice(_P.pairs) if draws.below(2) else None  # one wording for all makes keys harder to tell apart
+    what = draws.choice(_P.whats)
+    items = []
+    while count > 0:
+        wording = pair or draws.choice(_P.pairs)
+        family = draws.below(16)
+        if family < 10:
+            items.append(_one_value(draws, size, wording, what))
+        elif family < 12:
+            items.append(_several_values(draws, size, wording, what))
+        elif family < 14:
+            items.append(_several_keys(draws, size, wording, what))
+        elif family == 14:
+            items.append(_chain(draws, size))
+        else:
+            items.append(_word_list(draws, size))
+        count -= len(items[-1])
+    return items
+
+
+def _question_at(draws: Draws, fact: float, size: int) -> float:
+    """A place after a fact: the end, anywhere, or near."""
+    kind = draws.below(4)
+    if kind < 2:
+        return 1.0
+    if kind == 2:
+        return fact + (1 - fact) * draws.uniform()
+    return min(1.0, fact + draws.log_uniform(32 / size, 1))
+
+
+def _one_value(draws: Draws, size: int, pair: Pair, what: str) -> list[Line]:
+    name, value, at = _W.key(draws), _W.value(draws), draws.uniform()
+    lines = [Line(at, pair.fact.format(what=what, key=name, value=value))]
+    if draws.below(4):  # the others are distractors
+        ask = pair.ask.format(what=what, key=name)
+        lines.append(Line(_question_at(draws, at, size), f"{ask}{value}{pair.end}"))
+    return lines
+
+
+def _several_values(draws: Draws, size: int, pair: Pair, what: str) -> list[Line]:
+    """Several values of one key, asked for in the order of appearance."""
+    name = _W.key(draws)
+    places = sorted(draws.uniform() for _ in range(2 + draws.below(3)))
+    values = [_W.value(draws) for _ in places]
+    lines = [
+        Line(at, pair.fact.format(what=what, key=name, value=value)) for at, value in zip(places, values, strict=True)
+    ]
+    ask, end = draws.choice(_P.values)
+    text = f"{ask.format(what=what, key=name)}{', '.join(values)}{end}"
+    return [*lines, Line(_question_at(draws, places[-1], size), text)]
+
+
+def _several_keys(draws: Draws, size: int, pair: Pair, what: str) -> list[Line]:
+    """Several keys, asked for at once in another order."""
+    facts = [(draws.uniform(), _W.key(draws), _W.value(draws)) for _ in range(2 + draws.below(3))]
+    lines = [Line(at, pair.fact.format(what=what, key=name, value=value)) for at, name, value in facts]
+    ask, end = draws.choice(_P.keys)
+    text = ask.format(what=what, keys=", ".join(name for _, name, _ in facts))
+    text += ", ".join(value for _, _, value in facts) + end
+    return [*lines, Line(_question_at(draws, max(at for at, _, _ in facts), size), text)]
+
+
+def _chain(draws: Draws, size: int) -> list[Line]:
+    chain = draws.choice(_P.chains)
+    places = sorted(draws.uniform() for _ in range(2 + draws.below(4)))
+    upper = draws.below(2)
+    names = [_W.letters(draws, 5).upper() if upper else _W.pair(draws, "_") for _ in places]
+    value = _W.number(draws, 5)
+    lines = [Line(places[0], chain.value.format(name=names[0], value=value))]
+    for at, name, source in zip(places[1:], names[1:], names, strict=False):
+        lines.append(Line(at, chain.copy.format(name=name, source=source)))
+    text = f"{chain.ask.format(value=value)}{', '.join(names)}{chain.end}"
+    return [*lines, Line(_question_at(draws, places[-1], size), text)]
+
+
+def _word_list(draws: Draws, size: int) -> list[Line]:
+    """A list in which some words are more common than others, and the question which."""
+    room = max(8, size // LIST_SHARE // 10)  # entries
+    ranked = draws.below(2)
+    if ranked:
+        wording = draws.choice(_P.ranked_lists)
+        words = distinct(draws, room, lambda: _W.letters(draws, 6))
+        counts = [int(room / rank**2 / 1.6449) for rank in range(1, len(words) + 1)]
+        words[0], top = "...", [word for word, n in zip(words, counts, strict=True) if n > 1][1:4]
+    else:
+        wording = draws.choice(_P.lists)
+        common = 1 + draws.below(min(10, room // 8))
+        repeats = 3 + draws.below(max(1, min(10, room // 2 // common - 2)))
+        words = distinct(draws, common + max(2, room - common * repeats), lambda: _W.coined(draws))
+        counts, top = [repeats] * common + [1] * (len(words) - common), words[:common]
+    text, order = list_text(draws, wording, words, counts)
+    if not ranked:
+        top = sorted(top, key=order.index)
+    at = draws.uniform()
+    if not top:
+        return [Line(at, text)]
+    ask = wording.ask.format(count=len(top))
+    return [Line(at, text), Line(_question_at(draws, at, size), f"{ask}{', '.join(top)}{wording.end}")]
+
+
+def distinct(draws: Draws, count: int, draw: Any) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
+
+
+def list_text(draws: Draws, wording: WordList, words: list[str], counts: list[int]) -> tuple[str, list[str]]:
+    """The shuffled list as text, and its words in order."""
+    order = draws.shuffled([word for word, n in zip(words, counts, strict=True) for _ in range(n)])
+    entries = [wording.entry.format(number=number, word=word) for number, word in enumerate(order, start=1)]
+    return wording.title + wording.joint.join(entries), order

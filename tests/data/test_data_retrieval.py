@@ -1,0 +1,235 @@
+"""Retrieval exercises: the text stays complete, questions follow their facts, and nothing of the evaluation is in."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tercet.config.data import DataConfig
+from tercet.data.exercises import write_lines
+from tercet.data.inspect import describe
+from tercet.data.retrieval import (
+    HELD_OUT_WORDINGS,
+    HELD_OUT_WORDS,
+    MODULUS,
+    REMAINDER,
+    TRAINING_WORDINGS,
+    TRAINING_WORDS,
+    Draws,
+)
+from tercet.data.sources import open_stream
+from tercet.data.stream import DataError
+from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
+
+KINDS = ["jsonl", "shards", "text"]
+
+
+@pytest.fixture(scope="module")
+def lessons(configs):
+    """The configurations with half of the text in exercises, and sequences that hold some."""
+    changes = {"seq_len": 768, "retrieval": 0.5, "prefetch": 0}
+    found = {kind: configs[kind].model_copy(update=changes) for kind in KINDS}
+    parts = tuple(
+        part.model_copy(update={"retrieval": 0.5 * (i < 2)}) for i, part in enumerate(configs["mixture"].mixture)
+    )
+    found["mixture"] = configs["mixture"].model_copy(update={"seq_len": 768, "mixture": parts, "prefetch": 0})
+    found["whole"] = found["jsonl"].model_copy(update={"packing": "whole"})
+    found["shuffled"] = found["shards"].model_copy(update={"shuffle_sequences": 5})
+    return found
+
+
+def is_inside(part, whole) -> bool:
+    """Whether `part` is a subsequence."""
+    rest = iter(whole)
+    return all(token in rest for token in part)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mixture", "whole", "shuffled"])
+def test_resuming_after_any_batch_is_exact(kind, lessons, read):
+    straight = read(lessons[kind], 24, sequences=3)
+    assert straight[-1].stats.exercises > 12
+    for k in range(22):
+        state = json.loads(json.dumps(straight[k].state))
+        for before, after in zip(straight[k + 1 :], read(lessons[kind], 2, sequences=3, state=state), strict=False):
+            assert np.array_equal(before.tokens, after.tokens), f"after batch {k}"
+            assert np.array_equal(before.targets, after.targets)
+            assert (before.state, before.stats) == (after.state, after.stats)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "mixture"])
+def test_reopening_at_any_cursor_gives_the_same_rest(kind, lessons):
+    stream = open_stream(lessons[kind], ByteTokenizer(), seed=3, split="train")
+    documents = [document for document, _ in zip(stream.documents(), range(60), strict=False)]
+    assert 5 < sum(document.segment is not None for document in documents) < 55
+    for k in range(0, 55, 3):
+        rest = stream.documents(json.loads(json.dumps(documents[k].cursor)))
+        for expected, document in zip(documents[k + 1 : k + 5], rest, strict=False):
+            assert np.array_equal(expected.tokens, document.tokens)
+            assert expected.cursor == document.cursor
+            if expected.segment is not None:
+                assert np.array_equal(expected.segment(0, 700).tokens, document.segment(0, 700).tokens)
+
+
+def test_ranks_together_read_what_one_rank_reads(lessons, read):
+    alone = read(lessons["jsonl"], 6)
+    ranks = [read(lessons["jsonl"], 6, rank=r, world_size=2) for r in range(2)]
+    for step, batch in enumerate(alone):
+        assert np.array_equal(np.concatenate([rank[step].tokens for rank in ranks]), batch.tokens)
+        assert all(rank[step].state == batch.state for rank in ranks)
+
+
+def test_all_text_is_read_once_and_in_order(lessons, read):
+    plain = lessons["jsonl"].model_copy(update={"retrieval": 0.0, "exhaustion": "stop"})
+    text = [t for t in np.concatenate([b.tokens.flatten() for b in read(plain)]).tolist() if t]
+    data = plain.model_copy(update={"retrieval": 0.5})
+    written = np.concatenate([b.tokens.flatten() for b in read(data)]).tolist()
+    assert is_inside(text, written)
+    lines = len([t for t in written if t]) - len(text)
+    assert 0.02 * len(text) < lines < len(text)
+
+
+def test_a_longer_stage_continues_inside_an_exercise_without_losing_text(lessons, read):
+    data = lessons["jsonl"].model_copy(update={"exhaustion": "stop"})
+    first = next(
+        batches for n in range(2, 12) if (batches := read(data, n, sequences=1))[-1].state["offset"] > 0
+        and batches[-1].state["cursor"]["retrieval"]["next"]
+    )  # fmt: skip
+    then = read(data.model_copy(update={"seq_len": 1100}), sequences=1, state=first[-1].state)
+    plain = read(data.model_copy(update={"retrieval": 0.0}))
+    text = [t for t in np.concatenate([b.tokens.flatten() for b in plain]).tolist() if t]
+    assert is_inside(text, np.concatenate([b.tokens.flatten() for b in first + then]).tolist())
+
+
+def test_every_target_is_the_next_token(lessons, read):
+    for batch in read(lessons["shards"], 6):
+        tokens, targets, bounds = batch.tokens.flatten(), batch.targets.flatten(), batch.cu_seqlens.tolist()
+        for begin, end in pairwise(bounds):
+            assert np.array_equal(targets[begin : end - 1], tokens[begin + 1 : end])
+        continued = targets[[end - 1 for end in bounds[1:] if tokens[end - 1] != 0]]
+        assert (continued >= 0).all(), "the last token of a sequence has a target in the next one"
+
+
+def test_facts_come_before_their_questions_in_the_same_sequence(lessons, read):
+    asked, distances = 0, []
+    for batch in read(lessons["shards"].model_copy(update={"retrieval": 1.0}), 120):
+        tokens = batch.tokens.flatten().tolist()
+        for begin, end in pairwise(batch.cu_seqlens.tolist()):
+            text = bytes(tokens[begin:end]).decode(errors="replace")
+            for question in re.finditer(r"^(?:GET (\S+) = (\S+)|assert TABLE\[(\S+)\] == (\S+))$", text, re.M):
+                name, value = question.group(1, 2) if question.group(1) else question.group(3, 4)
+                facts = [f"SET {name} = {value}\n", f"TABLE[{name}] = {value}\n"]
+                places = [text.find(fact, 0, question.start()) for fact in facts]
+                assert max(places) >= 0, question.group()
+                asked += 1
+                distances.append((question.start() - max(places)) / 768)
+    assert asked > 50
+    assert min(distances) < 0.1 < 0.8 < max(distances)
+
+
+def test_every_answer_is_among_the_facts():
+    families = 0
+    for n in range(200):
+        for item in write_lines(Draws(9, n), 4000):
+            *facts, question = item
+            if not facts:
+                continue  # a distractor
+            families += len(facts) > 1
+            assert all(fact.at <= question.at <= 1 for fact in facts)
+            given = " ".join(fact.text for fact in facts)
+            answers = re.split(r"[:=?>] ?| are | is | has the [a-z ]+ |\| ", question.text)[-1]
+            for answer in re.split(r", ", answers):
+                assert answer.strip('"}. ;').removesuffix("</lookup").split(" ")[-1] in given, item
+    assert families > 100
+
+
+def test_validation_text_is_never_changed(lessons, read):
+    for kind in ("jsonl", "mixture"):
+        parts = tuple(p.model_copy(update={"retrieval": 0.0}) for p in lessons[kind].mixture)
+        plain = lessons[kind].model_copy(update={"retrieval": 0.0, "mixture": parts})
+        ours, theirs = (read(data, 6, split="validation") for data in (lessons[kind], plain))
+        assert ours
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
+        assert ours[-1].state == theirs[-1].state
+
+
+def test_the_share_of_the_text_is_as_asked(lessons):
+    for share in (0.1, 0.6):
+        data = lessons["shards"].model_copy(update={"retrieval": share})
+        documents = open_stream(data, ByteTokenizer(), seed=1, split="train").documents()
+        last = [document for document, _ in zip(documents, range(400), strict=False)][-1]
+        counts = last.cursor["retrieval"]
+        assert abs(counts["joined"] / counts["read"] - share) < 0.05
+
+
+def test_exercises_in_other_tokens_decode_to_whole_lines(lessons, small_bpe, read):
+    data = lessons["text"].model_copy(update={"tokenizer": str(small_bpe)})
+    tokenizer = load_tokenizer(str(small_bpe))
+    batches = read(data, 24)
+    text = "\n".join(tokenizer.decode(row.tolist()) for batch in batches for row in batch.tokens)
+    assert batches[-1].stats.exercises > 10
+    assert len(re.findall(r"^(?:SET|GET) \S+ = \S+$", text, re.M)) > 2
+
+
+def test_prompts_stay_out_of_the_loss_and_lines_are_in_it(tmp_path, read):
+    records = [{"p": "PROMPT ", "text": f"number {i}\n" * 30} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = DataConfig(source="jsonl", path=str(tmp_path), prompt_field="p", seq_len=600, retrieval=1.0, prefetch=0)
+    for batch in read(data, 4):
+        text = bytes(batch.tokens.flatten().tolist())
+        targets = batch.targets.flatten().tolist()
+        for prompt in re.finditer(b"PROMPT ", text):
+            assert set(targets[prompt.start() : prompt.end() - 1]) == {-100}
+        for line in re.finditer(rb"\nSET [^\n]*\n", text):
+            assert -100 not in targets[line.start() : line.end() - 1]
+
+
+def test_another_share_is_not_resumed(lessons, read):
+    state = read(lessons["jsonl"], 2)[-1].state
+    with pytest.raises(DataError, match=r"data\.retrieval was 0\.5 and is 0\.2"):
+        read(lessons["jsonl"].model_copy(update={"retrieval": 0.2}), 1, state=state)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "mixture"])
+def test_sources_without_text_of_their_own_refuse_exercises(source):
+    with pytest.raises(ValueError, match=f"retrieval=0.5 is not used by source={source}"):
+        DataConfig(source=source, retrieval=0.5)
+
+
+def test_inspect_counts_exercises(lessons):
+    assert re.search(
+        r"[1-9]\d* retrieval exercises", list(describe(lessons["jsonl"], split="train", sequences=4, seed=1))[-1]
+    )
+
+
+def test_nothing_of_the_evaluation_is_in_the_training_lines():
+    assert not set(TRAINING_WORDS.words) & set(HELD_OUT_WORDS.words)
+    assert not set(TRAINING_WORDINGS.whats) & set(HELD_OUT_WORDINGS.whats)
+    training, held_out = ({t.strip() for t in w.all()} for w in (TRAINING_WORDINGS, HELD_OUT_WORDINGS))
+    plain = {text for text in held_out & training if re.search("[a-zA-Z]", re.sub(r"{\w+}", "", text))}
+    assert not plain, "punctuation may be shared, words may not"
+    lines = [line.text for n in range(300) for item in write_lines(Draws(5, n), 8000) for line in item]
+    words = set(re.findall(r"[a-z]+", " ".join(lines)))
+    own = {w for text in (*TRAINING_WORDINGS.all(), *TRAINING_WORDINGS.whats) for w in re.findall("[a-z]+", text)}
+    assert not (words - own) & set(HELD_OUT_WORDS.words)
+    numbers = [int(n) for n in re.findall(r"(?<![\w-])[1-9](?:\d{4}|\d{6})(?![\w-])", " ".join(lines))]
+    assert len(numbers) > 500
+    assert not any(n % MODULUS == REMAINDER for n in numbers)
+
+
+@pytest.mark.parametrize("draw", ["number", "uuid", "coined"])
+def test_made_up_values_are_on_one_side_of_the_split(draw):
+    sides = [
+        {getattr(words, draw)(draws) for _ in range(3000)}
+        for words, draws in ((TRAINING_WORDS, Draws(1)), (HELD_OUT_WORDS, Draws(1)))
+    ]
+    assert not sides[0] & sides[1]
+    assert min(map(len, sides)) > 1500
+
+
+def test_at_least_24_wordings_train():
+    p = TRAINING_WORDINGS
+    assert len({*p.pairs, *p.values, *p.keys, *p.chains, *p.lists, *p.ranked_lists}) >= 24
