@@ -36,6 +36,14 @@ def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> 
     assert 1 <= rows["nsa", 200, 1]["cache_bytes_per_token"] / one < 2
 
 
+def test_a_learned_selector_is_measured_if_asked_for(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert decode(preset="tiny", model_contexts="96", model_batches="1", steps=4, selector="learned") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("selector learned" in line for line in lines)
+    assert json.loads(lines[-1])["selector"] == "learned"
+
+
 @pytest.mark.parametrize(("contexts", "read"), [("96", [16, 96]), ("32,96", [32, 32, 96]), ("96,128", [16, 96, 128])])
 def test_the_first_token_is_timed_after_a_warm_up(capsys, monkeypatch, contexts, read) -> None:
     prompts: dict[int, list[int]] = {}

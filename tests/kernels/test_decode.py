@@ -12,6 +12,7 @@ import tercet
 from kernels.caches import filled
 from tercet.attention.kernels import decode
 from tercet.attention.kernels.decode.attend import read_stages
+from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks
 from tercet.attention.reference import block_importance
 
@@ -116,6 +117,48 @@ def test_branches_that_are_left_out(branches, reference):
     compare(reference, layer, [99], [None])
 
 
+# A learned selector: pooled keys are completed on the way (131 + 1 = 8 + 31·4), and none is seen yet.
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_learned_selector_equals_the_reference(heads, reference):
+    layer = make(selector="learned", selector_heads=heads, selector_dim=12, heads=4, kv_heads=2)
+    compare(reference, layer, [6, 130], [None, [0, 1], None])
+
+
+def test_a_learned_selector_in_half_precision_equals_the_reference(reference):
+    layer = make(dtype=torch.float16, selector="learned", compress_selected_keys=True, compression="mean")
+    compare(reference, layer, [127], [None], limit=5e-3)
+
+
+@pytest.mark.parametrize("branches", [("selected",), ("compressed", "window")], ids=" ".join)
+def test_a_learned_selector_without_some_branches_equals_the_reference(branches, reference):
+    layer = make(branches=branches, compression="mean", selector="learned", selector_dim=16)
+    compare(reference, layer, [127], [None])
+
+
+def test_an_adapter_in_the_selector_is_called(reference):
+    layer = make(compression="mean", selector="learned", selector_dim=16)
+    layer.selector.k_proj.register_forward_hook(lambda module, args, out: -out)
+    compare(reference, layer, [127], [None])
+
+
+def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
+    layer = make(compression="mean", selector="learned", selector_dim=16, selector_heads=2)
+    x = torch.randn(2, 90, 16)
+    cache, seen = layer.make_cache(2), []
+    with torch.no_grad():
+        parts = [layer(x[:, :86], cache=cache)]
+        for t in range(86, 90):
+            parts.append(layer(x[:, t : t + 1], cache=cache))
+            assert set(layer.routes.values()) == {"triton"}
+        layer.backend = "reference"
+        layer.stats.update = lambda gates, blocks, packing: seen.append(blocks)
+        whole = layer(x)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+    assert torch.equal(cache.block_indices, seen[0][:, -1])
+    layer.backend, layer.selector = "auto", None
+    assert not torch.equal(layer(x), whole)  # compressed scores choose other blocks
+
+
 def test_dense_decode_equals_the_reference(reference):
     compare(reference, make(tercet.DenseAttention, qk_norm=True), [0, 70], [None, [0, 1]])
 
@@ -163,7 +206,7 @@ def test_blocks_are_chosen_as_sorting_them_all_would(tokens, count, d, block):
     lse = torch.logsumexp(logits[..., :seen] * math.log(2), -1, keepdim=True) / math.log(2)
     indices = torch.full((2, groups, count), -7, dtype=torch.int32)
     lengths, arrived = torch.tensor([tokens] * 2), torch.zeros(2 * groups, dtype=torch.int32)
-    select_blocks(logits, lse, indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
+    select_blocks(Scores(logits, lse), indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
     p = torch.exp2(logits[..., :seen].double() - lse.double()).unflatten(1, (groups, -1)).sum(2)
     scores = block_importance(p, 0, current + 1, config)[..., 1 : current - 1]
     order = scores.sort(descending=True, stable=True).indices[..., : count - 3] + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from kernels.offline import compiling
 from tercet.attention.kernels import decode, table
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
-# batch, room, query heads, KV heads, Dk, Dv; select_block where it is not 64
+# batch, room, query heads, KV heads, Dk, Dv; select_block where it is not 64. Each is compiled with both selectors.
 SHAPES = {
     "P": (16, 65536, 64, 4, 128, 128),
     "C": (1, 4096, 12, 2, 64, 64),
@@ -26,10 +28,14 @@ SHAPES = {
 TABLE = 32
 
 
-def steps(shape: str, dtype: torch.dtype, *, plain: bool) -> None:
+# heads per KV head and their size
+SELECTORS = {"learned": (1, 64), "learned, four heads of 32": (4, 32)}
+
+
+def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compressed") -> None:
     batch, room, heads, groups, dk, dv, *block = SHAPES[shape]
     config = tercet.NSAConfig(select_block=block[0] if block else 64)
-    sizes = decode.Heads(heads, groups, dk, dv)
+    sizes = decode.Heads(heads, groups, dk, dv, *SELECTORS.get(selector, ()))
 
     def pair(slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.empty((), dtype=dtype).expand(batch, slots, groups, size) for size in (dk, dv))
@@ -47,11 +53,26 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool) -> None:
     norm = torch.empty(dk, dtype=dtype)
     q = torch.empty(batch, 1, heads * dk, dtype=dtype)
     kv = torch.empty(batch, 1, groups * (dk + dv), dtype=dtype)
-    decode.nsa_step(
-        q, kv.repeat(1, 1, 3), torch.empty(batch, 1, 3 * heads, dtype=dtype), held, counts, config, sizes,
-        branches=("compressed", "selected", "window"), shared=False, softmax_gate=not plain,
-        norms=None if plain else decode.Norms(norm, (norm,) * 3, 1e-6), phi=(weights(dk), weights(dv)),
-    )  # fmt: skip
+    gates = torch.empty(batch, 1, 3 * heads, dtype=dtype)
+    options = {
+        "branches": ("compressed", "selected", "window"), "shared": False, "softmax_gate": not plain,
+        "norms": None if plain else decode.Norms(norm, (norm,) * 3, 1e-6), "phi": (weights(dk), weights(dv)),
+    }  # fmt: skip
+    if selector in SELECTORS:
+        own, size = SELECTORS[selector]
+        stored = (
+            torch.empty((), dtype=dtype).expand(batch, n, groups, size) for n in (config.num_compressed(room) + 1, 33)
+        )
+        held = replace(held, selector=tuple(stored))
+        # queries, keys and gates as the layer projects them: slices of one row
+        fused = torch.empty(batch, 1, 3 * heads + groups * (own + 1) * size, dtype=dtype)
+        *scored, gates = fused.split([groups * own * size, groups * size, 3 * heads], -1)
+        decode.nsa_step(
+            q, kv.repeat(1, 1, 3)[..., groups * dk :], gates, held, counts, config, sizes,
+            **options | {"tied": True, "selector": scored, "phi": (decode.CompressionWeights(),) * 2},
+        )  # fmt: skip
+        return
+    decode.nsa_step(q, kv.repeat(1, 1, 3), gates, held, counts, config, sizes, **options)
     dense = decode.Held(lengths, turns, room, selected=held.selected)
     decode.dense_step(
         q, kv, dense, counts, sizes, norms=None if plain else decode.Norms(norm, (norm,), 1e-6)
@@ -72,15 +93,28 @@ def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
     assert [c for c in found if c.stack > TABLE] == []
 
 
+def test_a_learned_selector_adds_no_launch_and_spills_nothing() -> None:
+    with compiling(90) as found:
+        steps("C", torch.bfloat16, plain=True, selector="learned")
+    assert [c.name for c in found] == [
+        "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
+        "decode_merge_kernel",
+    ]  # fmt: skip
+    assert [c for c in found if c.stack > TABLE] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "masked, normed, softmax gate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("selector", ["compressed", *SELECTORS])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_everything_compiles(capability: int, shape: str, dtype: torch.dtype, plain: bool, monkeypatch) -> None:
+def test_everything_compiles(
+    capability: int, selector: str, shape: str, dtype: torch.dtype, plain: bool, monkeypatch
+) -> None:
     monkeypatch.setattr(table, "PDL_MOST_PAIRS", 10**6)
     with compiling(capability) as found:
-        steps(shape, dtype, plain=plain)
+        steps(shape, dtype, plain=plain, selector=selector)
     assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found
     if capability == 90 and dtype == torch.bfloat16 and max(SHAPES[shape][4:6]) <= 128:
         assert [c for c in found if c.stack > 2 * TABLE] == []

@@ -76,6 +76,9 @@ OPTIONS = [
     {"branches": ("selected",)},
     {"branches": ("compressed", "window")},
     {"qk_norm": True, "rope_scaling": 4.0, "bias": True},
+    {"selector": "learned"},
+    {"selector": "learned", "selector_heads": 4, "selector_dim": 32, "compress_selected_keys": True},
+    {"selector": "learned", "branches": ("selected", "window"), "compression": "mean"},
 ]
 
 
@@ -89,6 +92,35 @@ def test_steps_equal_the_reference_with_any_options(options) -> None:
     assert relative(found, stepped(layer, other, xs, "reference")) < 1e-5
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize(("heads", "size"), [(1, 64), (2, 32)])
+def test_a_learned_selector_equals_the_reference(groups, heads, size) -> None:
+    options = {"selector": "learned", "selector_heads": heads, "selector_dim": size}
+    layer = make(tercet.NativeSparseAttention, 16, groups, 64, dtype=torch.float32, **options)
+    cache = filled(layer, [0, 30, 500, 1039, 4095, 20001], 20100)
+    other = copy.deepcopy(cache)
+    xs = torch.randn(3, 6, 1, 64, device="cuda")
+    found = stepped(layer, cache, xs, "triton")
+    assert relative(found, stepped(layer, other, xs, "reference")) < 1e-5
+    assert torch.equal(cache.reads, other.reads)
+    for name, store in cache._stores.items():
+        assert relative(store[:, :-1], other._stores[name][:, :-1]) < 1e-5, name
+
+
+def test_a_learned_selector_adds_no_launch() -> None:
+    counts = []
+    for selector in ("compressed", "learned"):
+        layer = make(tercet.NativeSparseAttention, 12, 2, 64, selector=selector, compress_selected_keys=True)
+        cache = filled(layer, [5000, 62], 5100)
+        x = torch.randn(2, 1, 64, device="cuda", dtype=torch.bfloat16)
+        stepped(layer, cache, x[None], "triton")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as events:
+            stepped(layer, cache, x[None], "triton")
+            torch.cuda.synchronize()
+        counts.append(sum(event.count for event in events.key_averages() if event.self_device_time_total))
+    assert counts[1] <= counts[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dense_steps_equal_the_reference(dtype, monkeypatch) -> None:
     layer = make(tercet.DenseAttention, 12, 2, 64, dtype=dtype)
@@ -100,17 +132,22 @@ def test_dense_steps_equal_the_reference(dtype, monkeypatch) -> None:
     assert relative(found, stepped(layer, other, xs, "")) < LIMIT[dtype]
 
 
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
 @pytest.mark.parametrize("tokens", [65536, 300_000, 1_000_000])
-def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int) -> None:
-    layer = make(tercet.NativeSparseAttention, 16, 2, 64)
+def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: str) -> None:
+    layer = make(tercet.NativeSparseAttention, 16, 2, 64, selector=selector)
     cache = filled(layer, [tokens - 5], tokens)
     x = torch.randn(1, 1, 64, device="cuda", dtype=torch.bfloat16)
     stepped(layer, cache, x[None], "triton")
     t = tokens - 5
     with torch.no_grad():
-        q, *_ = layer.project(x, torch.tensor([[t]], device="cuda"))
-    k = cache._stores["k_compressed"][0, : CONFIG.num_compressed(t + 1)].double()
-    p = torch.einsum("ghd,sgd->ghs", q[0, 0].double().unflatten(0, (2, 8)), k).mul(64**-0.5).softmax(-1).sum(1)
+        if selector == "compressed":
+            q, *_ = layer.project(x, torch.tensor([[t]], device="cuda"))
+        else:
+            q, _ = layer.selector.project(x)
+    store = cache._stores["k_compressed" if selector == "compressed" else "selector"]
+    k = store[0, : CONFIG.num_compressed(t + 1)].double()
+    p = torch.einsum("ghd,sgd->ghs", q[0, 0].double().unflatten(0, (2, -1)), k).mul(64**-0.5).softmax(-1).sum(1)
     scores = block_importance(p, 0, CONFIG.num_blocks(t + 1), CONFIG)
     current = t // 64
     for g, blocks in enumerate(cache.block_indices[0].tolist()):
@@ -163,7 +200,15 @@ def test_the_same_bits_every_time_and_from_poisoned_memory() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"branches": ("compressed", "window")}, {"branches": ("window",)}, {"shared_kv": True}, None],
+    [
+        {},
+        {"branches": ("compressed", "window")},
+        {"branches": ("window",)},
+        {"shared_kv": True},
+        None,
+        {"selector": "learned"},
+        {"selector": "learned", "branches": ("selected", "window")},
+    ],
     ids=str,
 )
 def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None:
@@ -193,10 +238,12 @@ def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None
     assert all(torch.equal(a, b) for a, b in zip(stores, others, strict=True))
 
 
-@pytest.fixture(scope="module", params=["nsa", "dense"])
+@pytest.fixture(scope="module", params=["nsa", "learned", "dense"])
 def model(request) -> Transformer:
     torch.manual_seed(0)
-    config = load(preset="tiny").config.model.model_copy(update={"attention": request.param})
+    learned = request.param == "learned"
+    kinds = {"attention": "nsa", "selector": "learned"} if learned else {"attention": request.param}
+    config = load(preset="tiny").config.model.model_copy(update=kinds)
     model = Transformer(config).to("cuda").eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:

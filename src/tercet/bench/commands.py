@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 def attention(
     *,
@@ -85,6 +87,7 @@ def decode(
     model_batches: str = "1,16",
     model_contexts: str = "2048,8192,32768,65536,262144",
     steps: int = 64,
+    selector: Literal["compressed", "learned"] | None = None,
     profile: bool = False,
 ) -> int:
     """Time decoding against dense attention: the whole model and, on a GPU, the attention step alone.
@@ -98,6 +101,7 @@ def decode(
         model_batches: Batch sizes of the whole model.
         model_contexts: Prompt lengths of the whole model; empty to skip it.
         steps: Tokens generated per timing.
+        selector: What scores the blocks; default: as in the preset, and compressed for the attention step.
         profile: Also print the time of each kernel of the attention step.
     """
     from tercet.bench.decode import HEADS, main
@@ -110,6 +114,7 @@ def decode(
         attention=attention, preset=preset,
         model_batches=_numbers("--model-batches", model_batches),
         model_contexts=_numbers("--model-contexts", model_contexts), steps=steps, profile=profile,
+        selector=selector,
     )  # fmt: skip
 
 

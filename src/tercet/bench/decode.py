@@ -37,7 +37,7 @@ _DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTI
 
 def main(
     *, batches: list[int], contexts: list[int], heads: str, attention: bool, preset: str, model_batches: list[int],
-    model_contexts: list[int], steps: int, profile: bool = False,
+    model_contexts: list[int], steps: int, profile: bool = False, selector: str | None = None,
 ) -> int:  # fmt: skip
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
         raise UsageError(
@@ -48,13 +48,15 @@ def main(
     name = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{name}, torch {torch.__version__}")
     result: dict[str, Any] = {"bench": "decode", "device": name, "torch": torch.__version__}
+    if selector is not None:
+        result["selector"] = selector
     correct = True
     if model_contexts:
-        result["model"] = model_rows(preset, model_batches, model_contexts, steps)
+        result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector)
     if attention and not cuda:
         print("attention step skipped: it needs a GPU")
     elif attention:
-        result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile)
+        result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile, selector or "compressed")
         correct = all(row["correct"] for row in result["attention"])
     print(json.dumps({**result, "correct": correct}))
     return 0 if correct else 1
@@ -73,13 +75,17 @@ class _Caches:
     kv: Tensor
     dense_kv: Tensor
     gates: Tensor
+    scored: tuple[Tensor, Tensor] | None  # a learned selector's queries and keys
 
 
 def attention_rows(
-    heads: tuple[int, int, int], batches: list[int], contexts: list[int], profile: bool
+    heads: tuple[int, int, int], batches: list[int], contexts: list[int], profile: bool, selector: str = "compressed"
 ) -> list[dict[str, Any]]:
     H, G, D = heads
-    print(f"attention step, bf16, {H} query heads, {G} KV heads, head {D}, CUDA graphs, random normal caches")
+    print(
+        f"attention step, bf16, {H} query heads, {G} KV heads, head {D}, selector {selector}, CUDA graphs, "
+        "random normal caches"
+    )
     print(
         f"{'batch':>6} {'context':>8} {'error':>8} {'NSA ms':>8} {'dense ms':>9} {'× dense':>8} {'keys':>7} "
         f"{'of':>8} {'read':>6}  dense (all, ms)"
@@ -87,15 +93,17 @@ def attention_rows(
     rows = []
     for context in contexts:
         for batch in batches:
-            rows.append(_attention_at(heads, batch, context, profile))
+            rows.append(_attention_at(heads, batch, context, profile, selector))
             torch.cuda.empty_cache()
     return rows
 
 
-def _attention_at(heads: tuple[int, int, int], batch: int, context: int, profile: bool) -> dict[str, Any]:
+def _attention_at(
+    heads: tuple[int, int, int], batch: int, context: int, profile: bool, selector: str = "compressed"
+) -> dict[str, Any]:
     config = NSAConfig()
     torch.manual_seed(0)
-    made = _make(heads, config, batch, context)
+    made = _make(heads, config, batch, context, selector)
     error = _error(made, batch)
     correct = math.isfinite(error) and error <= 1e-2
     nsa = _graph_ms([_nsa(made, i) for i in range(len(made.caches))])
@@ -132,9 +140,9 @@ def _rewind(made: _Caches, context: int) -> None:
 _MARGIN = _REPLAYS * (_REPEATS + 1) + 8
 
 
-def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: int) -> _Caches:
+def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: int, selector: str) -> _Caches:
     H, G, D = heads
-    layer = NativeSparseAttention(64, H, G, D, config=config).to("cuda", torch.bfloat16)
+    layer = NativeSparseAttention(64, H, G, D, config=config, selector=selector).to("cuda", torch.bfloat16)
     layer.init_weights(std=0.1, output_std=0.1)
     for phi in (layer.compress_k, layer.compress_v):
         torch.nn.init.normal_(phi.down.weight, std=D**-0.5)  # a trained φ is no plain mean
@@ -152,7 +160,11 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
     def normal(size: int) -> Tensor:
         return torch.randn(copies, batch, 1, size, device="cuda", dtype=torch.bfloat16)
 
-    return _Caches(layer, caches, normal(H * D), normal(6 * G * D), normal(2 * G * D), normal(3 * H))
+    own, size = layer.selector_sizes()
+    # as the layer projects them: slices of one row
+    queries, keys, gates = normal(G * (own + 1) * size + 3 * H).split([G * own * size, G * size, 3 * H], -1)
+    scored = (queries, keys) if own else None
+    return _Caches(layer, caches, normal(H * D), normal(6 * G * D), normal(2 * G * D), gates, scored)
 
 
 @torch.no_grad()
@@ -173,18 +185,19 @@ def _error(made: _Caches, batch: int) -> float:
 
 def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
     from tercet.attention.kernels import decode
-    from tercet.model.decode import phi_weights
+    from tercet.model.decode import kernel_heads, phi_weights
 
     layer, cache = made.layer, made.caches[i]
     arrived = cache.arrival_counters(decode.arrivals(cache.batch, layer.kv_heads))
     held = decode.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived)
-    heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
+    heads = kernel_heads(layer)
+    scored = None if made.scored is None else (made.scored[0][i], made.scored[1][i])
     phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))
 
     def step() -> None:
         _, read, _ = decode.nsa_step(
             made.q[i], made.kv[i], made.gates[i], held, None, layer.config, heads, branches=BRANCHES, shared=False,
-            softmax_gate=False, norms=None, phi=phi,
+            softmax_gate=False, norms=None, phi=phi, selector=scored,
         )  # fmt: skip
         cache.set_partial_reads(read)
 

@@ -18,13 +18,20 @@ _LONG = 131072
 _WARM = 8192
 
 
-def model_rows(preset: str, batches: list[int], contexts: list[int], steps: int) -> list[dict[str, Any]]:
+def model_rows(
+    preset: str, batches: list[int], contexts: list[int], steps: int, selector: str | None = None
+) -> list[dict[str, Any]]:
     from tercet.config.load import load
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = load(preset=preset).config.model
-    print(f"model {preset}, {str(dtype).removeprefix('torch.')}, random weights and prompts; first token at batch 1")
+    if selector is not None:
+        config = config.model_copy(update={"selector": selector})
+    print(
+        f"model {preset}, selector {config.selector}, {str(dtype).removeprefix('torch.')}, random weights and prompts; "
+        "first token at batch 1"
+    )
     print(
         f"{'kind':>6} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "
         f"{'keys/token':>11} {'cache B/token':>14}  step"

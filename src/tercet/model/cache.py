@@ -2,8 +2,9 @@
 
 An NSACache holds, per row: keys and values of all tokens, for the selected branch; a ring of the last w tokens, for the
 window; all compressed tokens; and a ring of the last l raw tokens, from which the next compressed token is computed
-when its last raw token arrives. It skips what no branch of the layer reads: without the selected branch it does not
-store all tokens, and with shared_kv the window is the end of that store. Rows may differ in length.
+when its last raw token arrives. A learned selector adds a pooled key per compressed token and a ring of its last l
+keys. What no branch of the layer reads is not stored: all tokens only with the selected branch, and with shared_kv the
+window is the end of that store. Rows may differ in length.
 
 Every store has one extra slot at the end, to which writes of padding are redirected.
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
 
@@ -87,6 +88,7 @@ class Cache:
         self._read_parts: Tensor | None = None
         self._rope_frequencies: Tensor | None = None
         self._arrival_counters: Tensor | None = None
+        self._fused_weights: tuple[Tensor, ...] = ()
         if max_len is not None:
             self._reserve(max_len)
 
@@ -94,7 +96,8 @@ class Cache:
 
     @property
     def reads(self) -> Tensor | None:
-        """int64 [B, C, G]: keys that each query of the last call read, counted from what was gathered and not masked.
+        """int64 [B, C, G]: keys that each query of the last call read, counted from what was gathered and not masked;
+        without those of a learned selector.
 
         None if nothing was counted: after prefill, after a chunk on the whole-sequence kernels, after `take_rows` and
         `put_row`. PyTorch's dense kernel does not count: every key up to the query is reported.
@@ -125,11 +128,23 @@ class Cache:
             self._arrival_counters = torch.zeros(size, dtype=torch.int32, device=self.device)
         return self._arrival_counters
 
+    def fused_weights(self, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """Weight and bias of linear layers that read the same input, as one layer's. Copied at the first step: like the
+        cached tokens, they are those of one set of weights."""
+        if not self._fused_weights:
+            weight = torch.cat([layer.weight for layer in layers])
+            zeros = [weight.new_zeros(layer.out_features) for layer in layers]
+            biases: list[Tensor] = [
+                zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)
+            ]
+            self._fused_weights = weight, torch.cat(biases)
+        return self._fused_weights
+
     # ------------------------------------------------------------ rows
 
     def nbytes(self) -> int:
         """Bytes of everything stored."""
-        stored = [*self._stores.values(), self._rope_frequencies, self._arrival_counters]
+        stored = [*self._stores.values(), self._rope_frequencies, self._arrival_counters, *self._fused_weights]
         return sum(store.numel() * store.element_size() for store in stored if store is not None)
 
     def take_rows(self, rows: Tensor) -> None:
@@ -428,9 +443,12 @@ class NSACache(Cache):
         return self._stores["k_selected"], self._stores["v_selected"]
 
     def stores(self) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Keys and values of every kind; None for kinds that are not kept."""
+        """Keys and values of every kind, None for kinds that are not kept; a selector's pooled keys and last l keys."""
         names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
-        return {kind: self._pair(name) for kind, name in names.items()}
+        pairs = {kind: self._pair(name) for kind, name in names.items()}
+        if self.keeps_selector:
+            pairs["selector"] = self._stores["selector"], self._stores["selector_tail"]
+        return pairs
 
     def _limit_growth(self, tokens: int, capacity: int) -> int:
         # spare capacity must not push a row that still fits past the limit of the decode kernels

@@ -2,7 +2,8 @@
 
 One token per row runs on the decode kernels, a chunk of tokens on the whole-sequence kernels; anything they cannot run
 falls back to PyTorch here. Every path reads only the keys that a query may see, num_cmp + Σ|selected tokens| +
-min(w, t+1) per group, and the cache reports how many were read.
+min(w, t+1) per group, and the cache reports how many were read. The keys of a learned selector, one small vector per
+compressed token, are not counted.
 
 Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 """
@@ -43,8 +44,6 @@ def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
         return NO_TRITON
     if cache.device.type != "cuda" and not interpreting():
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
-    if "selector_dim" in layer.cache_key():
-        return "the decode kernels do not score blocks with a learned selector yet"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
     from tercet.attention.kernels import decode
@@ -126,7 +125,7 @@ def inexact_on_failure(cache: Cache) -> Iterator[None]:
 def kernel_heads(layer: AttentionLayer) -> Heads:
     from tercet.attention.kernels.decode import Heads
 
-    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
+    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, *layer.selector_sizes())
 
 
 def kernel_norms(q: nn.RMSNorm | None, keys: Iterable[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
@@ -181,7 +180,7 @@ def _cached_nsa(
             compressed, read, block_indices = _compressed(rows, t, cache, new, config, scored)
             if "compressed" in branches:
                 results["compressed"] = compressed, read
-            else:
+            elif selector is None:
                 counts.append(read)  # read only to select blocks
             if "selected" in branches:
                 results["selected"] = _selected(rows, t, block_indices, cache, config)

@@ -88,6 +88,10 @@ class AttentionLayer(nn.Module):
         """Whether φ, if the layer has one, is fully described by its weights, which is all the decode kernels read."""
         return True
 
+    def selector_sizes(self) -> tuple[int, int]:
+        """Heads per KV head of a learned selector, and their size; zeros without one."""
+        return 0, 0
+
     def forward(
         self,
         x: Tensor,

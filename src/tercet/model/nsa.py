@@ -156,6 +156,9 @@ class NativeSparseAttention(AttentionLayer):
     def phi_is_plain(self) -> bool:
         return self.compress_k.is_plain() and self.compress_v.is_plain()
 
+    def selector_sizes(self) -> tuple[int, int]:
+        return (0, 0) if self.selector is None else (self.selector.heads, self.selector.size)
+
     # ------------------------------------------------------------ whole sequences
 
     def _forward_sequence(
@@ -361,20 +364,28 @@ class NativeSparseAttention(AttentionLayer):
             held = kernels.Held(
                 cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived
             )
-            q, kv, gates = self.q_proj(x), self._with_all_keys(self.kv_proj(x)), self.gate.proj(x)
+            q, kv = self.q_proj(x), self.kv_proj(x)
+            gates, scored = self._decode_gates(x, cache)
             key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))
             out, read, cache.block_indices = kernels.nsa_step(
                 q, kv, gates, held, counts, self.config, decode.kernel_heads(self), branches=self.branches,
                 shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
                 norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
                 phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
+                tied=self.compress_selected_keys, selector=scored,
             )  # fmt: skip
         cache.set_partial_reads(read)
         return self.o_proj(out)
 
-    def _with_all_keys(self, kv: Tensor) -> Tensor:
-        """Output of kv_proj with keys for every branch: the compressed branch gets the selected one's. [..., C]"""
-        if not self.compress_selected_keys:
-            return kv
-        values, keys = self._kv_widths()[:2]
-        return torch.cat((kv.narrow(-1, values, keys), kv), -1)
+    def _decode_gates(self, x: Tensor, cache: NSACache) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Gate logits, and queries and keys of a learned selector, flat. In one product: each launch costs a step of a
+        small model more than its work does."""
+        if self.selector is None or not cache.keeps_selector:
+            return self.gate.proj(x), None
+        layers = (self.selector.q_proj, self.selector.k_proj, self.gate.proj)
+        if not are_plain(*layers):
+            queries, keys, gates = (layer(x) for layer in layers)
+        else:
+            y = F.linear(x, *cache.fused_weights(layers))
+            queries, keys, gates = y.split([layer.out_features for layer in layers], -1)
+        return gates, (queries, keys)

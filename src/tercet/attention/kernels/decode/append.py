@@ -5,7 +5,10 @@ One program per row and KV head rotates the queries of its group and writes keys
 for each of a block's l tokens: the slot overwritten now has left the block, so that φ may read the ring in the same
 launch. φ takes the newest token from the projection.
 
-q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values   cache tensors: [B, slots, G, D]
+The same program keeps a learned selector's key, and pools the keys of a block that is now complete.
+
+q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; if the selected keys are compressed
+("tied"), without the first set's keys   cache tensors: [B, slots, G, D]
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.decode.common import row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.decode.common import Heads, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.decode.compress import ROWS, CompressionWeights, compress, slices
 from tercet.attention.kernels.launch import call, padded, power_of_2
 from tercet.attention.kernels.table import overlap_launches
@@ -80,19 +83,37 @@ def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
     return X + ((b.to(tl.int64) * slots + slot) * G + g) * D
 
 
-@triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "phi"])
+@triton.jit
+def _pool_selector(new, RING, POOLED, b, g, t, slots, L: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+                   D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    """The largest value of each channel over the l tokens that end with token t; the newest is not read from the ring.
+    Nothing if no compressed token ends here."""
+    first = t + 1 - L
+    if (first >= 0) & (first % S == 0):
+        i = tl.arange(0, L)
+        d = tl.arange(0, DP)
+        token = _slot(RING, b, L + 1, (first + i) % L, g, G, D)
+        held = tl.load(token[:, None] + d[None, :], mask=(i < L - 1)[:, None] & (d < D)[None, :], other=float("-inf"))
+        largest = tl.maximum(tl.max(held.to(tl.float32), 0), new.to(RING.dtype.element_ty).to(tl.float32))
+        _store(_slot(POOLED, b, slots, first // S, g, G, D), largest, D, DP)
+
+
+@triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "selector_row", "phi"])
 def decode_append_kernel(
-    Q, KV, QOUT, FREQS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC,
+    Q, KV, SELECTOR_K, QOUT, FREQS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, POOLED, KSR,
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
-    batch, selected_slots, compressed_slots, phi,
-    eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, G: tl.constexpr,
-    HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, MLP: tl.constexpr,
-    SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr, CHUNK: tl.constexpr,
-    SLICES: tl.constexpr, OVERLAP: tl.constexpr,
+    batch, selected_slots, compressed_slots, selector_row, phi,
+    eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, TIED: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, NORM: tl.constexpr,
+    MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
+    SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_launch(OVERLAP)
     PER_SET: tl.constexpr = G * (DK + DV)
+    ABSENT: tl.constexpr = G * DK if TIED else 0  # numbers missing at the beginning of a row of KV
+    KV_ROW: tl.constexpr = SETS * PER_SET - ABSENT
+    COMPRESSED_KEYS: tl.constexpr = PER_SET if TIED else 0
     HALF: tl.constexpr = DK // 2
     program = tl.program_id(0)
     if COMPRESSED:
@@ -105,11 +126,11 @@ def decode_append_kernel(
             arrived = ARRIVED + program % 2 + 2 * rows
             if program % 2 == 0:
                 compress(KV, KNC, KR, KC, PK, UPK, UBK, DNK, DBK, FREQS, LENGTHS, COUNTS, sums, sums + PER, arrived,
-                         rows, slice, batch, compressed_slots, 0, SETS * PER_SET, eps, L, S, G, DK, DKP, CHUNK,
-                         SLICES, NORM, MASKED, MLP, True)  # fmt: skip
+                         rows, slice, batch, compressed_slots, COMPRESSED_KEYS - ABSENT, KV_ROW, eps, L, S, G, DK, DKP,
+                         CHUNK, SLICES, NORM, MASKED, MLP, True)  # fmt: skip
             else:
                 compress(KV, KNC, VR, VC, PV, UPV, UBV, DNV, DBV, FREQS, LENGTHS, COUNTS, sums, sums + PER, arrived,
-                         rows, slice, batch, compressed_slots, G * DK, SETS * PER_SET, eps, L, S, G, DV, DVP, CHUNK,
+                         rows, slice, batch, compressed_slots, G * DK - ABSENT, KV_ROW, eps, L, S, G, DV, DVP, CHUNK,
                          SLICES, False, MASKED, MLP, False)  # fmt: skip
     if program >= phi:
         b = (program - phi) // G
@@ -121,12 +142,12 @@ def decode_append_kernel(
             q1, q2 = _halves(Q + q, QN, r < HEADS, eps, HALF, HALFP, NORM)
             one = tl.arange(0, 1)
             alone = one == 0
-            at = KV + b.to(tl.int64) * (SETS * PER_SET)
+            at = KV + b.to(tl.int64) * KV_ROW - ABSENT
             k = at + g * DK
             v = at + G * DK + g * DV
             SECOND: tl.constexpr = PER_SET if SETS == 3 else 0
             if COMPRESSED:
-                c1, c2 = _halves(k + one, KNC, alone, eps, HALF, HALFP, NORM)
+                c1, c2 = _halves(k + COMPRESSED_KEYS + one, KNC, alone, eps, HALF, HALFP, NORM)
                 cv = _load(v, DV, DVP)
             if SELECTED:
                 s1, s2 = _halves(k + SECOND + one, KNS, alone, eps, HALF, HALFP, NORM)
@@ -134,6 +155,8 @@ def decode_append_kernel(
             if RING:
                 w1, w2 = _halves(k + 2 * SECOND + one, KNW, alone, eps, HALF, HALFP, NORM)
                 wv = _load(v + 2 * SECOND, DV, DVP)
+            if SELECTOR:
+                selector_k = _load(SELECTOR_K + b.to(tl.int64) * selector_row + g * SD, SD, SDP)
             t = tl.load(LENGTHS + b)
             cos, sin = _cos_sin(FREQS, t, HALF, HALFP)
             _store_rotated(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
@@ -148,6 +171,9 @@ def decode_append_kernel(
                 slot_w = t % WINDOW
                 _store_rotated(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
                 _store(_slot(VW, b, WINDOW + 1, slot_w, g, G, DV), wv, DV, DVP)
+            if SELECTOR:
+                _pool_selector(selector_k, KSR, POOLED, b, g, t, compressed_slots, L, S, G, SD, SDP)
+                _store(_slot(KSR, b, L + 1, t % L, g, G, SD), selector_k, SD, SDP)
 
 
 @dataclass(frozen=True)
@@ -162,6 +188,7 @@ class Held:
     compressed: tuple[Tensor, Tensor] | None = None
     raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens
     arrived: Tensor | None = None  # int32 [arrivals(…)]: counters of finished programs, 0 between steps
+    selector: tuple[Tensor, Tensor] | None = None  # a learned selector's pooled keys, and a ring of its last l keys
 
 
 def arrivals(batch: int, groups: int) -> int:
@@ -179,22 +206,24 @@ class Norms:
 
 
 def append(
-    q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, *, heads: int, groups: int,
-    key_size: int, value_size: int, shared: bool, norms: Norms | None,
-    phi: tuple[CompressionWeights, CompressionWeights] | None,
+    q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *, shared: bool,
+    tied: bool, norms: Norms | None, phi: tuple[CompressionWeights, CompressionWeights] | None,
+    selector_k: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the tokens to the cache; returns the rotated queries. counts: int32 [B], 0 for rows without a new token."""
-    batch = q.shape[0]
+    """Write the tokens to the cache; returns the rotated queries. counts: int32 [B], 0 for rows without a new token.
+    selector_k: [B, G·size], rows of any stride."""
+    batch, groups, per_group = q.shape[0], heads.groups, heads.heads // heads.groups
+    key_size, value_size, selector_size = heads.key_size, heads.value_size, max(1, heads.selector_size)
     sets = 1 if shared else 3
     dtype = next(x for x in (held.selected, held.window, held.compressed) if x is not None)[0].dtype
-    out = torch.empty(batch, heads, key_size, dtype=dtype, device=q.device)
+    out = torch.empty(batch, heads.heads, key_size, dtype=dtype, device=q.device)
     counters = 0 if held.raw is None else 2 * -(-batch * groups // ROWS)
     count = slices(config.compress_block)
     largest = max(padded(key_size), padded(value_size))
     scratch = torch.empty(counters, 2, count, ROWS, largest, dtype=torch.float32, device=q.device)
     programs = counters * count
     keys = (None,) * 3 if norms is None else norms.keys * (3 // len(norms.keys))
-    parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed)]
+    parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed, held.selector)]
     weights = (CompressionWeights(),) * 2 if phi is None else phi
     mlp = weights[0].up is not None
     # cache tensors have one spare slot; dense attention has no compressed tokens
@@ -203,14 +232,14 @@ def append(
     early = overlap_launches(q, batch * groups)
     call(
         decode_append_kernel, (programs + batch * groups,),
-        (q, kv, out, held.frequencies, held.lengths, counts, None if norms is None else norms.q, *keys,
-         *parts[0], *parts[1], *parts[2], *parts[3], *weights[0].all(), *weights[1].all(),
-         scratch, held.arrived),
-        (batch, slots, compressed_slots, programs),
-        (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets,
-         groups, heads // groups, power_of_2(heads // groups), key_size, value_size, power_of_2(key_size // 2),
-         padded(key_size), padded(value_size), norms is not None, counts is not None, mlp,
-         held.selected is not None, held.window is not None, held.raw is not None,
+        (q, kv, selector_k, out, held.frequencies, held.lengths, counts, None if norms is None else norms.q, *keys,
+         *(x for pair in parts for x in pair), *weights[0].all(), *weights[1].all(), scratch, held.arrived),
+        (batch, slots, compressed_slots, 0 if selector_k is None else selector_k.stride(0), programs),
+        (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets, tied,
+         groups, per_group, power_of_2(per_group), key_size, value_size, power_of_2(key_size // 2),
+         padded(key_size), padded(value_size), selector_size, padded(selector_size), norms is not None,
+         counts is not None, mlp, held.selected is not None, held.window is not None, held.raw is not None,
+         selector_k is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
          early),
         num_warps=8 if programs else 4, num_stages=2, launch_pdl=early,

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import table
-from tercet.attention.kernels.decode.common import Parts, row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.decode.common import Parts, Scores, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import LOG2E, call, padded
 from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
-def _queries(Q, b, g, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _queries(Q, b, g, row, HEADS: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The queries of a group. row: numbers from one row of the batch to the next."""
     r = tl.arange(0, RP)
     d = tl.arange(0, DP)
-    at = ((b.to(tl.int64) * G + g) * HEADS + r) * D
+    at = b.to(tl.int64) * row + (g * HEADS + r) * D
     return tl.load(Q + at[:, None] + d[None, :], mask=(r < HEADS)[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -52,6 +53,13 @@ def _step(s, v, some, m, l, acc):
 
 
 @triton.jit
+def _write_lse(LSE, b, g, part, parts, m, l, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr):
+    r = tl.arange(0, RP)
+    at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
+    tl.store(LSE + at, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=r < HEADS)
+
+
+@triton.jit
 def _write_part(
     O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr,
@@ -60,64 +68,94 @@ def _write_part(
     d = tl.arange(0, DVP)
     at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
     share = tl.where(l > 0, l, 1.0)
-    tl.store(LSE + at, tl.where(l > 0, m + tl.log2(share), float("-inf")), mask=r < HEADS)
+    _write_lse(LSE, b, g, part, parts, m, l, HEADS, G, RP)
     tl.store(READ + (b.to(tl.int64) * G + g) * parts + part, read)
     # a part that read nothing writes no o; the merge ignores it
     tl.store(O + at[:, None] * DV + d[None, :], acc / share[:, None],
              mask=((r < HEADS) & (l > 0))[:, None] & (d < DV)[None, :])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slots", "room", "splits", "parts"])
-def decode_prefix_kernel(
-    Q, K, V, LENGTHS, COUNTS, O, LSE, READ, LOGITS, slots, room, splits, parts, scale,
-    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
-    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
-    MASKED: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def _attend_split(
+    Q, K, V, LOGITS, b, g, row, first, end, slots, room, scale,
+    G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, N: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Keys 0, 1, … of a cache tensor: all tokens up to the query (L = S = 1), or the compressed tokens that it sees.
-    SCORES: write the scores, for the selection. Without OUT values are not read."""
+    """Online softmax over keys first … end-1 of a cache tensor: highest score, sum and weighted values."""
+    q = _queries(Q, b, g, row, HEADS, RP, DK, DKP).to(K.dtype.element_ty)
+    r = tl.arange(0, RP)
+    i = tl.arange(0, N)
+    at = (b.to(tl.int64) * slots + first) * G + g
+    K += at * DK
+    V += at * DV
+    m = tl.full([RP], float("-inf"), tl.float32)
+    l = tl.zeros([RP], tl.float32)
+    acc = tl.zeros([RP, DVP], tl.float32)
+    logits = LOGITS
+    if SCORES:
+        logits = LOGITS + ((b.to(tl.int64) * G + g) * HEADS + r)[:, None] * room + i[None, :]
+    for j in tl.range(first, end, N):
+        some = j + i < end
+        k = _vectors(K, i, some, G * DK, DK, DKP)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SCORES:
+            tl.store(logits + j, s, mask=(r < HEADS)[:, None] & some[None, :])
+        if OUT:
+            v = _vectors(V, i, some, G * DV, DV, DVP)
+            m, l, acc = _step(s, v, some, m, l, acc)
+        else:
+            s = tl.where(some[None, :], s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, 1))
+            l = l * tl.exp2(m - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
+            m = top
+        K += N * G * DK
+        V += N * G * DV
+    return m, l, acc
+
+
+@triton.jit(do_not_specialize=["slots", "room", "splits", "parts", "selector_row", "attending"])
+def decode_prefix_kernel(
+    Q, K, V, SQ, SK, LENGTHS, COUNTS, O, LSE, READ, LOGITS, SLSE,
+    slots, room, splits, parts, selector_row, attending, scale, selector_scale,
+    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
+    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SHEADS: tl.constexpr, SRP: tl.constexpr, SD: tl.constexpr,
+    SDP: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, ATTEND: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, SELECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The first `attending` programs of a pair attend to keys 0, 1, … of a cache tensor: all tokens up to the query
+    (L = S = 1), or the compressed tokens that it sees. SCORES: they write the scores, for the selection. Without OUT
+    they read no values.
+
+    SELECTOR: the other programs write the scores of a learned selector, whose keys are stored like the compressed
+    tokens, and their log-sum-exps."""
     split = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
     after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
     real = row_is_active(COUNTS, b, MASKED)
     wait_for_previous_launch(OVERLAP)
-    if real:
-        seen = tl.where(after < L, 0, (after - L) // S + 1)
-        share = tl.cdiv(tl.cdiv(seen, N), splits) * N
-        first = split * share
-        end = tl.minimum(first + share, seen)
-        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
-        r = tl.arange(0, RP)
-        i = tl.arange(0, N)
-        at = (b.to(tl.int64) * slots + first) * G + g
-        K += at * DK
-        V += at * DV
-        m = tl.full([RP], float("-inf"), tl.float32)
-        l = tl.zeros([RP], tl.float32)
-        acc = tl.zeros([RP, DVP], tl.float32)
-        logits = LOGITS
-        if SCORES:
-            logits = LOGITS + ((b.to(tl.int64) * G + g) * HEADS + r)[:, None] * room + i[None, :]
-        for j in tl.range(first, end, N):
-            some = j + i < end
-            k = _vectors(K, i, some, G * DK, DK, DKP)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if SCORES:
-                tl.store(logits + j, s, mask=(r < HEADS)[:, None] & some[None, :])
-            if OUT:
-                v = _vectors(V, i, some, G * DV, DV, DVP)
-                m, l, acc = _step(s, v, some, m, l, acc)
+    seen = tl.where(after < L, 0, (after - L) // S + 1)
+    share = tl.cdiv(tl.cdiv(seen, N), splits) * N
+    if SELECTOR:
+        if (split >= attending) & real:
+            part = split - attending
+            start = part * share
+            stop = tl.minimum(start + share, seen)
+            sm, sl, _ = _attend_split(SQ, SK, SK, LOGITS, b, g, selector_row, start, stop, slots, room, selector_scale,
+                                      G, SHEADS, SRP, SD, SDP, SD, SDP, N, True, False)  # fmt: skip
+            _write_lse(SLSE, b, g, part, splits, sm, sl, SHEADS, G, SRP)
+    if ATTEND:
+        if split < attending:
+            if real:
+                first = split * share
+                end = tl.minimum(first + share, seen)
+                m, l, acc = _attend_split(Q, K, V, LOGITS, b, g, G * HEADS * DK, first, end, slots, room, scale,
+                                          G, HEADS, RP, DK, DKP, DV, DVP, N, SCORES, OUT)  # fmt: skip
+                read = tl.maximum(end - first, 0)
+                _write_part(O, LSE, READ, b, g, split, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
             else:
-                s = tl.where(some[None, :], s, float("-inf"))
-                top = tl.maximum(m, tl.max(s, 1))
-                l = l * tl.exp2(m - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
-                m = top
-            K += N * G * DK
-            V += N * G * DV
-        _write_part(O, LSE, READ, b, g, split, parts, m, l, acc, tl.maximum(end - first, 0), HEADS, G, RP, DV, DVP)
-    else:
-        tl.store(READ + (b.to(tl.int64) * G + g) * parts + split, 0)
+                tl.store(READ + (b.to(tl.int64) * G + g) * parts + split, 0)
 
 
 @triton.jit(do_not_specialize=["slots", "window_slots", "after", "selected_parts", "parts"])
@@ -140,7 +178,7 @@ def decode_selected_window_kernel(
     # the first launch wrote q and the window's keys: if another came in between, they are complete without waiting
     wait_for_previous_launch(OVERLAP and not AHEAD)
     if real:
-        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
+        q = _queries(Q, b, g, G * HEADS * DK, HEADS, RP, DK, DKP)
         m = tl.full([RP], float("-inf"), tl.float32)
         l = tl.zeros([RP], tl.float32)
         acc = tl.zeros([RP, DVP], tl.float32)
@@ -191,21 +229,37 @@ def tile_keys(q: Tensor, value_size: int) -> int:
 
 
 def attend_prefix(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
-    config: NSAConfig | None, logits: Tensor | None, *, out: bool = True,
+    q: Tensor, held: tuple[Tensor, Tensor] | None, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
+    config: NSAConfig | None, scores: Scores | None, *, out: bool = True,
+    selector: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts."""
+    """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts; held: keys and
+    values, None to skip them. scores: filled with the scores of these keys or, if there is one, of the selector.
+
+    selector: queries [B, G·heads·size] of the new tokens, and all keys."""
     batch, heads, size = q.shape
-    slots, groups, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    keys, values = held or (None, None)
+    stored = keys if keys is not None else selector[1]  # type: ignore[index]
+    slots, groups = stored.shape[1], stored.shape[2]
+    value_size = size if values is None else values.shape[3]
     l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
     early = overlap_launches(q, batch * groups)
+    attending = 0 if held is None else splits
+    selector_q, selector_k = selector or (None, None)
+    own, own_size, row = 1, 16, 0
+    if selector_q is not None and selector_k is not None:
+        own_size, row = selector_k.shape[3], selector_q.stride(0)
+        own = selector_q.shape[1] // (groups * own_size)
+    logits, lse = (None, None) if scores is None else (scores.logits, scores.lse)
     call(
-        decode_prefix_kernel, (splits, groups, batch),
-        (q, keys, values, lengths, counts, parts.o, parts.lse, parts.read, logits),
-        (slots, 0 if logits is None else logits.shape[2], splits, parts.count),
-        (size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size, padded(size),
-         value_size, padded(value_size), tile_keys(q, value_size), counts is not None,
-         logits is not None, out, early),
+        decode_prefix_kernel, (attending + (splits if selector else 0), groups, batch),
+        (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits,
+         lse if selector else None),
+        (slots, 0 if logits is None else logits.shape[2], splits, parts.count, row, attending),
+        (size**-0.5 * LOG2E, own_size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size,
+         padded(size), value_size, padded(value_size), own, padded(own), own_size, padded(own_size),
+         tile_keys(q, value_size), counts is not None, held is not None, logits is not None and selector is None, out,
+         selector is not None, early),
         num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip
 

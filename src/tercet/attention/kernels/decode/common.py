@@ -25,6 +25,8 @@ class Heads:
     groups: int
     key_size: int
     value_size: int
+    selector_heads: int = 0  # per group; 0: the compressed tokens score the blocks
+    selector_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class Parts:
     @property
     def count(self) -> int:
         return self.lse.shape[2]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the compressed tokens, from which blocks are selected."""
+
+    logits: Tensor  # fp32 [B, heads, room], base 2
+    lse: Tensor  # fp32 [B, heads, splits or more], base 2: of each split's keys; -inf for none
 
 
 @triton.jit

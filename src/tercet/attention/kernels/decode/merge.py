@@ -1,6 +1,6 @@
 """Last launch of a decode step: merge parts into branches and branches into the output; increment the row lengths.
 
-out: [B, H·Dv]   gates: logits [B, 3·H], three per head   lengths: int64 [B]
+out: [B, H·Dv]   gates: logits [B, 3·H], three per head, rows of any stride   lengths: int64 [B]
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _share(lse, own, gate):
     return p * (gate / tl.where(total > 0, total, 1.0))
 
 
-@triton.jit(do_not_specialize=["a", "b", "c"])
+@triton.jit(do_not_specialize=["a", "b", "c", "gate_row"])
 def decode_merge_kernel(
-    O, LSE, GATES, OUT, LENGTHS, COUNTS, a, b, c, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    O, LSE, GATES, OUT, LENGTHS, COUNTS, a, b, c, gate_row, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PP: tl.constexpr, GATED: tl.constexpr,
     SOFTMAX: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -41,9 +41,10 @@ def decode_merge_kernel(
     gate_s = 1.0
     gate_w = 1.0
     if GATED:
-        gate_c = tl.load(GATES + row * 3).to(tl.float32)
-        gate_s = tl.load(GATES + row * 3 + 1).to(tl.float32)
-        gate_w = tl.load(GATES + row * 3 + 2).to(tl.float32)
+        GATES += batch.to(tl.int64) * gate_row + h * 3
+        gate_c = tl.load(GATES).to(tl.float32)
+        gate_s = tl.load(GATES + 1).to(tl.float32)
+        gate_w = tl.load(GATES + 2).to(tl.float32)
     real = row_is_active(COUNTS, batch, MASKED)
     wait_for_previous_launch(OVERLAP)
     if real:
@@ -87,7 +88,8 @@ def merge_parts(
     out = torch.empty(batch, heads * size, dtype=dtype, device=parts.o.device)
     early = overlap_launches(parts.o, batch * parts.read.shape[1])
     call(
-        decode_merge_kernel, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts), ends,
+        decode_merge_kernel, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts),
+        (*ends, 0 if gates is None else gates.stride(0)),
         (heads, size, power_of_2(size), max(16, power_of_2(count)), gates is not None,
          softmax, counts is not None, early),
         num_warps=8 if count > 64 else 4, launch_pdl=early,

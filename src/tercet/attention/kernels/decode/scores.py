@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.decode.common import row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.decode.common import Scores, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import call, power_of_2
 from tercet.attention.kernels.scores import largest, scaled_exp2
 from tercet.attention.kernels.table import overlap_launches
@@ -139,10 +139,11 @@ def decode_scores_kernel(
 
 
 def select_blocks(
-    logits: Tensor, lse: Tensor, indices: Tensor, lengths: Tensor, counts: Tensor | None, arrived: Tensor, splits: int,
+    scores: Scores, indices: Tensor, lengths: Tensor, counts: Tensor | None, arrived: Tensor, splits: int,
     blocks: int, config: NSAConfig,
 ) -> None:  # fmt: skip
     """Fill indices, int32 [B, G, n]: ascending, -1 at the end."""
+    logits, lse = scores.logits, scores.lse
     batch, groups, count = indices.shape
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block

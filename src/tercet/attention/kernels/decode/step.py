@@ -20,7 +20,7 @@ from tercet.attention.kernels.decode.attend import (
     tile_keys,
     window_tile,
 )
-from tercet.attention.kernels.decode.common import Heads
+from tercet.attention.kernels.decode.common import Heads, Scores
 from tercet.attention.kernels.decode.compress import CompressionWeights
 from tercet.attention.kernels.decode.merge import merge_parts
 from tercet.attention.kernels.decode.scores import select_blocks
@@ -40,8 +40,11 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
     for name, size in (("Dk", heads.key_size), ("Dv", heads.value_size)):
         if size > 256:
             return f"{name}={size} is more than 256"
-    if heads.heads // heads.groups > 128:
-        return f"{heads.heads // heads.groups} heads per group are more than 128"
+    if heads.selector_size > 256:
+        return f"selector_dim={heads.selector_size} is more than 256"
+    for kind, count in (("", heads.heads // heads.groups), ("selector ", heads.selector_heads)):
+        if count > 128:
+            return f"{count} {kind}heads per group are more than 128"
     if config is None:
         return None
     if (reason := table.unsupported_blocks(config)) is not None:
@@ -67,42 +70,51 @@ def too_long(tokens: int, config: NSAConfig) -> str | None:
 def nsa_step(
     q: Tensor, kv: Tensor, gates: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *,
     branches: tuple[str, ...], shared: bool, softmax_gate: bool, norms: Norms | None,
-    phi: tuple[CompressionWeights, CompressionWeights], per: int | None = None, splits: int | None = None,
+    phi: tuple[CompressionWeights, CompressionWeights], tied: bool = False,
+    selector: tuple[Tensor, Tensor] | None = None, per: int | None = None, splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
 
-    q, kv, gates (logits): projections of x, [B, 1, …]. counts: int32 [B], 0 for rows without a new token."""
+    q, kv, gates (logits): projections of x, [B, 1, …]. counts: int32 [B], 0 for rows without a new token. tied: kv has
+    no keys of the compressed branch, which compresses those of the selected one. selector: projections of a learned
+    selector, queries and keys; its keys are not counted as read."""
     batch, device = q.shape[0], q.device
+    selector_q, selector_k = (None, None) if selector is None else (x.flatten(1) for x in selector)
     rotated = append(
-        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads=heads.heads, groups=heads.groups,
-        key_size=heads.key_size, value_size=heads.value_size, shared=shared, norms=norms, phi=phi,
+        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads, shared=shared, tied=tied,
+        norms=norms, phi=phi, selector_k=selector_k,
     )  # fmt: skip
     pairs = batch * heads.groups
-    a = 0
-    if held.compressed is not None:
-        a = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile_keys(rotated, heads.value_size))
+    select, learned = "selected" in branches, selector is not None
+    # the compressed tokens are also read if only the selection needs them
+    attend = held.compressed is not None and ("compressed" in branches or (select and not learned))
+    split = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile_keys(rotated, heads.value_size))
+    a = split if attend else 0
     if per is None:
         per = _blocks_per_part(device, pairs, config)
-    selected_parts = -(-config.select_count // per) if "selected" in branches else 0
+    selected_parts = -(-config.select_count // per) if select else 0
     window_parts = -(-config.window // (per * window_tile(config))) if "window" in branches else 0
     parts = empty_parts(rotated, heads.groups, heads.value_size, a + selected_parts + window_parts)
-    indices = None
-    if held.compressed is not None:
-        logits = None
-        if "selected" in branches:
-            # rows of logits start at multiples of 16 bytes
-            room = -(-max(1, config.num_compressed(held.tokens)) // 4) * 4
-            logits = torch.empty(batch, heads.heads, room, dtype=torch.float32, device=device)
-        keys, values = held.compressed
+    scores = indices = None
+    if select:
+        scoring = heads.groups * heads.selector_heads if learned else heads.heads
+        # rows of logits start at multiples of 16 bytes
+        room = -(-max(1, config.num_compressed(held.tokens)) // 4) * 4
+        lse = torch.empty(batch, scoring, split, dtype=torch.float32, device=device) if learned else parts.lse
+        scores = Scores(torch.empty(batch, scoring, room, dtype=torch.float32, device=device), lse)
+    if attend or scores is not None:
+        keys = None
+        if selector_q is not None and held.selector is not None:
+            keys = selector_q, held.selector[0]
         attend_prefix(
-            rotated, keys, values, held.lengths, counts, parts, a, config, logits, out="compressed" in branches
-        )
-        if logits is not None:
-            assert held.arrived is not None
-            indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
-            arrived = held.arrived[-pairs:]
-            blocks = config.num_blocks(held.tokens)
-            select_blocks(logits, parts.lse, indices, held.lengths, counts, arrived, a, blocks, config)
+            rotated, held.compressed if attend else None, held.lengths, counts, parts, split, config, scores,
+            out="compressed" in branches, selector=keys,
+        )  # fmt: skip
+    if scores is not None:
+        assert held.arrived is not None
+        indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
+        blocks = config.num_blocks(held.tokens)
+        select_blocks(scores, indices, held.lengths, counts, held.arrived[-pairs:], split, blocks, config)
     if selected_parts + window_parts:
         ring = held.window is not None
         window = None if not window_parts else held.window if ring else held.selected
@@ -112,7 +124,7 @@ def nsa_step(
             window_parts, per, config,
         )  # fmt: skip
     ends = (a, a + selected_parts, parts.count)
-    out = merge_parts(parts, gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
+    out = merge_parts(parts, gates.flatten(1), held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
     return out[:, None], parts.read, indices
 
 
@@ -124,13 +136,13 @@ def dense_step(
     batch = q.shape[0]
     assert held.selected is not None
     rotated = append(
-        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads=heads.heads, groups=heads.groups,
-        key_size=heads.key_size, value_size=heads.value_size, shared=True, norms=norms, phi=None,
+        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads, shared=True, tied=False,
+        norms=norms, phi=None,
     )  # fmt: skip
     pairs = batch * heads.groups
     a = splits or _splits(q.device, pairs, held.tokens, tile_keys(rotated, heads.value_size))
     parts = empty_parts(rotated, heads.groups, heads.value_size, a)
-    attend_prefix(rotated, *held.selected, held.lengths, counts, parts, a, None, None)
+    attend_prefix(rotated, held.selected, held.lengths, counts, parts, a, None, None)
     out = merge_parts(parts, None, held.lengths, counts, (a, a, a), q.dtype)
     return out[:, None], parts.read
 
