@@ -191,3 +191,35 @@ def test_files_are_fingerprinted_only_at_the_start(configs, read, monkeypatch):
     few = len(calls)
     read(shuffled(configs["text"], prefetch=0), 20)
     assert len(calls) == 2 * few > 0
+
+
+STAGES = ((64, 4, 7), (160, 2, 5), (32, 8, 6))  # sequence length, sequences per batch, batches
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "shards"])
+@pytest.mark.parametrize("block", [0, 5, 1000])
+def test_stages_of_other_lengths_read_every_token_once(kind, block, configs, read):
+    """At the end of a stage the loader continues at the cursor: nothing is lost in a block, in a batch or between."""
+    tokens = sum(length * size * count for length, size, count in STAGES)
+    plain = read(configs[kind].model_copy(update={"seq_len": 32}), tokens // 32, sequences=1)
+    stream, state = [token for row, _ in sequences(plain) for token in row], None
+    for length, size, count in STAGES:
+        data = shuffled(configs[kind], block, seq_len=length)
+        got = read(data, count, sequences=size, state=state, limit=size * count)
+        resumed = read(data, count - 3, sequences=size, state=got[2].state, limit=size * (count - 3))
+        assert sequences(resumed) == sequences(got[3:])
+        assert resumed[-1].state == got[-1].state
+        rows, stream = stream[: length * size * count], stream[length * size * count :]
+        packed = [tuple(rows[at : at + length]) for at in range(0, len(rows), length)]
+        delivered = [row for row, _ in sequences(got)]
+        assert sorted(delivered) == sorted(packed) if block else delivered == packed
+        state = got[-1].state
+
+
+def test_a_block_keeps_its_size_when_the_end_of_its_stage_has_moved(configs, read):
+    data = shuffled(configs["jsonl"], block=12)
+    short = read(data, 5, sequences=4, limit=20)  # blocks of 12 and 8
+    resumed = read(data, 4, sequences=4, state=short[3].state, limit=100)
+    assert sequences(resumed[:1]) == sequences(short[4:])
+    whole = sequences(read(configs["jsonl"], 8, sequences=4))
+    assert sorted(sequences(short[:4]) + sequences(resumed)) == sorted(whole)

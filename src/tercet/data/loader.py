@@ -116,12 +116,14 @@ def build_loader(
     file_lists: Path | None = None,
     tokenizer: Tokenizer | None = None,
     stop: Callable[[], bool] = lambda: False,
+    limit: int | None = None,
 ) -> Loader:
     """Batches of `batch_sequences` sequences over all ranks; this rank gets its contiguous share.
 
     state: a batch's state, to continue after that batch, at any world size, batch size or sequence length.
     file_lists: folder with the file lists of the run that saved the state, to name files that changed since.
     stop: polled while waiting for a batch; once it returns True, StoppedWaiting is raised after a grace period.
+    limit: sequences until another sequence length follows; the last block of shuffled sequences ends with them.
 
     With data.prefetch=0 batches are read in the calling thread, and `stop` is not polled. Batches are in pinned memory
     if this process has initialised CUDA (a CPU run on a GPU machine has not).
@@ -156,7 +158,7 @@ def build_loader(
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if data.shuffle_sequences and split == "train":
         packing = replace(packing, dtype=block_dtype(tokenizer.vocab_size))
-        packed = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state)
+        packed = pack_shuffled(stream, packing, data.shuffle_sequences, seed, state, limit)
     else:
         packed = pack(stream, packing, state)
     if state is not None:

@@ -82,7 +82,7 @@ def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None 
     packer = _Packer(stream, packing, state)
     try:
         while not packer.ended:
-            batch = packer.next_batch()
+            batch = packer.next_batch(packing)
             if batch is not None:
                 yield batch
             del batch  # otherwise two blocks of shuffled sequences would be in memory
@@ -140,9 +140,9 @@ class _Packer:
     def close(self) -> None:
         self._documents.close()
 
-    def next_batch(self) -> PackedBatch | None:
-        """The next batch; None if the stream has no documents left."""
-        packing, length = self._packing, self._packing.seq_len
+    def next_batch(self, packing: Packing) -> PackedBatch | None:
+        """The next batch of that size; None if the stream has no documents left."""
+        length = packing.seq_len
         size = packing.count * length
         tokens = np.full(size, packing.padding_token, dtype=packing.dtype)
         targets = np.full(size, IGNORE, dtype=packing.dtype)
@@ -281,11 +281,20 @@ def block_dtype(vocab_size: int) -> type[np.signedinteger[Any]]:
 
 
 def pack_shuffled(
-    stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None = None
+    stream: DocumentStream,
+    packing: Packing,
+    block: int,
+    seed: int,
+    state: dict[str, Any] | None = None,
+    limit: int | None = None,
 ) -> PackedBatches:
-    """Like `pack`, with the sequences of every `block` permuted. Blocks use the packing's dtype; batches are int64."""
+    """Like `pack`, with the sequences of every `block` permuted. Blocks use the packing's dtype; batches are int64.
+
+    limit: end after this many sequences, and with them the last block, which is shorter: a following stage of another
+    length starts a block of its own, and no sequence is lost.
+    """
     batch: list[_Sequence] = []
-    sequences = _shuffled_sequences(stream, packing, block, seed, state)
+    sequences = _shuffled_sequences(stream, packing, block, seed, state, limit)
     try:
         for sequence in sequences:
             batch.append(sequence)
@@ -299,14 +308,24 @@ def pack_shuffled(
 
 
 def _shuffled_sequences(
-    stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None
+    stream: DocumentStream,
+    packing: Packing,
+    block: int,
+    seed: int,
+    state: dict[str, Any] | None,
+    limit: int | None,
 ) -> Generator[_Sequence, None, None]:
     identity = stream.identity  # once: for files it stats every file
     start, index, done, handed = _resume_point(identity, packing, block, state)
-    block_packing = replace(packing, sequences=block, first=0, count=block)
-    blocks = pack(stream, block_packing, start)
+    end = None if limit is None else handed + limit
+    # The block that the state is in keeps its size, even if the limit has changed since.
+    size = state["shuffle"].get("size", block) if state is not None and done else _block_size(block, handed, end)
+    packer = _Packer(stream, packing, start)
     try:
-        for packed in blocks:
+        while size and not packer.ended:
+            packed = packer.next_batch(replace(packing, sequences=size, first=0, count=size))
+            if packed is None:
+                break
             numbers = _non_padding(packed, packing)
             order = permutation(len(numbers), seed, index)
             for position in range(done, len(numbers)):
@@ -319,14 +338,21 @@ def _shuffled_sequences(
                     "index": index + 1 if last else index,
                     "done": 0 if last else position + 1,
                     "handed": handed,
+                    **({} if size == block else {"size": size}),
                 }
                 after = {"format": FORMAT, "identity": identity, "shuffle": shuffle}
                 stats = packed.ends[numbers[position]].stats(handed)
                 yield _sequence(packed, numbers[order[position]], packing.seq_len, after, stats)
             start, index, done = packed.state, index + 1, 0
+            size = _block_size(block, handed, end)
             del packed  # free it before the next block is packed
     finally:
-        blocks.close()
+        packer.close()
+
+
+def _block_size(block: int, handed: int, end: int | None) -> int:
+    """Sequences of the next block: fewer before the end of a stage, 0 at it."""
+    return block if end is None else min(block, end - handed)
 
 
 def _resume_point(
