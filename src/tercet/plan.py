@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import Fix, find_fixes, fits, step_memory, usable
+from tercet.doctor.memory import Fix, as_stage_fields, find_fixes, fits, step_memory, usable
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
 from tercet.telemetry.hardware import (
@@ -41,8 +41,24 @@ class Device:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """The estimated cost of one stage of train.stages."""
+
+    seq_len: int
+    steps: int
+    micro_batch: int
+    accumulation: int
+    tokens_per_step: int
+    rope_theta: float
+    flops_per_token: float
+    memory_total: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class CostPlan:
-    """The estimated cost of a run."""
+    """The estimated cost of a run. With stages, memory and batch are those of the stage that needs the most memory,
+    and flops_per_token is a mean."""
 
     parameters: cost.Parameters
     tokens_per_step: int
@@ -57,6 +73,7 @@ class CostPlan:
     warnings: tuple[str, ...]
     fits: bool | None  # None if the device's memory is unknown
     fixes: tuple[Fix, ...]  # settings that would make it fit
+    stages: tuple[StagePlan, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         totals = {"parameters_total": self.parameters.total, "memory_total": self.memory.total}
@@ -78,10 +95,42 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
 
 def make_plan(config: RunConfig, device: Device) -> CostPlan:
     """Estimate the cost of a run on this device."""
+    shuffle = config.largest_shuffle.shuffle_warning(config.data.max_vocab(config.model.vocab_size))
+    warnings = () if shuffle is None else (shuffle,)
+    if not config.train.stages:
+        return replace(_plan_stage(config, config.train.steps, device), warnings=warnings)
+    stages = [(config_of, stage.steps) for config_of, stage in zip(config.stages, config.train.stages, strict=True)]
+    plans = [_plan_stage(stage, steps, device) for stage, steps in stages]
+    seconds = [plan.seconds for plan in plans if plan.seconds is not None]
+    work = sum(plan.tokens * plan.flops_per_token for plan in plans)
+    return replace(
+        max(plans, key=lambda plan: plan.memory.total),
+        tokens=config.total_tokens,
+        flops_per_token=work / config.total_tokens,
+        seconds=sum(seconds) if seconds else None,
+        warnings=warnings,
+        stages=tuple(
+            StagePlan(
+                seq_len=stage.data.seq_len,
+                steps=steps,
+                micro_batch=stage.train.micro_batch,
+                accumulation=plan.accumulation,
+                tokens_per_step=plan.tokens_per_step,
+                rope_theta=stage.model.rope_theta,
+                flops_per_token=plan.flops_per_token,
+                memory_total=plan.memory.total,
+                seconds=plan.seconds,
+            )
+            for (stage, steps), plan in zip(stages, plans, strict=True)
+        ),
+    )
+
+
+def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
     model, parallel, length = config.model, config.parallel, config.data.seq_len
     precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu")
     flops = cost.flops_per_token(model, length)
-    tokens = config.train.steps * config.train.tokens_per_step
+    tokens = steps * config.train.tokens_per_step
     # The known peak is bf16 on a GPU and fp32 on a CPU; it says nothing about the other precision.
     peak = device.flops if (precision == "bf16") == device.is_gpu else None
     rate = None if peak is None else peak * device.utilisation * parallel.world_size
@@ -89,7 +138,6 @@ def make_plan(config: RunConfig, device: Device) -> CostPlan:
     memory = step_memory(config, precision)
     fit = None if device.memory is None else fits(memory.total, device.memory)
     fixes = find_fixes(config, precision, device.memory) if device.memory is not None and not fit else []
-    shuffle = config.data.shuffle_warning(config.data.max_vocab(config.model.vocab_size))
     return CostPlan(
         parameters=cost.parameters(model),
         tokens_per_step=config.train.tokens_per_step,
@@ -101,7 +149,7 @@ def make_plan(config: RunConfig, device: Device) -> CostPlan:
         memory=memory,
         device=device,
         seconds=None if rate is None else tokens * flops / rate,
-        warnings=() if shuffle is None else (shuffle,),
+        warnings=(),
         fits=fit,
         fixes=tuple(fixes),
     )
@@ -113,15 +161,17 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     kinds = model.attention_kinds
     mix = kinds[0] if len(set(kinds)) == 1 else f"{kinds.count('nsa')} nsa + {kinds.count('dense')} dense"
     head = "tied head" if model.tie_embeddings else f"head {quantity(p.head)}"
+    largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
+    per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)
     rows = {
         "model": f"{model.layers} layers ({mix}), dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
         f" of {model.head_dim}, ffn {model.ffn_dim}, vocabulary {model.vocab_size:,}",
         "parameters": f"{quantity(p.total)}: embedding {quantity(p.embedding)}, attention {quantity(p.attention)}, "
         f"ffn {quantity(p.ffn)}, norms {quantity(p.norms)}, {head}",
-        "step": _step_line(config, plan),
+        **_step_rows(config),
         "run": f"{config.train.steps:,} steps, {quantity(plan.tokens)} tokens",
         "arithmetic": f"{quantity(plan.flops_per_token, 'FLOP')} per token, "
-        f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, "
+        f"{per_step}"
         f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in total (forward and backward)",
         "attention": _attention_line(plan),
         "memory": f"about {size(m.total)} per device at the peak of a step",
@@ -130,9 +180,13 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
         "  transient": f"activations {size(m.activations)} (activation_checkpointing="
         f"{config.train.activation_checkpointing}), logits and their gradients {size(m.loss)}",
         "device": _device_line(plan),
-        "fit": f"\n{'':12}".join(_fit_lines(plan)),
+        "fit": as_stage_fields(f"\n{'':12}".join(_fit_lines(plan)), config, largest),
         "time": _time_line(plan),
     }
+    if plan.stages:
+        rows["memory"] += f", in stage {largest + 1}"
+        rows["attention"] = rows["attention"].replace("this length", f"length {plan.stages[largest].seq_len:,}")
+        rows["stages"] = f"\n{'':12}".join(_stage_table(plan))
     notes = [("warning", text) for text in plan.warnings]
     if config.run.device == "auto" and not plan.device.is_gpu:
         notes.append(("hint", "no GPU found: plan for one with --gpu H200"))
@@ -153,8 +207,27 @@ def _fit_lines(plan: CostPlan) -> list[str]:
     return [f"does not fit: {left}; {'each of these' if len(fixes) > 1 else 'this'} would make it fit:", *fixes]
 
 
-def _step_line(config: RunConfig, plan: CostPlan) -> str:
-    ranks, sequences, passes = config.parallel.data_ranks, config.train.micro_batch, plan.accumulation
+def _step_rows(run: RunConfig) -> dict[str, str]:
+    """What a step is made of; with stages, in each of them."""
+    names = [f"  stage {n}" for n, _ in enumerate(run.stages, 1)] if run.train.stages else ["step"]
+    return {name: _step_line(stage) for name, stage in zip(names, run.stages, strict=True)}
+
+
+def _stage_table(plan: CostPlan) -> list[str]:
+    """Steps, cost, memory and time of each stage."""
+    rows = [("", "steps", "length", "rope_theta", "FLOP per token", "memory", "time")]
+    for n, stage in enumerate(plan.stages, 1):
+        time = "unknown" if stage.seconds is None else duration(stage.seconds)
+        rows.append((
+            f"{n}", f"{stage.steps:,}", f"{stage.seq_len:,}", f"{stage.rope_theta:g}",
+            quantity(stage.flops_per_token), size(stage.memory_total), time,
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _step_line(config: RunConfig) -> str:
+    ranks, sequences, passes = config.parallel.data_ranks, config.train.micro_batch, config.accumulation
     parts = [
         *([f"{ranks} ranks"] if ranks > 1 else []),
         f"{sequences} sequence{'s' * (sequences > 1)}",
@@ -162,7 +235,7 @@ def _step_line(config: RunConfig, plan: CostPlan) -> str:
         *([f"{passes} passes"] if passes > 1 else []),
     ]
     shared = f", each sequence over {config.parallel.context} ranks" if config.parallel.context > 1 else ""
-    return f"{plan.tokens_per_step:,} tokens = {' × '.join(parts)}{shared}"
+    return f"{config.train.tokens_per_step:,} tokens = {' × '.join(parts)}{shared}"
 
 
 def _attention_line(plan: CostPlan) -> str:

@@ -192,6 +192,8 @@ def value_type(annotation: Any) -> ValueType | None:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (bool, int, float, str, Path) or origin is Literal:
         return ValueType(annotation)
+    if is_table(annotation) and hasattr(annotation, "parse"):  # a table with a compact form
+        return ValueType(str)
     if origin in (tuple, list):
         item = value_type(parts[0])
         fixed = origin is tuple and parts[-1] is not Ellipsis

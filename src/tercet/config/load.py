@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from tercet.atomic_io import write_json, write_text
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.schema import RunConfig
+from tercet.config.sections import StageConfig
 from tercet.errors import UsageError
 from tercet.parse import parse_json, parse_toml
 
@@ -68,6 +69,9 @@ def merge(layers: list[Layer]) -> Loaded:
     values: dict[str, Any] = {}
     origins = dict.fromkeys(all_keys(), DEFAULT)
     for layer in layers:
+        if layer.values.get("train.stages"):  # train.steps follows, unless this layer or a later one gives it
+            values.pop("train.steps", None)
+            origins["train.steps"] = layer.origin
         for path, value in layer.values.items():
             _check_key(path, layer.origin)
             values[path] = as_none(path, value)
@@ -261,7 +265,7 @@ def toml_value(item: Any) -> str:
         return "true" if item else "false"
     if isinstance(item, int | float):
         return repr(item)
-    if isinstance(item, BaseModel):
+    if isinstance(item, BaseModel) and not isinstance(item, StageConfig):
         return toml_value(item.model_dump(exclude_none=True))
     if isinstance(item, Mapping):
         pairs = ", ".join(f"{json.dumps(str(k))} = {toml_value(v)}" for k, v in item.items() if v is not None)

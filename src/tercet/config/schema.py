@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from bisect import bisect_left
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -76,7 +79,20 @@ class RunConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _tokens_per_step_divides(self) -> Self:
+    def _batches_divide(self) -> Self:
+        for number, stage in enumerate(self.stages, 1):
+            try:
+                stage._check_tokens_per_step()
+                stage._check_context()
+                stage._check_selector()
+            except ValueError as error:
+                if not self.train.stages:
+                    raise
+                rule = re.sub(r"(train|data)[.](?=tokens_per_step|micro_batch|seq_len)", "", str(error))
+                raise ValueError(f"train.stages: stage {number} ({self.train.stages[number - 1]}): {rule}") from None
+        return self
+
+    def _check_tokens_per_step(self) -> None:
         unit = self.tokens_per_pass
         tokens = self.train.tokens_per_step
         if tokens % unit:
@@ -87,10 +103,8 @@ class RunConfig(Section):
                 f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: use {choices}"
                 f"{self._other_fixes()}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _context_divides(self) -> Self:
+    def _check_context(self) -> None:
         # ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
@@ -102,10 +116,8 @@ class RunConfig(Section):
                 f"2 × context ranks = 2 × {ranks} = {2 * ranks} (two equal chunks of tokens per rank): use "
                 f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _selector_is_supported(self) -> Self:
+    def _check_selector(self) -> None:
         selector = self.train.selector
         changed = next((name for name, value in SelectorConfig() if value != getattr(selector, name)), None)
         if self.model.selector == "compressed" and changed is not None:
@@ -130,7 +142,6 @@ class RunConfig(Section):
                 f"train.selector.all_until={selector.all_until} needs train.selector.teacher selected, and "
                 "train.cuda_graph off or auto"
             )
-        return self
 
     def with_absolute_paths(self) -> Self:
         """With data and weights that are found from every folder, so that a run can be resumed from another one."""
@@ -156,6 +167,48 @@ class RunConfig(Section):
         return fixes
 
     @property
+    def stages(self) -> tuple[Self, ...]:
+        """The configuration of each stage (train.stages), as if the whole run were like it; else only this one."""
+        found: list[Self] = []
+        model, train = self.model, self.train.model_copy(update={"stages": ()})
+        for stage in self.train.stages:
+            if stage.rope_theta is not None:
+                model = model.model_copy(update={"rope_theta": stage.rope_theta})
+            if stage.tokens_per_step is not None:
+                train = train.model_copy(update={"tokens_per_step": stage.tokens_per_step})
+            sequences = train.tokens_per_step // (stage.seq_len * self.parallel.data_ranks)  # of a step, per rank
+            largest = max(1, self.train.micro_batch * self.data.seq_len // stage.seq_len)
+            batch = train.model_copy(update={"micro_batch": stage.micro_batch or largest_divisor(sequences, largest)})
+            data = self.data.model_copy(update={"seq_len": stage.seq_len})
+            found.append(self.model_copy(update={"model": model, "train": batch, "data": data}))
+        return tuple(found) or (self,)
+
+    def stage_index(self, step: int) -> int:
+        """The stage, from 0, that makes the update `step`, from 1. After the last step: the last stage."""
+        ends = self.train.stage_ends
+        return min(bisect_left(ends, step), len(ends) - 1)
+
+    def at_step(self, step: int) -> Self:
+        """The configuration of the stage that makes the update `step`; the weights it leaves need its rope_theta."""
+        return self.stages[self.stage_index(step)]
+
+    @property
+    def largest_shuffle(self) -> DataConfig:
+        """The data settings of the stage with the largest block of shuffled sequences. A block ends with its stage."""
+        found = [stage.data for stage in self.stages]
+        for i, (data, stage) in enumerate(zip(found, self.train.stages, strict=False)):
+            sequences = stage.steps * self.stages[i].train.tokens_per_step // stage.seq_len
+            found[i] = data.model_copy(update={"shuffle_sequences": min(data.shuffle_sequences, sequences)})
+        return max(found, key=lambda data: data.shuffle_bytes(self.model.vocab_size))
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run."""
+        starts = (0, *self.train.stage_ends)
+        steps = (last - first for first, last in pairwise(starts))
+        return sum(n * stage.train.tokens_per_step for n, stage in zip(steps, self.stages, strict=True))
+
+    @property
     def tokens_per_pass(self) -> int:
         """Tokens of one forward and backward pass, over all ranks."""
         return self.train.micro_batch * self.data.seq_len * self.parallel.data_ranks
@@ -169,6 +222,12 @@ class RunConfig(Section):
     def validation_passes(self) -> int:
         """Forward passes per validation: enough to cover train.val_tokens."""
         return -(-self.train.val_tokens // self.tokens_per_pass)
+
+
+def largest_divisor(number: int, largest: int) -> int:
+    """The largest divisor of `number` that is at most `largest`; 1 for 0."""
+    below = range(min(number, largest, 2**20), 1, -1)
+    return next((n for n in below if number % n == 0), 1)
 
 
 def _last_few(numbers: list[int]) -> str:

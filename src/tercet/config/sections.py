@@ -7,9 +7,10 @@ unknown keys.
 from __future__ import annotations
 
 import re
+from itertools import accumulate
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tercet.attention.config import divisors
 
@@ -61,11 +62,54 @@ class SelectorConfig(Section):
     """Clip the selectors' gradients to this norm, separately from train.clip; 0: no clipping."""
 
 
+class StageConfig(Section):
+    """One stage of a run (train.stages): steps at one sequence length."""
+
+    seq_len: int = Field(ge=2)
+    """Tokens per sequence, in place of data.seq_len."""
+    steps: int = Field(ge=1)
+    """Optimizer updates in this stage."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Sequences per device and forward pass; none: the largest number that divides a step and has no more tokens than
+    train.micro_batch × data.seq_len, at least 1."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Tokens per optimizer update; none: as in the stage before, at first train.tokens_per_step."""
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Base of the rotary position embedding; none: as in the stage before, at first model.rope_theta."""
+
+    def __str__(self) -> str:
+        """The compact form, as on the command line."""
+        options = {name: value for name, value in self if name not in ("seq_len", "steps") and value is not None}
+        named = (f"{name}={value:.17g}" for name, value in options.items())
+        return ":".join([str(self.seq_len), str(self.steps), *named])
+
+    @classmethod
+    def parse(cls, text: str) -> dict[str, str]:
+        """The fields of the compact form, SEQ_LEN:STEPS[:NAME=VALUE…]."""
+        example = "write 1024:700 for 700 steps at length 1024"
+        length, *rest = text.split(":")
+        if not rest:
+            raise ValueError(f"{text!r} is not SEQ_LEN:STEPS: {example}")
+        fields = {"seq_len": length, "steps": rest[0]}
+        for option in rest[1:]:
+            name, equals, value = option.partition("=")
+            if not equals or name not in cls.model_fields or name in fields:
+                names = ", ".join(f"{name}=…" for name in cls.model_fields if name not in ("seq_len", "steps"))
+                raise ValueError(f"{option!r} in {text!r} is not a field of a stage: after SEQ_LEN:STEPS give {names}")
+            fields[name] = value
+        return fields
+
+
 class TrainConfig(Section):
     """Optimization: steps, batch size, learning rate, precision, validation and sampling."""
 
     steps: int = Field(default=1000, ge=1)
-    """Optimizer updates in the whole run. Schedules, logs and checkpoints count in these steps."""
+    """Optimizer updates in the whole run; with train.stages, their sum. Schedules, logs and checkpoints count in these
+    steps."""
+    stages: tuple[StageConfig, ...] = ()
+    """Stages of growing sequence length, as [[train.stages]] tables or as SEQ_LEN:STEPS, such as 1024:700 8192:250.
+    Further fields follow by name: 8192:250:rope_theta=500000:micro_batch=2:tokens_per_step=65536. none: one stage of
+    data.seq_len."""
     tokens_per_step: int = Field(default=65536, ge=1)
     """Tokens per optimizer update, over all ranks and accumulated micro-batches."""
     micro_batch: int = Field(default=8, ge=1)
@@ -127,6 +171,38 @@ class TrainConfig(Section):
     init_state: InitState = "weights"
     """What to take from init_from: weights only, or also the optimizer moments (to continue at a longer
     data.seq_len)."""
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _parse_stages(cls, stages: Any) -> Any:
+        """Stages in the compact form, separated by commas or spaces; `none` is no stage."""
+        if isinstance(stages, str):
+            stages = [stages]
+        if not isinstance(stages, list | tuple):
+            return stages
+        parsed: list[Any] = []
+        for stage in stages:
+            words = re.findall(r"[^,\s]+", stage) if isinstance(stage, str) else [stage]
+            parsed += [StageConfig.parse(word) if isinstance(word, str) else word for word in words if word != "none"]
+        return parsed
+
+    @model_validator(mode="after")
+    def _steps_are_those_of_the_stages(self) -> Self:
+        total = sum(stage.steps for stage in self.stages)
+        if self.stages and "steps" not in self.model_fields_set:
+            object.__setattr__(self, "steps", total)
+        if self.stages and self.steps != total:
+            counts = " + ".join(str(stage.steps) for stage in self.stages)
+            raise ValueError(
+                f"steps={self.steps} is not the sum of the stages, {counts} = {total}: drop train.steps, or change the "
+                "steps of a stage"
+            )
+        return self
+
+    @property
+    def stage_ends(self) -> tuple[int, ...]:
+        """The last step of each stage; without stages, the last step."""
+        return tuple(accumulate(stage.steps for stage in self.stages)) or (self.steps,)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

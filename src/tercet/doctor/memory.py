@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -50,6 +51,19 @@ def step_memory(config: RunConfig, precision: str) -> cost.Memory:
     )
 
 
+def largest_stage(run: RunConfig, precision: str) -> tuple[int, RunConfig]:
+    """The stage of train.stages whose steps need the most memory: its index and configuration."""
+    return max(enumerate(run.stages), key=lambda stage: step_memory(stage[1], precision).total)
+
+
+def as_stage_fields(text: str, run: RunConfig, index: int) -> str:
+    """Replace flags in a message about a stage by the fields that the stage has in their place."""
+    if not run.train.stages:
+        return text
+    fields = r"\1=\2 in stage " + str(index + 1)
+    return re.sub(r"--(?:train|data)[.](micro_batch|seq_len|tokens_per_step) (\d+)", fields, text)
+
+
 def usable(available: int) -> int:
     """What a step may take of a device's memory: the rest is for the CUDA context, workspaces and fragmentation."""
     return max(0, round(0.95 * available - 0.75 * GIB))
@@ -64,14 +78,16 @@ def find_fixes(config: RunConfig, precision: str, available: int, count: int = 3
     return list(islice(_fixes(config, precision, available), count))
 
 
-def shortage(config: RunConfig, precision: str, available: int) -> str | None:
+def shortage(run: RunConfig, precision: str, available: int) -> str | None:
     """One sentence for a step that does not fit, with the settings that would make it fit; None if it fits."""
+    index, config = largest_stage(run, precision)
     needed = step_memory(config, precision).total
     if fits(needed, available):
         return None
-    fixes = " or ".join(map(str, find_fixes(config, precision, available)))
+    fixes = as_stage_fields(" or ".join(map(str, find_fixes(config, precision, available))), run, index)
     fix = f"{fixes} would make it fit" if fixes else "use a smaller model, or a device with more memory"
-    return f"a step needs about {size(needed)}, and {size(usable(available))} of {size(available)} are usable: {fix}"
+    step = f"a step of stage {index + 1}" if run.train.stages else "a step"
+    return f"{step} needs about {size(needed)}, and {size(usable(available))} of {size(available)} are usable: {fix}"
 
 
 def memory(config: RunConfig) -> Finding:
@@ -86,7 +102,7 @@ def memory(config: RunConfig) -> Finding:
     if (problem := shortage(config, precision, total)) is not None:
         finding, _, fix = problem.partition(": ")
         return Finding("memory", WARNING, finding, fix)
-    needed = step_memory(config, precision).total
+    needed = step_memory(largest_stage(config, precision)[1], precision).total
     return Finding("memory", OK, f"a step needs about {size(needed)} of {size(total)}")
 
 

@@ -69,7 +69,8 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
     else:
         found = _checkpoint(path, verify)
         with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
-            config, step = _config_of(found), int(found.run_state["step"])
+            step = int(found.run_state["step"])
+            config = _config_of(found).at_step(step)
         model = _without_weights(config, found.path, step)
         resume.load_tensors(found.path, model, None)
     target = pick_device(device, flag="--device")

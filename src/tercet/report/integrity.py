@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tercet.parse import parse_json
 from tercet.report.read import Run
-from tercet.telemetry.events import Event, RunEnded, RunStarted, StepLogged
+from tercet.telemetry.events import Event, RunEnded, RunStarted, StageStarted, StepLogged
 
 # Small clock adjustments are normal; a larger jump back means the log was edited or mixed.
 CLOCK_SECONDS = 5.0
@@ -82,10 +82,12 @@ def _check_stream(stream: list[Event]) -> list[str]:
                 found.append(f"begins at step {event.step} without resuming from a checkpoint")
             if previous is None:
                 first = event.step + 1
-            started = event
+            started, per_step = event, event.tokens_per_step
+        elif isinstance(event, StageStarted):
+            per_step = event.tokens_per_step
         elif isinstance(event, StepLogged) and started is not None:
             expected = previous.step + 1 if previous else first
-            found += _check_interval(event, expected, started, previous)
+            found += _check_interval(event, expected, started, previous, per_step)
             previous = event
         elif isinstance(event, RunEnded):
             found += _check_end(event, started, previous)
@@ -100,8 +102,10 @@ def _before_restart(stream: list[Event]) -> list[Event]:
     return stream[:stop]
 
 
-def _check_interval(event: StepLogged, expected: int, started: RunStarted, previous: StepLogged | None) -> list[str]:
-    """Check one log interval against the one before it and the plan of the run."""
+def _check_interval(
+    event: StepLogged, expected: int, started: RunStarted, previous: StepLogged | None, per_step: int
+) -> list[str]:
+    """Check one log interval against the one before it and the plan of the run. per_step: tokens, in its stage."""
     found = []
     steps = event.step - event.first_step + 1
     # A run forked from another folder may begin in the middle of an interval logged there.
@@ -121,13 +125,14 @@ def _check_interval(event: StepLogged, expected: int, started: RunStarted, previ
         found.append(f"step {event.step} is beyond the run's {started.steps} steps")
     tokens = event.tokens - (previous.tokens if previous else 0)
     span = event.step - (previous.step if previous else 0)
-    if tokens > span * started.tokens_per_step * 1.0001 or tokens <= 0:
-        found.append(f"step {event.step}: {tokens} tokens do not fit {span} steps of {started.tokens_per_step} tokens")
+    staged = per_step != started.tokens_per_step  # a fork within a stage does not know the steps before it
+    if (tokens > span * per_step * 1.0001 and not (forked and staged)) or tokens <= 0:
+        found.append(f"step {event.step}: {tokens} tokens do not fit {span} steps of {per_step} tokens")
     product = event.tokens_per_s * event.step_seconds
-    if not math.isclose(product, started.tokens_per_step, rel_tol=0.01):
+    if not math.isclose(product, per_step, rel_tol=0.01):
         found.append(
             f"step {event.step}: {event.tokens_per_s:.0f} tokens/s at {event.step_seconds:.4g} s per step is "
-            f"{product:.0f} tokens per step, expected {started.tokens_per_step}"
+            f"{product:.0f} tokens per step, expected {per_step}"
         )
     return found
 

@@ -20,6 +20,7 @@ from tercet.errors import UsageError
 from tercet.report.read import last_heartbeat, read_run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
+from tercet.telemetry.progress import steps_left
 from tercet.telemetry.units import duration, quantity
 from tercet.terminal import printable
 
@@ -120,11 +121,12 @@ class View:
         done, steps = (step.step if step else 0), (started.steps if started else 0)
         grid = Table.grid(padding=(0, 2))
         state = ended.outcome if first.ended and ended else "running"
-        left = "" if first.ended or not step else f"eta {duration((steps - done) * step.step_seconds)}"
+        stage: Any = first.last.get(events.StageStarted)
+        left = "" if first.ended or not step else f"eta {duration(steps_left(steps, done, stage) * step.step_seconds)}"
         grid.add_row(
             Text(printable(started.name if started else self.folder.name), style="bold"),
             ProgressBar(total=max(1, steps), completed=done, width=30),
-            Text(f"{done:,}/{steps:,} steps"),
+            Text(f"{done:,}/{steps:,} steps{f', stage {stage.stage}/{stage.stages}' if stage else ''}"),
             Text(printable(state), style={"completed": "green", "running": "cyan"}.get(state, "bold red")),
             Text(left),
         )

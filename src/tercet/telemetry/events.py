@@ -56,6 +56,23 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageStarted(Event):
+    """A stage of train.stages, which begins after `step`: when it starts, and when a process resumes in it."""
+
+    kind: ClassVar[str] = "stage"
+    measured: ClassVar[bool] = True
+    stage: int  # from 1
+    stages: int
+    last_step: int
+    seq_len: int
+    micro_batch: int
+    tokens_per_step: int
+    accumulation: int
+    rope_theta: float
+    later_steps: float  # estimated work of the later stages, in steps of this one
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepLogged(Event):
     """A log interval: the values of its last step, and the losses and gradient norms of all its steps."""
 
@@ -86,6 +103,7 @@ class Validated(Event):
     tokens: int  # target tokens in the mean
     seconds: float
     bytes: int | None = None  # UTF-8 bytes of those tokens' text; None in logs of early versions
+    seq_len: int | None = None  # with train.stages: that of the stage
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -272,6 +290,7 @@ KINDS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
         RunStarted,
+        StageStarted,
         StepLogged,
         Validated,
         Sampled,

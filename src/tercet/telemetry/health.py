@@ -18,6 +18,7 @@ from tercet.telemetry.events import (
     LayersObserved,
     RoutesCounted,
     RunStarted,
+    StageStarted,
     StepLogged,
     StepsSkipped,
 )
@@ -56,10 +57,13 @@ class HealthMonitor:
 
     def observe(self, event: Event) -> list[HealthFired]:
         """New findings due to this event."""
-        if isinstance(event, RunStarted):
-            # Another process, maybe on another device: throughput starts over, and the first interval is warmup.
+        if isinstance(event, RunStarted | StageStarted):
+            # Another process, maybe on another device, or another sequence length: throughput starts over, and the
+            # first interval is warmup.
             self._speeds.clear()
             self._warming_up = True
+            if isinstance(event, StageStarted):
+                self._losses.clear()
             found = []
         elif isinstance(event, StepLogged):
             found = [*self._loss(event), *self._gradients(event), *self._speed(event), *self._data(event)]

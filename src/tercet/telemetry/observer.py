@@ -85,7 +85,7 @@ class Observer:
 
     def before_step(self, step: int) -> None:
         """Layer statistics are collected only in steps that will be logged."""
-        self._probe.set_sampling(step % self._config.log.every == 0 or step == self._config.train.steps)
+        self._probe.set_sampling(step % self._config.log.every == 0 or step in self._config.train.stage_ends)
         self._profiler.before_step(step)
 
     @contextmanager

@@ -22,6 +22,7 @@ from tercet.telemetry.events import (
     HealthFired,
     Noted,
     Sampled,
+    StageStarted,
     StepLogged,
     StepsSkipped,
     Validated,
@@ -93,6 +94,7 @@ class Screen:
         self._line = LiveLine(0, 0)
         self._last_line = 0  # step of the last line printed above the live line
         self._estimated = False
+        self._stage: StageStarted | None = None  # the current one
 
     def say(self, text: str, style: str = "", *, wrap: bool = False) -> None:
         """Print a line, above the live line if there is one. Markup and control characters are printed literally.
@@ -149,7 +151,7 @@ class Screen:
         if isinstance(event, Validated | Sampled):
             self._line.doing = ""
         if isinstance(event, StepLogged):
-            left = (steps - event.step) * event.step_seconds
+            left = steps_left(steps, event.step, self._stage) * event.step_seconds
             self._line.fields = step_fields(event, left)
             if self._display is None or event.step - self._last_line >= steps // HISTORY_LINES:
                 self._last_line = event.step
@@ -157,9 +159,13 @@ class Screen:
                 room = self._console.width - len(count) if self._console.is_terminal else sys.maxsize
                 self.say(count + fit(self._line.fields, room))
             self._estimate(event, left)
+        elif isinstance(event, StageStarted):
+            self.say(stage_line(event, self._stage), wrap=True)
+            self._stage, self._estimated = event, False
         elif isinstance(event, Validated):
             bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
             over = f"over {quantity(event.tokens)} tokens"
+            over += "" if event.seq_len is None else f" in sequences of {event.seq_len}"
             self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
         elif isinstance(event, Sampled):
             body = "\n".join("  | " + line for line in (event.prompt + event.text).split("\n"))
@@ -197,6 +203,22 @@ class Screen:
         self._estimated = True
         until = time.strftime("%H:%M" if left < 43200 else "%a %d %b %H:%M", time.localtime(time.time() + left))
         self.say(f"about {duration(left)} left, until {until}")
+
+
+def steps_left(steps: int, done: int, stage: StageStarted | None) -> float:
+    """What is left of a run, in steps of the current stage if it has stages."""
+    return steps - done if stage is None else stage.last_step - done + stage.later_steps
+
+
+def stage_line(stage: StageStarted, before: StageStarted | None) -> str:
+    """What a stage of a run changes."""
+    batches = f"{stage.tokens_per_step} tokens: {stage.accumulation} × {stage.micro_batch} sequences per rank"
+    facts = {"sequences of": stage.seq_len, "rope_theta": f"{stage.rope_theta:g}", "steps of": batches}
+    if before is not None:
+        was = {"sequences of": before.seq_len, "rope_theta": f"{before.rope_theta:g}", "steps of": ""}
+        facts |= {k: f"{v} (was {was[k]})" for k, v in facts.items() if was[k] and v != was[k]}
+    steps = f"steps {stage.step + 1} to {stage.last_step}"
+    return f"stage {stage.stage}/{stage.stages}, {steps}: {', '.join(f'{k} {v}' for k, v in facts.items())}"
 
 
 def step_fields(event: StepLogged, seconds_left: float) -> list[tuple[int, str]]:

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from tercet.config.sections import HealthConfig
-from tercet.telemetry.events import Event, EventLog, Stalled, StepLogged
+from tercet.telemetry.events import Event, EventLog, StageStarted, Stalled, StepLogged
 
 # EX_TEMPFAIL of sysexits.h ("try again"), so that restart scripts can distinguish it from a failure.
 STALLED_EXIT = 75
@@ -47,6 +47,8 @@ class Watchdog:
 
     def observe(self, event: Event) -> None:
         """Learn the usual time between log lines."""
+        if isinstance(event, StageStarted):
+            self._intervals.clear()  # compilation and capture start over
         if isinstance(event, StepLogged):
             self._intervals.append(event.step_seconds * len(event.losses))
 

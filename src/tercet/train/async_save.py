@@ -36,6 +36,7 @@ class AsyncSaver:
             process_group=strategy.checkpoint_group,
             wait_for=strategy.wait_for,
             tokenizer=tokenizer.to_str() if isinstance(tokenizer, LibraryTokenizer) else None,
+            keep_steps=config.train.stage_ends,
         )
         self._saved_step = state.step
         self._failures_in_row = 0

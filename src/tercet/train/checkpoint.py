@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
@@ -88,13 +88,15 @@ class Checkpointer:
         process_group: Any = None,
         wait_for: Callable[[Callable[[float], bool]], None] = lambda done: None,
         tokenizer: str | None = None,
+        keep_steps: Collection[int] = (),
     ) -> None:
-        """wait_for: Strategy.wait_for, which notices ranks that stop during a save. tokenizer: its tokenizer.json."""
+        """wait_for: Strategy.wait_for, which notices ranks that stop during a save. tokenizer: its tokenizer.json.
+        keep_steps: checkpoints that are never deleted."""
         self.checkpoints, self.config = checkpoints, config
         self.rank, self.world_size = rank, world_size
         # Not the group of training: two threads in one group would receive each other's messages.
         self.process_group = process_group
-        self._wait_for, self._tokenizer = wait_for, tokenizer
+        self._wait_for, self._tokenizer, self._keep_steps = wait_for, tokenizer, keep_steps
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
         self._started = self._blocked = 0.0
@@ -121,6 +123,7 @@ class Checkpointer:
             self.rank,
             self.world_size,
             self._tokenizer,
+            self._keep_steps,
         )
         future = dcp.async_save(
             dict(tensors),
@@ -168,12 +171,14 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         rank: int,
         world_size: int,
         tokenizer: str | None,
+        keep_steps: Collection[int],
     ) -> None:
         self.step, self.bytes = step, 0
         self.final = checkpoints / manifest.folder_name(step)
         self.writing = checkpoints / (manifest.WRITING + manifest.folder_name(step))
         self._run_state, self._rank_state, self._config = run_state, rank_state, config
         self._rank, self._world_size, self._tokenizer = rank, world_size, tokenizer
+        self._keep_steps = keep_steps
         kinds = sorted({_file_kind(name) for name in names})
         super().__init__(
             path=str(self.writing),
@@ -236,7 +241,7 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         }
         write_json(self.writing / manifest.MANIFEST, content)
         manifest.publish(self.writing, self.step)
-        manifest.prune(self.final.parent, self._config.keep, self._config.keep_every)
+        manifest.prune(self.final.parent, self._config.keep, self._config.keep_every, self._keep_steps)
 
     def discard(self) -> None:
         """Delete what a failed save wrote, so that a full disk does not stay full."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tercet.config.keys import flatten, nest
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import shortage, step_memory
+from tercet.doctor.memory import as_stage_fields, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import flops_per_token, parameters
 from tercet.parallel.strategy import Strategy
@@ -55,19 +56,18 @@ def header_lines(
     if config.run.deterministic:
         options.append("deterministic")
     sizes = f"{model.layers} layers of {kinds}, dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
-    all_tokens = quantity(train.steps * train.tokens_per_step)
-    batches = f"{config.accumulation} × {train.micro_batch} sequences per rank"
+    tokens = quantity(config.total_tokens)
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters: {sizes}"),
-        ("data", f"{config.data.source}, {config.data.tokenizer} tokens, sequences of {config.data.seq_len}"),
+        ("data", f"{config.data.source}, {config.data.tokenizer} tokens, sequences of {_lengths(config)}"),
         ("device", f"{device_name(device)}, {', '.join(options)}"),
         ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
-        ("step", f"{quantity(train.tokens_per_step)} tokens: {batches}"),
-        ("run", f"{train.steps} steps, {all_tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
+        *_step_lines(config),
+        ("run", f"{train.steps} steps, {tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
         ("time", _estimated_time(config, state, device, strategy)),
     ]
     if train.val_tokens:
-        lines.append(("validation", _validation_line(config)))
+        lines.append(("validation", _validation_line(config, state.step)))
     if state.step:
         lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
     if state.parent:
@@ -75,13 +75,32 @@ def header_lines(
     if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
         warning = shortage(config, precision_of(config, device), available)
         lines += [] if warning is None else [("warning", warning)]
-    if (warning := config.data.shuffle_warning(vocab_size, _host_memory())) is not None:
+    if (warning := config.largest_shuffle.shuffle_warning(vocab_size, _host_memory())) is not None:
         lines.append(("warning", warning))
     if train.warmup_steps >= train.steps:
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
         )
     return lines
+
+
+def _lengths(config: RunConfig) -> str:
+    return ", then ".join(str(stage.data.seq_len) for stage in config.stages)
+
+
+def _step_lines(config: RunConfig) -> list[tuple[str, str]]:
+    """The batch of a step; with train.stages, one line per stage."""
+    batches = [
+        f"{quantity(stage.train.tokens_per_step)} tokens: {stage.accumulation} × {stage.train.micro_batch} sequences "
+        "per rank" for stage in config.stages
+    ]  # fmt: skip
+    if not config.train.stages:
+        return [("step", batches[0])]
+    rows = zip(config.stages, config.train.stages, batches, strict=True)
+    return [
+        (f"stage {n}", f"{own.steps} steps of {batch}, length {own.seq_len}, rope_theta {stage.model.rope_theta:g}")
+        for n, (stage, own, batch) in enumerate(rows, 1)
+    ]
 
 
 def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) -> list[str]:
@@ -103,9 +122,12 @@ def _estimated_time(config: RunConfig, state: TrainState, device: torch.device, 
     peak = peak_flops(device_name(device)) if known else None
     if peak is None:
         return "estimated after the first log lines"
-    left = (config.train.steps - state.step) * config.train.tokens_per_step
-    rate = peak * GPU_UTILISATION * strategy.world_size / flops_per_token(config.model, config.data.seq_len)
-    return f"about {duration(left / rate)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
+    work = 0.0
+    for stage, (first, last) in zip(config.stages, pairwise((0, *config.train.stage_ends)), strict=True):
+        tokens = max(0, last - max(first, state.step)) * stage.train.tokens_per_step
+        work += tokens * flops_per_token(stage.model, stage.data.seq_len)
+    seconds = work / (peak * GPU_UTILISATION * strategy.world_size)
+    return f"about {duration(seconds)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
 
 
 def _device_memory(device: torch.device) -> int | None:
@@ -120,11 +142,13 @@ def _host_memory() -> int | None:
     return None if total is None else round(total * GIB)
 
 
-def _validation_line(config: RunConfig) -> str:
-    requested, used = config.train.val_tokens, config.validation_passes * config.tokens_per_pass
+def _validation_line(config: RunConfig, step: int) -> str:
+    stage = config.at_step(step + 1)
+    requested, used = config.train.val_tokens, stage.validation_passes * stage.tokens_per_pass
     rounded = "" if requested == used else f" (val_tokens={requested} rounded up to whole batches)"
     every = config.train.val_every
-    return f"{quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}at the end"
+    end = "at the end of each stage, at its length" if config.train.stages else "at the end"
+    return f"{quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}{end}"
 
 
 def precision_of(config: RunConfig, device: torch.device) -> str:
@@ -193,6 +217,9 @@ def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
     """The command that continues a completed run. A run with steps left has used all its data."""
     ended = done < config.train.steps
     more = "--data.exhaustion repeat --checkpoint.allow-config-change" if ended else f"--train.steps {2 * done}"
+    if config.train.stages and not ended:
+        longer = ",".join(map(str, [*config.train.stages, config.train.stages[-1]]))
+        more = f"--train.stages {longer} --checkpoint.allow-config-change"
     return f"{hints.resume(folder.path)} {more}"
 
 
@@ -209,14 +236,19 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
 
 
 @contextmanager
-def memory_errors(config: RunConfig, device: torch.device) -> Iterator[None]:
-    """Turn running out of memory into one line with three settings that need less, and how much less."""
+def memory_errors(config: RunConfig, device: torch.device, step: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Turn running out of memory into one line with three settings that need less, and how much less.
+
+    step: the last step done, which tells the stage of train.stages.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TercetError(_out_of_memory(error, config, device)) from error
+        index = config.stage_index(step() + 1)
+        text = _out_of_memory(error, config.stages[index], device)
+        raise TercetError(as_stage_fields(text, config, index)) from error
 
 
 def _out_of_memory(error: Exception, config: RunConfig, device: torch.device) -> str:

@@ -225,6 +225,11 @@ class StepGraph:
         """Memory that replays use and the allocator does not count."""
         return self._capturer.held_bytes
 
+    def reset(self) -> None:
+        """Drop the graphs: the next step captures new ones, or tries to if captures have failed."""
+        self._clear()
+        self._shape, self._gave_up = None, False
+
     def take_messages(self) -> list[str]:
         """Log lines about what was captured since the last call."""
         messages, self._messages = self._messages, []

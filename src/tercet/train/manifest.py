@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,12 +167,13 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
-    """Delete all but the newest `keep` and the multiples of `keep_every`. Returns the deleted folders."""
+def prune(checkpoints: Path, keep: int, keep_every: int, keep_steps: Collection[int] = ()) -> list[Path]:
+    """Delete all but the newest `keep`, the multiples of `keep_every` and `keep_steps`. Returns the deleted folders."""
     if keep == 0:
         return []
     old = complete_checkpoints(checkpoints)[:-keep]
-    doomed = [p for p in old if not (keep_every and (step_of(p) or 0) % keep_every == 0)]
+    steps = {p: step_of(p) or 0 for p in old}
+    doomed = [p for p, step in steps.items() if step not in keep_steps and not (keep_every and step % keep_every == 0)]
     for folder in doomed:
         remove(folder)
     return doomed

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tercet import hints
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
+from tercet.config.sections import StageConfig
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY
@@ -241,7 +242,7 @@ def load_run_tokenizer(config: RunConfig, start: FoundCheckpoint | None) -> Toke
 
 def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:
     """Differences from the saved configuration, one message each. An error if it would be a different run."""
-    before, after = flatten_table(saved), flatten_table(now)
+    before, after = _comparable(saved), _comparable(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
     # A dense model does not read the NSA settings, so they may have changed in its preset.
@@ -262,6 +263,13 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
             "back, or pass --checkpoint.allow-config-change to continue with the new values"
         )
     return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name. Stages are in their compact form, without the micro-batches, which may change."""
+    flat = flatten_table(config)
+    stages = [StageConfig.model_validate(stage | {"micro_batch": None}) for stage in flat.get("train.stages", ())]
+    return flat | {"train.stages": " ".join(map(str, stages))}
 
 
 def _all_dense(config: Mapping[str, Any]) -> bool:

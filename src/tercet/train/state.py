@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tercet.config.schema import RunConfig
 from tercet.config.sections import SelectorConfig
 from tercet.errors import UsageError
+from tercet.model.layer import AttentionLayer
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.selector import BlockSelector
 from tercet.model.transformer import Transformer
@@ -112,6 +113,23 @@ def _configure_selectors(model: nn.Module, config: RunConfig) -> None:
             module.weight = config.train.selector.weight / config.accumulation
         if isinstance(module, Transformer):
             module.taught_every = config.train.selector.every
+
+
+def start_stage(state: TrainState, config: RunConfig) -> None:
+    """Prepare for the stage of `config` (RunConfig.at_step), as a new process would: what was compiled or captured for
+    another length or RoPE base is dropped."""
+    for module in state.model.modules():
+        if isinstance(module, AttentionLayer | Transformer):
+            module.rotary.theta = config.model.rope_theta
+        if isinstance(module, Transformer):
+            module.config = config.model
+    _configure_selectors(state.model, config)
+    if uses_compile(config, state.device):
+        torch._dynamo.reset()  # it would compile for any length, which is slower
+    if state.graph is not None:
+        state.graph.reset()
+    if state.device.type == "cuda":
+        torch.cuda.empty_cache()  # blocks of other sizes would stay reserved
 
 
 def set_teacher(model: nn.Module, config: SelectorConfig, step: int) -> None:

@@ -41,6 +41,10 @@ class StepBatches:
         self.stats: LoaderStats | None = None
         self.bad_records = 0
 
+    def continue_with(self, loader: Iterable[Batch], accumulation: int) -> None:
+        """Read the following steps from a loader that starts at the cursor."""
+        self._batches, self._accumulation = iter(loader), accumulation
+
     def next_step(self) -> list[Batch]:
         """The batches of the next step: fewer in the last step of the data, then none."""
         batches = list(itertools.islice(self._batches, self._accumulation))

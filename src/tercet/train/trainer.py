@@ -45,6 +45,7 @@ from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
+from tercet.train.stages import Stages
 from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
@@ -68,19 +69,27 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         strategy.on_rank_0(lambda: check_memory(config, device))
         with memory_errors(config, device):
             state = build_state(config, device, strategy, start)
-        loader = stack.enter_context(
-            build_loader(
-                config.data,
-                seed=config.run.seed,
-                batch_sequences=config.train.micro_batch * strategy.data_ranks,
-                rank=strategy.data_rank,
-                world_size=strategy.data_ranks,
-                state=state.cursor,
-                file_lists=run_of(start.path) / FILE_LISTS if start else None,
-                tokenizer=tokenizer,
-                stop=lambda: stop.signal is not None,
+
+        def open_loader(stage: RunConfig, steps: int | None) -> Loader:
+            """Batches of a stage after the cursor. steps: those left in it, if the run has stages."""
+            sequences = stage.train.tokens_per_step // stage.data.seq_len
+            return stack.enter_context(
+                build_loader(
+                    stage.data,
+                    seed=config.run.seed,
+                    batch_sequences=stage.train.micro_batch * strategy.data_ranks,
+                    rank=strategy.data_rank,
+                    world_size=strategy.data_ranks,
+                    state=state.cursor,
+                    file_lists=run_of(start.path) / FILE_LISTS if start else None,
+                    tokenizer=tokenizer,
+                    stop=lambda: stop.signal is not None,
+                    limit=None if steps is None else steps * sequences,
+                )
             )
-        )
+
+        stages = Stages(config, state, open_loader)
+        loader = stages.loader
         strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
         # Nothing refuses the run from here on, so the run folder may change.
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
@@ -101,7 +110,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
         forked = start is not None and not start.is_in(folder.checkpoints)
         trainer = Trainer(
-            config, state, strategy, loader, tokenizer, folder, log, beat, screen, stop, past, observer, forked
+            config, state, strategy, stages, tokenizer, folder, log, beat, screen, stop, past, observer, forked
         )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
         if damaged:
@@ -129,7 +138,7 @@ class Trainer:
     config: RunConfig
     state: TrainState
     strategy: Strategy
-    loader: Loader
+    stages: Stages
     tokenizer: Tokenizer
     folder: RunFolder
     log: EventLog
@@ -147,20 +156,28 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.batches = StepBatches(self.loader, config.accumulation, self.state.cursor)
-        self.validation = Validation(config, self.strategy, self.tokenizer)
+        self.batches = StepBatches(self.loader, self.stage.accumulation, self.state.cursor)
+        self.validation = Validation(self.stage, self.strategy, self.tokenizer)
         self.saver = AsyncSaver(config, self.folder, self.strategy, self.log, self.observer, self.state, self.tokenizer)
         name = device_name(self.state.device)
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
-        self._flops = flops_per_token(config.model, config.data.seq_len)
         self._logged = {(e.kind, e.step) for e in self.past}
         self._first_step, self._first_tokens = self.state.step, self.state.tokens
+
+    @property
+    def stage(self) -> RunConfig:
+        """The configuration of the current stage: its lengths and batch sizes are those of the running steps."""
+        return self.stages.config
+
+    @property
+    def loader(self) -> Loader:
+        return self.stages.loader
 
     def run(self) -> int:
         """Run all remaining steps and end the run properly, whatever happens. Returns the exit code."""
         try:
             self.screen.begin(self.state.step, self.config.train.steps)
-            with memory_errors(self.config, self.state.device):
+            with memory_errors(self.config, self.state.device, lambda: self.state.step):
                 outcome, reason, code = self._run_steps()
                 self._finish(outcome, reason)
         except BaseException as error:
@@ -180,6 +197,7 @@ class Trainer:
     def _run_steps(self) -> tuple[str, str, int]:
         """Returns (outcome, reason, exit code)."""
         state, steps = self.state, self.config.train.steps
+        self._announce_stage()
         state.interval.start_clock()
         if self.forked:
             self._save()  # so that this folder can be resumed without the other run
@@ -207,6 +225,8 @@ class Trainer:
             return [], None
         self.beat.at(self.state.step + 1, "waiting for data")
         try:
+            if self.stages.is_over:
+                self._start_stage()
             return self.batches.next_step(), None
         except StoppedWaiting:
             return [], None
@@ -214,6 +234,20 @@ class Trainer:
             return [], error
         finally:
             self._log_io_retries()
+
+    def _start_stage(self) -> None:
+        """Continue with the next stage, in the state in which a resumed run would start it."""
+        with self.state.interval.excluded():
+            self.stages.advance()
+        self.batches.continue_with(self.loader, self.stage.accumulation)
+        self.validation = Validation(self.stage, self.strategy, self.tokenizer)
+        self._io_retries, self._data_seconds = 0, 0.0
+        self._announce_stage()
+
+    def _announce_stage(self) -> None:
+        if (event := self.stages.event()) is not None:
+            self.log.emit(event)
+            self.observer.observe(event)
 
     def _log_io_retries(self) -> None:
         messages = self.loader.io_retries
@@ -266,12 +300,13 @@ class Trainer:
         config, step = self.config, self.state.step
         if self.state.interval.steps_timed == 1 and not self._first_step_reported:
             self._report_first_step()
-        if step % config.log.every == 0:
+        stage_ends = self.stages.is_over
+        if step % config.log.every == 0 or stage_ends:
             self._log()
         if step == config.train.steps:
             return  # `_finish` does the rest
         try:
-            if _due(step, config.train.val_every):
+            if _due(step, config.train.val_every) or stage_ends:
                 self._validate()
             if _due(step, config.train.sample_every):
                 self._sample()
@@ -279,7 +314,7 @@ class Trainer:
             self._save_after_error()
             raise
         self.saver.collect(wait=False)
-        if _due(step, config.checkpoint.every):
+        if _due(step, config.checkpoint.every) or stage_ends:
             self._save()
 
     def _report_first_step(self) -> None:
@@ -297,7 +332,8 @@ class Trainer:
         seconds = state.interval.seconds_per_step()
         timed = max(1, state.interval.steps_timed)
         data_seconds = self.loader.wait_seconds
-        speed = config.train.tokens_per_step / seconds
+        speed = self.stage.train.tokens_per_step / seconds
+        flops = flops_per_token(self.stage.model, self.stage.data.seq_len)
         state.interval.clear()  # the time that logging takes belongs to the next interval
         skipped = [m.step for m in measured if m.nonfinite]
         halting = []
@@ -316,7 +352,7 @@ class Trainer:
             tokens_per_s=speed,
             step_seconds=seconds,
             data_seconds=(data_seconds - self._data_seconds) / timed,
-            mfu=self._flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
+            mfu=flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
             memory_gib=peak_memory_gib(state.device, state.held_bytes),
             skipped=state.guard.total(),
             epoch=self.batches.epoch,
@@ -337,7 +373,7 @@ class Trainer:
     def _halt(self, step: int, skipped: int) -> None:
         """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
-        path = write_dump(self.folder.path, step, self.state.model, batches, self.config, rank=self.strategy.rank)
+        path = write_dump(self.folder.path, step, self.state.model, batches, self.stage, rank=self.strategy.rank)
         raise Halted(
             f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, more than the limits allow "
             f"(train.max_skipped={self.config.train.max_skipped}, "
@@ -355,12 +391,17 @@ class Trainer:
             size = self.validation.text_bytes(self.state.device)
         seconds = time.perf_counter() - start
         self.observer.add_excluded("validation", seconds)
-        self.log.emit(events.Validated(step=self.state.step, loss=loss, tokens=tokens, seconds=seconds, bytes=size))
+        length = self.stage.data.seq_len if self.config.train.stages else None
+        self.log.emit(
+            events.Validated(
+                step=self.state.step, loss=loss, tokens=tokens, seconds=seconds, bytes=size, seq_len=length
+            )
+        )
 
     def _validating(self, batch: int = 0) -> None:
         """A sign of life before each batch; 0 while batches are read."""
         self.beat.at(self.state.step, "validating")
-        part = f" {batch}/{self.config.validation_passes}" if batch else ""
+        part = f" {batch}/{self.stage.validation_passes}" if batch else ""
         self.screen.doing(f"validating{part} …")
 
     def _sample(self) -> None:
@@ -381,7 +422,7 @@ class Trainer:
                 config.sample_prompt,
                 config.sample_tokens,
                 temperature=config.sample_temperature,
-                context=self.config.data.seq_len,
+                context=self.stage.data.seq_len,
                 device=self.state.device,
                 precision=config.precision,
                 seed=self.config.run.seed,

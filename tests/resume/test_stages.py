@@ -1,0 +1,87 @@
+"""A run with stages: one trajectory over several sequence lengths, resumed to the same bits from any step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fork_server import ForkServer
+from runs import losses, rows, small
+from tercet.config.schema import RunConfig
+from tercet.inference.load import load_model
+from tercet.interop.huggingface.export import as_transformers_model
+from tercet.telemetry.events import StageStarted, StepLogged, Validated, events_file, read_events
+from tercet.train.manifest import complete_checkpoints
+
+# 4, 3 and 2 steps; the second stage has another RoPE base, the third another step size
+STAGES = "32:4,64:3:rope_theta=50000,128:2:tokens_per_step=256"
+
+
+def config_of(folder: Path, stages: str = STAGES, steps: int = 9, **changes: object) -> RunConfig:
+    changes = {"checkpoint__every": 1, "checkpoint__keep": 0, "data__synthetic__length": 50} | changes
+    return small(run__dir=str(folder), train__stages=stages, train__steps=steps, **changes)
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def assert_same_checkpoint(expected: Path, got: Path) -> None:
+    a, b = weights(expected), weights(got)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run with shuffled sequences, saved at every step."""
+    folder = tmp_path_factory.mktemp("stages") / "run"
+    child = fork_server.run(config_of(folder, data__shuffle_sequences=5, train__val_tokens=128, log__every=5))
+    assert child.code == 0, child.output
+    assert "stage 2/3, steps 5 to 7: sequences of 64 (was 32), rope_theta 50000 (was 10000)" in child.output
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 4, 5, 7])
+def test_a_kill_within_and_between_stages_resumes_to_the_same_bits(
+    step: int, straight: Path, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder, symlinks=True)
+    for path in complete_checkpoints(folder / "checkpoints")[step:]:
+        shutil.rmtree(path)
+    config = config_of(folder, data__shuffle_sequences=5, train__val_tokens=128, log__every=5)
+    child = fork_server.run(config, resume="auto")
+    assert child.code == 0, child.output
+    assert losses(folder) == losses(straight)
+    last = [complete_checkpoints(run / "checkpoints")[-1] for run in (straight, folder)]
+    assert_same_checkpoint(*last)
+
+
+def test_steps_and_tokens_count_over_the_whole_run(straight: Path) -> None:
+    events = list(read_events(events_file(straight)))
+    stages = [e for e in events if isinstance(e, StageStarted)]
+    assert [(e.step, e.last_step, e.seq_len, e.micro_batch, e.tokens_per_step) for e in stages] == [
+        (0, 4, 32, 4, 128), (4, 7, 64, 2, 128), (7, 9, 128, 1, 256),
+    ]  # fmt: skip
+    logged = [e for e in events if isinstance(e, StepLogged)]
+    assert [(e.first_step, e.step, e.tokens) for e in logged] == [(1, 4, 512), (5, 5, 640), (6, 7, 896), (8, 9, 1408)]
+    assert [(e.step, e.seq_len) for e in events if isinstance(e, Validated)] == [(4, 32), (7, 64), (9, 128)]
+    assert [int(r["step"]) for r in rows(straight / "val.csv")] == [4, 7, 9]
+
+
+def test_a_model_has_the_length_and_rope_theta_it_was_last_trained_with(straight: Path) -> None:
+    """At the end of a stage: that stage's. In the middle of one: those of the running stage, as the weights need."""
+    found = {}
+    for step in (1, 4, 5, 7, 9):
+        model = load_model(straight / "checkpoints" / f"step-{step:08d}", device="cpu")
+        found[step] = model.context, model.config.rope_theta, model.rotary.theta
+    assert found == {
+        1: (32, 1e4, 1e4), 4: (32, 1e4, 1e4), 5: (64, 5e4, 5e4), 7: (64, 5e4, 5e4), 9: (128, 5e4, 5e4),
+    }  # fmt: skip
+    exported = as_transformers_model(load_model(straight, device="cpu")).config
+    assert (exported.max_position_embeddings, exported.tercet["rope_theta"]) == (128, 5e4)
