@@ -10,7 +10,7 @@ What an exercise contains depends on the seed, the number of its group and the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,9 +115,7 @@ class ExerciseWriter:
     """Puts lines with facts and questions into a document's tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        size = tokenizer.vocab_size
-        self._ends_line = np.array([tokenizer.decode([token]).endswith("\n") for token in range(size)], dtype=bool)
+        self._tokenizer, self._ends_line = tokenizer, ends_line(tokenizer)
 
     def segment(self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, offset: int, room: int) -> Segment:
         """The exercise that starts at `offset` of the document and takes at most `room` tokens."""
@@ -131,22 +129,13 @@ class ExerciseWriter:
         used = min(room - sum(len(line) for _, line in lines), len(tokens) - offset)
         text = text[: used + 1]
         end = used - 1 if offset + used == len(tokens) else used  # the last token of a document is EOS: keep it last
-        breaks = breaks[breaks <= end]
-        places = np.array([max(1, round(at * end)) for at, _ in lines], dtype=np.int64)
-        if len(breaks):
-            nearest = breaks[np.maximum(np.searchsorted(breaks, places, side="right") - 1, 0)]
-            near = (nearest <= places) & (places - nearest <= LINE_REACH)
-            places = np.where(near, nearest, places)
-        mask = None if loss is None else loss[offset : offset + used + 1]
-        parts, masks, last = [], [], 0
-        for place, (_, line) in zip(places.tolist(), lines, strict=True):
-            parts += [text[last:place], line]
-            if mask is not None:
-                masks += [mask[last:place], np.ones(len(line), dtype=bool)]
-            last = place
-        written = np.concatenate([*parts, text[last:]])
-        if mask is not None:
-            mask = np.concatenate([*masks, mask[last:]])
+        places = line_starts(breaks[breaks <= end], np.array([max(1, round(at * end)) for at, _ in lines], dtype=int))
+        written = insert(text, places, [line for _, line in lines])
+        mask = None
+        if loss is not None:
+            mask = insert(
+                loss[offset : offset + used + 1], places, [np.ones(len(line), dtype=bool) for _, line in lines]
+            )
         return Segment(written, mask, used + sum(len(line) for _, line in lines), used)
 
     def _encode(self, items: list[list[Line]], lead: str, budget: int) -> list[tuple[float, np.ndarray]]:
@@ -161,6 +150,28 @@ class ExerciseWriter:
                 break
             chosen += lines
         return sorted(chosen, key=lambda line: line[0])  # stable: a question stays after its facts
+
+
+def ends_line(tokenizer: Tokenizer) -> np.ndarray:
+    """[vocabulary] bool: the tokens whose text ends with a newline."""
+    return np.array([tokenizer.decode([token]).endswith("\n") for token in range(tokenizer.vocab_size)], dtype=bool)
+
+
+def line_starts(breaks: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Each place, moved back to the start of its line if that is near. breaks: where lines start, in order."""
+    if not len(breaks):
+        return places
+    nearest = breaks[np.maximum(np.searchsorted(breaks, places, side="right") - 1, 0)]
+    return np.where((nearest <= places) & (places - nearest <= LINE_REACH), nearest, places)
+
+
+def insert(text: np.ndarray, places: np.ndarray, lines: Sequence[np.ndarray]) -> np.ndarray:
+    """The text with each line put in before its place; places ascend."""
+    parts, last = [], 0
+    for place, line in zip(places.tolist(), lines, strict=True):
+        parts += [text[last:place], line]
+        last = place
+    return np.concatenate([*parts, text[last:]])
 
 
 class Line(NamedTuple):
@@ -271,7 +282,8 @@ def _word_list(draws: Draws, size: int) -> list[Line]:
     return [Line(at, text), Line(_question_at(draws, at, size), f"{ask}{', '.join(top)}{wording.end}")]
 
 
-def distinct(draws: Draws, count: int, draw: Any) -> list[str]:
+def distinct(draws: Draws, count: int, draw: Callable[[], str]) -> list[str]:
+    """Different strings, in the order in which they were drawn."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw()] = None

@@ -15,7 +15,7 @@ from tercet.data.order import key, random_u64
 
 VERSION = 1  # part of a run's data identity: change it when the same key gives other lines
 MODULUS, REMAINDER = 7, 3  # of held-out integers
-_CONSONANTS, _VOWELS, _ENDS = "bcdfghjklmnprstvwz", "aeiou", "gkvxz"  # no word of the lists ends so
+_CONSONANTS, _VOWELS, _ENDS = "bcdfghjklmnprstvwz", "aeiouy", "gkvxz"  # no word of the lists ends so
 _BLOCK = 256
 
 T = TypeVar("T")

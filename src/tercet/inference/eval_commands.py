@@ -183,6 +183,84 @@ def needle(
     return 0
 
 
+def ruler(
+    run: Run,
+    lengths: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    questions: int = 400,
+    depths: int = 10,
+    wording: Literal["held-out", "training"] = "held-out",
+    seed: int = 0,
+    out: Path | None = None,
+    plot: Plot = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """RULER's synthetic tasks: needles, chains of variables and word lists, by length. Not RULER's own wording.
+
+    Args:
+        lengths: Tokens per question, answer included, e.g. 1024,4096; default: a quarter to all of the context.
+        tasks: Any of niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe.
+        questions: Questions per length and task.
+        depths: Positions of the fact in the single-needle tasks, evenly spaced; each gets its share of the questions.
+        wording: Templates: held-out, never seen in training, or those of data.retrieval. Keys are always held out.
+        seed: Random seed of the questions.
+        out: Write all results to this .json or .csv file.
+    """
+    check_plot(plot)
+    check_model(run)
+    at_least_one(questions=questions, depths=depths)
+    sizes = [_length(number) for word in lengths for number in word.split(",") if number]
+    names = [name for word in tasks for name in word.split(",") if name]
+    if out is not None:
+        if out.suffix not in (".json", ".csv"):
+            raise UsageError(f"--out {out} ends in neither .json nor .csv: choose a name that does")
+        check_writable("--out", out)
+    from tercet.inference.load import load_model
+    from tercet.inference.needle import default_lengths
+    from tercet.inference.ruler import TASKS, Progress, RulerResult, ask, table, write_results
+
+    if unknown := [name for name in names if name not in TASKS]:
+        raise UsageError(f"--tasks {unknown[0]} is unknown: pick from {', '.join(TASKS)}")
+    model = load_model(run, device=device, dtype=dtype)
+    sizes = sizes or list(default_lengths(model, "text"))
+    warning = _warn_beyond_training(model, run, "--lengths", sizes)
+    progress = Progress(sizes, names or TASKS, questions)
+    results: list[RulerResult] = []
+    skipped: list[str] = []
+    for found in ask(model, lengths=sizes, tasks=names or TASKS, questions=questions, depths=depths, wording=wording,
+                     seed=seed, progress=progress.update):  # fmt: skip
+        if isinstance(found, list):
+            results += found
+            print(f"{found[0].describe()}{progress.left()}", flush=True)
+        else:
+            skipped.append(found)
+            print(f"skipped: {found}", file=sys.stderr)
+    if not results:
+        raise UsageError(skipped[0])
+    if plot is not None:
+        from tercet.inference.plots import ruler_map
+
+        ruler_map(results, plot)
+        print(plot)
+    about = {"eval": "ruler", "run": str(run), "step": model.step, "trained_length": model.context,
+             "warning": warning, "wording": wording, "seed": seed, "skipped": skipped}  # fmt: skip
+    if out is not None:
+        write_results(results, about, out)
+        print(out)
+    print(f"share of right answers in percent, [95% interval], {questions} questions per length and task;")
+    print(f"{wording} wording; not comparable with published RULER scores")
+    print(table(results))
+    print(json.dumps({**about, "found": [result.as_dict() for result in results]}))
+    return 0
+
+
+def _length(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise UsageError(f"--lengths {word}: expected comma-separated positive integers, e.g. 1024,4096")
+    return int(word)
+
+
 def recall(
     runs: tuple[Path, ...],
     length: int | None = None,

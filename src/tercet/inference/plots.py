@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tercet.errors import TercetError
 
-if TYPE_CHECKING:  # both import torch
+if TYPE_CHECKING:  # these import torch
     from tercet.inference.needle import NeedleResult
     from tercet.inference.perplexity import PositionBucket
+    from tercet.inference.ruler import RulerResult
 
 
 def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
@@ -52,18 +54,44 @@ def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False)
     """Heatmap of depth × length: accuracy, or with `loss` the nats per answer token."""
     lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
     cells = {(f.length, f.depth): f.nats if loss else f.accuracy for f in found}
-    grid = [[cells[n, d] for n in lengths] for d in depths]
     figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
+    _heat_map(axis, lengths, [f"{d:.0%}" for d in depths], [[cells[n, d] for n in lengths] for d in depths], loss=loss)
+    axis.set(ylabel="depth of the needle")
+    _save(figure, path)
+
+
+def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
+    """Heatmaps of task × length, and of depth × length for each task with a single fact."""
+    lengths = sorted({f.length for f in found})
+    tasks = list(dict.fromkeys(f.task for f in found))
+    depths = sorted({f.depth for f in found if f.depth is not None})
+    single = [task for task in tasks if any(f.task == task and f.depth is not None for f in found)]
+    cells = {(f.length, f.task, f.depth): f.score for f in found}
+    rows = max(len(tasks), len(depths))
+    figure, axes = _figure((1 + len(single)) * (1.9 + 0.5 * len(lengths)), 1.4 + 0.3 * rows, 1 + len(single))
+    first, *others = axes if single else [axes]
+    _heat_map(first, lengths, tasks, [[cells.get((n, task, None)) for n in lengths] for task in tasks])
+    for axis, task in zip(others, single, strict=True):
+        labels = [f"{d:.0%}" for d in depths]
+        _heat_map(axis, lengths, labels, [[cells.get((n, task, d)) for n in lengths] for d in depths])
+        axis.set(title=task, ylabel="depth of the fact")
+    _save(figure, path)
+
+
+def _heat_map(
+    axis: Any, lengths: Sequence[int], rows: Sequence[str], grid: list[list[float | None]], *, loss: bool = False
+) -> None:
+    """Rows × lengths of accuracies, or of losses. None: not measured."""
     scale = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
-    image = axis.imshow(grid, aspect="auto", **scale)
+    image = axis.imshow([[math.nan if v is None else v for v in row] for row in grid], aspect="auto", **scale)
     axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
-    axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
-    axis.set(xlabel="tokens", ylabel="depth of the needle")
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set(xlabel="tokens")
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
-            text, colour = f"{value:.2f}" if loss else f"{value:.0%}", text_colour(image, value)
-            axis.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
-    _save(figure, path)
+            if value is not None:
+                text, colour = f"{value:.2f}" if loss else f"{value:.0%}", text_colour(image, value)
+                axis.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
 
 
 def text_colour(image: Any, value: float) -> str:
@@ -73,7 +101,7 @@ def text_colour(image: Any, value: float) -> str:
     return "black" if luminance > 0.18 else "white"
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
@@ -81,7 +109,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
         raise TercetError("plots need matplotlib: pip install 'tercet[report]'") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
-    return figure, figure.subplots()
+    return figure, figure.subplots(1, columns)
 
 
 def _save(figure: Any, path: Path) -> None:

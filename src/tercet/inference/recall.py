@@ -21,6 +21,7 @@ from tercet.data.synthetic import ASK, IS, KEY_TOKENS
 from tercet.errors import UsageError
 from tercet.inference.arguments import at_least_one
 from tercet.inference.load import LanguageModel
+from tercet.model.cost import chunk_rows
 from tercet.model.transformer import Transformer
 
 
@@ -60,10 +61,15 @@ def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, 
     rows = torch.tensor([row for row, first, last in spans for _ in range(first, last)])
     positions = torch.tensor([i for _, first, last in spans for i in range(first, last)])
     device = model.embedding.weight.device
-    hidden = model.hidden(documents.to(device))
-    logits = model.logits(hidden[rows.to(device), (positions - 1).to(device)]).float().cpu()
+    hidden = model.hidden(documents.to(device))[rows.to(device), (positions - 1).to(device)]
     answers = documents[rows, positions]
-    right, nats = logits.argmax(-1) == answers, F.cross_entropy(logits, answers, reduction="none")
+    parts = []
+    for states, expected in zip(
+        *(x.split(chunk_rows(model.config.vocab_size)) for x in (hidden, answers)), strict=True
+    ):
+        logits = model.logits(states).float().cpu()
+        parts.append((logits.argmax(-1) == expected, F.cross_entropy(logits, expected, reduction="none")))
+    right, nats = (torch.cat(part) for part in zip(*parts, strict=True))
     return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
 
 

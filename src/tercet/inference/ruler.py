@@ -1,0 +1,393 @@
+"""RULER's synthetic tasks (arXiv 2404.06654) with its parameters, in our own wording, for any tokenizer and length.
+
+A question is a text of at most `length` tokens that ends with the answers. One forward pass scores all of them: a token
+is right if it is the model's most likely one given the correct text before it. For a single answer this equals greedy
+decoding; of several answers, each is judged after the correct previous ones.
+
+Keys, values and wordings are held out from training (tercet.data.retrieval).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from tercet.data.exercises import distinct, ends_line, insert, line_starts, list_text
+from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDINGS, Draws, Pair
+from tercet.errors import TercetError, UsageError
+from tercet.inference.load import LanguageModel
+from tercet.inference.perplexity import held_out
+from tercet.inference.recall import score_answers
+
+Wording = Literal["held-out", "training"]
+TASKS = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
+)  # fmt: skip
+SINGLE = TASKS[:3]  # with one fact, whose depth is reported
+NEEDLES = 4  # keys, values or queries of the tasks with several
+HOPS = 4  # of vt: one value, four copies
+COMMON_WORDS = 10  # of cwe
+COMMON, UNCOMMON = 30, 3  # how often cwe's words appear
+SHORT = 4096  # below it, cwe's words appear less often
+SHORT_COMMON, SHORT_UNCOMMON = 6, 1
+MOST_WORDS = 6000  # of 8,331 held-out made-up words
+ALPHA = 2.0  # of fwe: the word of rank k appears in proportion to k^-2
+ZETA = math.pi**2 / 6  # of ALPHA
+TOKENS_PER_PASS = 1 << 16
+TEXTS = 16  # lengths of validation text to draw from
+Z = 1.959964  # 95%
+
+
+class Question(NamedTuple):
+    tokens: np.ndarray
+    answers: list[tuple[int, int]]  # first and last + 1 token of each
+
+
+@dataclass(frozen=True)
+class RulerResult:
+    """Questions of one task and length, at one depth or all."""
+
+    length: int
+    task: str
+    depth: float | None  # None: all
+    questions: int
+    right: int  # questions with every answer right
+    score: float  # mean share of right answers per question, as RULER scores
+    nats: float  # mean loss per answer token
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval of the score; wider than needed where questions have several answers."""
+        n, centre = self.questions, self.score + Z * Z / 2 / self.questions
+        spread = Z * math.sqrt(self.score * (1 - self.score) / n + Z * Z / 4 / n / n)
+        return max(0.0, (centre - spread) / (1 + Z * Z / n)), min(1.0, (centre + spread) / (1 + Z * Z / n))
+
+    def as_dict(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {**asdict(self), "low": low, "high": high}
+
+    def describe(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.length:>9,} tokens, {self.task:<15}  {self.score:>6.1%} ({low:.1%} to {high:.1%}), "
+            f"loss {self.nats:.3f}"
+        )
+
+
+class _DoesNotFitError(Exception):
+    """A question is longer than allowed."""
+
+
+def ask(
+    model: LanguageModel,
+    *,
+    lengths: Sequence[int],
+    tasks: Sequence[str] = TASKS,
+    questions: int = 400,
+    depths: int = 10,
+    wording: Wording = "held-out",
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[list[RulerResult] | str]:
+    """For each length and task: the result over all questions, then those of each depth; or why it cannot be asked.
+
+    progress: called with the tokens of each forward pass.
+    """
+    writer = QuestionWriter(model, wording, max(lengths), seed)
+    for length in lengths:
+        for task in tasks:
+            try:
+                yield _measure(model, writer, length, task, questions, depths, progress)
+            except _DoesNotFitError:
+                progress(length * questions)
+                yield f"{task} does not fit in {length:,} tokens: give longer --lengths"
+
+
+def _measure(
+    model: LanguageModel,
+    writer: QuestionWriter,
+    length: int,
+    task: str,
+    questions: int,
+    depths: int,
+    progress: Callable[[int], None],
+) -> list[RulerResult]:
+    per_pass = max(1, TOKENS_PER_PASS // length)
+    grid = [i / (depths - 1) if depths > 1 else 0.5 for i in range(depths)] if task in SINGLE else [None]
+    places: list[float | None] = []
+    shares: list[float] = []
+    nats: list[float] = []
+    for first in range(0, questions, per_pass):
+        numbers = range(first, min(first + per_pass, questions))
+        places += [grid[number % len(grid)] for number in numbers]
+        asked = [writer.question(task, length, number, places[number]) for number in numbers]
+        tokens = torch.full((len(asked), length), model.tokenizer.eos_id)  # padding after the answers changes nothing
+        for row, question in enumerate(asked):
+            tokens[row, : len(question.tokens)] = torch.from_numpy(question.tokens.astype(np.int64))
+        spans = [(row, a, b) for row, question in enumerate(asked) for a, b in question.answers]
+        found = iter(score_answers(model, tokens, spans))
+        for question in asked:
+            answers = [next(found) for _ in question.answers]
+            sizes = [b - a for a, b in question.answers]
+            shares.append(sum(answer.right for answer in answers) / len(answers))
+            nats.append(sum(a.nats * n for a, n in zip(answers, sizes, strict=True)) / sum(sizes))
+        progress(tokens.numel())
+    results = []
+    for depth in [None, *(grid if grid[0] is not None else [])]:
+        chosen = [i for i, place in enumerate(places) if depth is None or place == depth]
+        if chosen:
+            right = sum(shares[i] == 1 for i in chosen)
+            score, loss = (sum(values[i] for i in chosen) / len(chosen) for values in (shares, nats))
+            results.append(RulerResult(length, task, depth, len(chosen), right, score, loss))
+    return results
+
+
+class Progress:
+    """How far an evaluation is, in tokens: a line that is overwritten on a terminal, and the time left."""
+
+    def __init__(self, lengths: Sequence[int], tasks: Sequence[str], questions: int) -> None:
+        self._total, self._done = sum(lengths) * len(tasks) * questions, 0
+        self._begin = time.perf_counter()
+
+    def update(self, tokens: int) -> None:
+        self._done += tokens
+        if sys.stderr.isatty():
+            print(f"\r{self._done / self._total:.0%}{self.left()}\x1b[K\r", end="", file=sys.stderr, flush=True)
+
+    def left(self) -> str:
+        seconds = (time.perf_counter() - self._begin) * (self._total / max(1, self._done) - 1)
+        if self._done >= self._total:
+            return ""
+        return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"
+
+
+def table(results: Sequence[RulerResult]) -> str:
+    """Depths × lengths for each task with a single fact, then tasks × lengths."""
+    lengths = sorted({result.length for result in results})
+    cells = {(r.task, r.depth, r.length): r for r in results}
+    tasks = sorted({result.task for result in results}, key=TASKS.index)
+    head = "".join(f"{f'{length:,}':>20}" for length in lengths)
+
+    def row(label: str, task: str, depth: float | None) -> str:
+        found = [cells.get((task, depth, length)) for length in lengths]
+        texts = ["-" if r is None else f"{100 * r.score:.1f} [{_range(r)}]" for r in found]
+        return f"{label:<16}" + "".join(f"{text:>20}" for text in texts)
+
+    lines = []
+    for task in tasks:
+        depths = sorted({r.depth for r in results if r.task == task and r.depth is not None})
+        if len(depths) > 1:
+            lines += [f"{task:<16}{head}", *(row(f"  depth {depth:>4.0%}", task, depth) for depth in depths), ""]
+    return "\n".join([*lines, f"{'task':<16}{head}", *(row(task, task, None) for task in tasks)])
+
+
+def _range(result: RulerResult) -> str:
+    return " ".join(f"{100 * end:.1f}" for end in result.interval)
+
+
+def write_results(results: Sequence[RulerResult], about: dict[str, Any], path: Path) -> None:
+    """As JSON, or as CSV with one row per result; an empty depth stands for all."""
+    rows = [result.as_dict() for result in results]
+    try:
+        if path.suffix == ".csv":
+            with path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
+        else:
+            path.write_text(json.dumps({**about, "found": rows}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TercetError(f"cannot write {path} ({error.strerror}): choose another file") from None
+
+
+class QuestionWriter:
+    """Questions by seed, task, length and number: the same for every model with this tokenizer and validation text."""
+
+    def __init__(self, model: LanguageModel, wording: Wording, longest: int, seed: int) -> None:
+        self._tokenizer, self._seed = model.tokenizer, seed
+        self._words = HELD_OUT_WORDS
+        self._wordings = HELD_OUT_WORDINGS if wording == "held-out" else TRAINING_WORDINGS
+        self._ends_line, self._newline = ends_line(self._tokenizer), self._tokenizer.encode("\n")
+        self._text = _validation_text(model, longest)
+        noise = self._encode(" ".join(self._wordings.filler) + "\n")
+        self._noise = np.tile(noise, longest // len(noise) + 1)
+        self._entries: dict[tuple[str, int], int] = {}  # list entries that fit, by wording and length
+
+    def question(self, task: str, length: int, number: int, depth: float | None = None) -> Question:
+        """depth: of the fact, for the tasks with a single one; None: anywhere."""
+        draws = Draws(self._seed, TASKS.index(task), length, number)
+        if task == "vt":
+            return self._chain(draws, length)
+        if task in ("cwe", "fwe"):
+            return self._word_list(draws.u64(), length, ranked=task == "fwe")
+        if task in ("niah_multikey_2", "niah_multikey_3"):
+            return self._among_needles(draws, length, uuids=task.endswith("3"))
+        several = {"niah_multikey_1": "one", "niah_multivalue": "values", "niah_multiquery": "keys"}.get(task, "")
+        start = draws.below(len(self._text) - length + 1)
+        filler = self._noise if task == "niah_single_1" else self._text[start : start + length]
+        return self._needles(draws, length, filler, several, uuids=task == "niah_single_3", depth=depth)
+
+    def _needles(
+        self, draws: Draws, length: int, filler: np.ndarray, several: str, *, uuids: bool, depth: float | None
+    ) -> Question:
+        """Facts in a filler. several: "" (one fact), one of several keys, all values of one key, or all keys."""
+        words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
+        count = NEEDLES if several else 1
+        names = distinct(draws, 1 if several == "values" else count, lambda: words.pair(draws)) * count
+        values = distinct(draws, count, lambda: words.uuid(draws) if uuids else words.number(draws))
+        facts = [_fact(pair, what, name, value) for name, value in zip(names[:count], values, strict=True)]
+        if several == "values":
+            question, end = draws.choice(self._wordings.values)
+            asked = self._question(question.format(what=what, key=names[0]), values, end)
+        elif several == "keys":
+            question, end = draws.choice(self._wordings.keys)
+            order = draws.shuffled(range(count))
+            keys = ", ".join(names[i] for i in order)
+            asked = self._question(question.format(what=what, keys=keys), [values[i] for i in order], end)
+        else:
+            one = draws.below(count)
+            asked = self._question(pair.ask.format(what=what, key=names[one]), [values[one]], pair.end)
+        places = [depth] if depth is not None else sorted(draws.uniform() for _ in facts)
+        return self._in_filler(filler, places, facts, asked, length)
+
+    def _chain(self, draws: Draws, length: int) -> Question:
+        chain = draws.choice(self._wordings.chains)
+        names = distinct(draws, HOPS + 1, lambda: self._words.letters(draws, 5).upper())
+        value = self._words.number(draws, 5)
+        facts = [chain.value.format(name=names[0], value=value)]
+        facts += [chain.copy.format(name=b, source=a) for a, b in pairwise(names)]
+        asked = self._question(chain.ask.format(value=value), names, chain.end)
+        return self._in_filler(self._noise, sorted(draws.uniform() for _ in facts), facts, asked, length)
+
+    def _among_needles(self, draws: Draws, length: int, *, uuids: bool) -> Question:
+        """A text of facts only."""
+        words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
+        draw = words.uuid if uuids else words.number
+        name, value = (words.uuid if uuids else words.pair)(draws), draw(draws)
+        asked = self._question(pair.ask.format(what=what, key=name), [value], pair.end)
+        fact = self._encode(_fact(pair, what, name, value) + "\n")
+        room = length - len(asked.tokens) - len(fact)
+        others = distinct(draws, max(2, room // len(fact)), lambda: (words.uuid if uuids else words.pair)(draws))
+        lines = self._encode_all(_fact(pair, what, other, draw(draws)) + "\n" for other in others if other != name)
+        fits = int(np.searchsorted(np.cumsum([len(line) for line in lines]), room, side="right"))
+        if fits < 1:
+            raise _DoesNotFitError
+        lines = lines[:fits]
+        lines.insert(draws.below(fits + 1), fact)
+        return self._join(np.concatenate(lines), asked)
+
+    def _word_list(self, key: int, length: int, *, ranked: bool) -> Question:
+        """A list of as many entries as fit."""
+        wording = Draws(key).choice(self._wordings.ranked_lists if ranked else self._wordings.lists)
+        make = self._ranked_words if ranked else self._common_words
+        size = (wording.title, length)
+        entries = self._entries.get(size, length // 4)
+        while True:
+            draws = Draws(key, 1)
+            words, counts, answers = make(draws, entries, length)
+            text, order = list_text(draws, wording, words, counts)
+            answers = answers if ranked else sorted(answers, key=order.index)
+            asked = self._question(wording.ask.format(count=len(answers)), answers, wording.end)
+            tokens = self._encode(text)
+            if (excess := len(tokens) + len(asked.tokens) - length) <= 0:
+                self._entries[size] = entries
+                return self._join(tokens, asked)
+            entries -= max(1, excess * entries // len(tokens))
+
+    def _common_words(self, draws: Draws, entries: int, length: int) -> tuple[list[str], list[int], list[str]]:
+        common, uncommon = (COMMON, UNCOMMON) if length >= SHORT else (SHORT_COMMON, SHORT_UNCOMMON)
+        others = (entries - COMMON_WORDS * common) // uncommon
+        if others < 1:
+            raise _DoesNotFitError
+        words = distinct(draws, COMMON_WORDS + min(others, MOST_WORDS), lambda: self._words.coined(draws))
+        return words, [common] * COMMON_WORDS + [uncommon] * (len(words) - COMMON_WORDS), words[:COMMON_WORDS]
+
+    def _ranked_words(self, draws: Draws, entries: int, length: int) -> tuple[list[str], list[int], list[str]]:
+        size = max(5, length // 50)
+        counts = [int(entries * rank**-ALPHA / ZETA) for rank in range(1, size + 1)]
+        if counts[3] <= counts[4]:
+            raise _DoesNotFitError
+        words = distinct(draws, size, lambda: self._words.letters(draws, 6))
+        words[0] = "..."  # RULER's noise
+        return words, counts, words[1:4]
+
+    def _in_filler(
+        self, filler: np.ndarray, places: Sequence[float], facts: Sequence[str], asked: Question, length: int
+    ) -> Question:
+        lines = self._encode_all(fact + "\n" for fact in facts)
+        room = length - len(asked.tokens) - sum(map(len, lines))
+        if room < 0:
+            raise _DoesNotFitError
+        filler = filler[:room]
+        breaks = np.concatenate([[0], np.flatnonzero(self._ends_line[filler]) + 1])
+        at = line_starts(breaks, np.array([round(place * room) for place in places], dtype=int))
+        return self._join(insert(filler, at, lines), asked)
+
+    def _question(self, prompt: str, answers: Sequence[str], end: str) -> Question:
+        """The question on a line of its own, with the places of its answers."""
+        text = f"\n{prompt}"
+        tokens = self._encode(f"{text}{', '.join(answers)}{end}\n").tolist()
+        spans = []
+        for answer in answers:
+            first = _shared(tokens, self._encode(text).tolist())
+            text += answer
+            whole = self._encode(text).tolist()
+            last = _shared(tokens, whole)
+            spans.append((first, last + (last < len(whole))))  # a token may hold the answer's end and what follows
+            text += ", "
+        return Question(np.array(tokens), spans)
+
+    def _join(self, text: np.ndarray, asked: Question) -> Question:
+        if text[-len(self._newline) :].tolist() == self._newline:  # the question brings its own
+            text = text[: -len(self._newline)]
+        spans = [(a + len(text), b + len(text)) for a, b in asked.answers]
+        return Question(np.concatenate([text, asked.tokens]), spans)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text), dtype=np.int64)
+
+    def _encode_all(self, texts: Iterator[str]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_documents([text.encode() for text in texts])
+        return [tokens[:-1].astype(np.int64) for tokens in encoded]  # without EOS
+
+
+def _fact(pair: Pair, what: str, key: str, value: str) -> str:
+    return pair.fact.format(what=what, key=key, value=value)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _validation_text(model: LanguageModel, longest: int) -> np.ndarray:
+    """Validation documents, joined without EOS."""
+    parts, size = [], 0
+    for batch in held_out(model, sequences=1 << 30):
+        tokens = batch.tokens.flatten().numpy()
+        parts.append(tokens[tokens != model.tokenizer.eos_id])
+        size += len(parts[-1])
+        if size >= TEXTS * longest:
+            break
+    if size < longest:
+        raise UsageError(
+            f"the run's data has only {size:,} validation tokens for texts of {longest:,}: use shorter --lengths"
+        )
+    return np.concatenate(parts)
