@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -227,7 +228,7 @@ def test_config_diff_names_what_differs(capsys, tmp_path):
         ("train --preset tiny --resum auto", "unknown option --resum: did you mean --resume?"),
         ("train --preset tiny --train.lr", "--train.lr needs a value: expected a number, such as 0.003"),
         ("train --preset tiny --train.lr fast", "--train.lr fast is not a number: give one, such as 0.003"),
-        ("train --preset tiny --model.attention flash", "flash is unknown: pick from nsa, dense"),
+        ("train --preset tiny --model.attention flash", "'flash' is unknown: pick from nsa, dense, window"),
         ("train --preset m7c --model.kv_heads 5", "heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3"),
         ("train --preset tiny --train.tokens_per_step 1000", "is not a multiple of"),
         ("train --preset tiny --data.mixture x", "data.mixture is a table and has no flag"),
@@ -280,6 +281,9 @@ def test_mixtures_of_attention_are_said_in_words(capsys):
     code, out, _ = run(capsys, "plan", "--preset", "tiny", "--model.attention", "nsa", "dense")
     assert code == 0
     assert "(1 nsa + 1 dense)" in out
+    code, out, _ = run(capsys, "plan", "--preset", "m7c", "--model.attention", "window*2,nsa")
+    assert code == 0
+    assert "(8 window + 4 nsa)" in out
 
 
 def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):
@@ -449,7 +453,7 @@ def test_documented_commands_work(capsys, tmp_path, monkeypatch, command):
     (tmp_path / "mine.toml").write_text("[train]\nclip = 0.5\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text('preset = "m7c"\n')
-    assert run(capsys, *command.split())[0] == 0
+    assert run(capsys, *shlex.split(command))[0] == 0
 
 
 def test_the_example_file_of_the_docs_is_valid(tmp_path):

@@ -23,6 +23,7 @@ _HOME = {
     "AttentionAux": "tercet.attention.functional",
     "NativeSparseAttention": "tercet.model.nsa",
     "DenseAttention": "tercet.model.dense",
+    "WindowAttention": "tercet.model.window",
     "load_model": "tercet.inference.load",
     "generate": "tercet.inference.generate",
 }
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tercet.inference.load import load_model
     from tercet.model.dense import DenseAttention
     from tercet.model.nsa import NativeSparseAttention
+    from tercet.model.window import WindowAttention
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -159,7 +160,8 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     """The plan as lines of text."""
     model, p, m = config.model, plan.parameters, plan.memory
     kinds = model.attention_kinds
-    mix = kinds[0] if len(set(kinds)) == 1 else f"{kinds.count('nsa')} nsa + {kinds.count('dense')} dense"
+    counts = Counter(kinds)
+    mix = kinds[0] if len(counts) == 1 else " + ".join(f"{counts[kind]} {kind}" for kind in counts)
     head = "tied head" if model.tie_embeddings else f"head {quantity(p.head)}"
     largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
     per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)

@@ -82,6 +82,7 @@ def test_a_separator_has_the_escapes_of_toml():
         ("--train.betas=0.8 0.9", {"train.betas": (0.8, 0.9)}),
         ("--model.attention dense", {"model.attention": "dense"}),
         ("--model.attention nsa dense", {"model.attention": ("nsa", "dense")}),
+        ("--model.attention window*3,nsa", {"model.attention": "window*3,nsa"}),
         ("--data.path a 'b c'", {"data.path": ("a", "b c")}),
         ("--data.path=a b", {"data.path": ("a", "b")}),
         ("--data.path", {"data.path": ()}),
@@ -197,7 +198,8 @@ SWITCHES = [
 CHOICES = [
     ("--train.precision fp8", "--train.precision fp8 is unknown: pick one of auto, bf16, fp32"),
     ("--train.precision", "--train.precision needs a value: expected one of auto, bf16, fp32, such as auto"),
-    ("--model.attention nsa flash", "--model.attention nsa flash: flash is unknown: pick from nsa, dense"),
+    ("--model.attention nsa flash", "model.attention=('nsa', 'flash') (flag): 'flash' is unknown: a list takes nsa"),
+    ("--model.attention window*3 nsa", "model.attention=('window*3', 'nsa') (flag): 'window*3' is unknown"),
     ("--model.branches foo", "--model.branches foo: foo is unknown: pick from compressed, selected, window"),
 ]
 LISTS = [

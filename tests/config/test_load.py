@@ -80,6 +80,21 @@ def test_values_of_every_type_survive_a_toml_round_trip(tmp_path):
     assert config.data.mixture[1].path == ("a b", "c")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "kinds"),
+    [
+        ("window", ("window",) * 12),
+        ("nsa*11,dense", ("nsa",) * 11 + ("dense",)),
+        ("window*3, nsa", ("window", "window", "window", "nsa") * 3),
+        ("dense, nsa *2", ("dense", "nsa", "nsa") * 4),
+    ],
+)
+def test_a_pattern_of_attention_is_repeated_to_fill_the_layers(tmp_path, pattern, kinds):
+    config = load(file=write(tmp_path, f'[model]\nlayers = 12\nattention = "{pattern}"\n')).config
+    assert config.model.attention_kinds == kinds
+    assert load(file=write(tmp_path, to_toml(config))).config == config
+
+
 def test_none_in_a_file_resets_an_optional_value(tmp_path):
     file = write(tmp_path, '[model]\nvalue_dim = "none"\n[run]\nname = "none"\n')
     config = load(None, file).config
@@ -113,8 +128,17 @@ def test_none_in_a_file_resets_an_optional_value(tmp_path):
         (".".join("a" * 60) + " = 1\n", r"unknown key a\.a.* in file .*: `tercet config show` lists all keys"),
         ("[model]\nkv_heads = 5\n", r"heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3, 4, 6, 12"),
         ("[model]\nhead_dim = 63\n", r"head_dim=63 is odd: RoPE rotates pairs, use 64"),
-        ('[model]\nattention = "flash"\n', r"model.attention='flash' \(file .*\): must be 'nsa' or 'dense'"),
+        ('[model]\nattention = "flash"\n', r"model.attention='flash' \(file .*\): 'flash' is unknown: pick from nsa"),
         ('[model]\nattention = ["nsa"]\n', r"attention names 1 layers but layers=12"),
+        ('[model]\nattention = ["window*3", "nsa"]\n', r"'window\*3' is unknown: .*: write a pattern as one text"),
+        ('[model]\nattention = "window*4,nsa"\n', r"names 5 layers but layers=12 is not a multiple of 5: .*10 or 15"),
+        ('[model]\nattention = "nsa*13"\n', r"names 13 layers but layers=12 .*; use layers 13, or another"),
+        ('[model]\nattention = "nsa*0,dense"\n', r"'nsa\*0': expected a count from 1 to 1024 after \*"),
+        ('[model]\nattention = "nsa*99999999999"\n', r"expected a count from 1 to 1024"),
+        ('[model]\nattention = "nsa*"\n', r"'nsa\*': expected a count"),
+        ('[model]\nattention = "nsa,,dense"\n', r"'' is unknown"),
+        ('[model]\nattention = ""\n', r"'' is unknown"),
+        ('[model]\nattention = "(window,nsa)*6"\n', r"'\(window' is unknown"),
         ('[model]\nbranches = ["window", "window"]\n', r"branches=.*each once"),
         ("[model.nsa]\nwindow = 0\n", r"window=0 must be at least 1"),
         ("[model.nsa]\ncompress_stride = 7\n", r"compress_stride=7 does not divide compress_block=32"),

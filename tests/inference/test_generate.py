@@ -18,6 +18,7 @@ from tercet.inference.prompts import PromptError
 KINDS = {
     "nsa": {},
     "dense": {"model__attention": "dense"},
+    "window and nsa": {"model__attention": "window,nsa", "model__qk_norm": True},
     "as m7c": AS_M7C,
     "both, shared, normed, mean, biased": {
         "model__attention": ("dense", "nsa"),

@@ -18,7 +18,7 @@ from tercet.interop.huggingface import TercetForCausalLM
 from tercet.interop.huggingface.export import as_transformers_model, export
 
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
-KINDS = {"nsa": {}, "dense": {"model__attention": "dense"}, "as m7c": AS_M7C}
+KINDS = {"nsa": {}, "dense and window": {"model__attention": "dense,window"}, "as m7c": AS_M7C}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import tercet
 from inference.models import AS_M7C, trained
@@ -86,6 +86,27 @@ def test_a_dense_import_is_the_same_model(family, tmp_path):
         torch.testing.assert_close(
             tercet.load_model(tmp_path / "out")(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-4
         )
+
+
+def test_layers_of_different_kinds_match_the_dense_loss_as_far_as_all_of_them_reach(tmp_path):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+    chosen = {"nsa": replace(NSA, window=48), "attention": "window,nsa,dense", "gate_logit": 20.0}
+    imported = import_model(tmp_path / "dense", tmp_path / "out", **chosen)
+    assert imported.exact_length == 48
+    dense, ours = losses(theirs, tmp_path / "out", 48)
+    assert abs(ours - dense) < 2e-5
+    with pytest.raises(UsageError, match=r"--attention window,nsa: .*names 2 layers but layers=3"):
+        import_model(tmp_path / "dense", tmp_path / "other", attention="window,nsa")
+
+
+def test_a_model_with_sliding_windows_becomes_one_with_window_attention(tmp_path):
+    theirs = dense_model(tmp_path / "dense", MistralConfig(**SIZES, sliding_window=16))
+    imported = import_model(tmp_path / "dense", tmp_path / "out", attention="window", nsa=replace(NSA, window=16))
+    assert imported.exact_length is None
+    dense, ours = losses(theirs, tmp_path / "out", 100)
+    assert abs(ours - dense) < 2e-5
+    with pytest.raises(TercetError, match=r"sliding_window=16 .*pass --attention window --nsa\.window 16"):
+        import_model(tmp_path / "dense", tmp_path / "other")
 
 
 @pytest.mark.parametrize("chosen", [{"nsa": NSA}, RECOMMENDED], ids=["paper", "recommended"])

@@ -119,6 +119,19 @@ def test_hopper_keeps_all_values_in_registers() -> None:
     assert all(c.shared <= 227 * 1024 for c in found)
 
 
+def test_a_window_layer_runs_on_the_kernels_of_the_window_branch() -> None:
+    """The window alone, without gates: forward and backward of packed documents."""
+    q, k = torch.empty(1, 2048, 12, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 2, 64, dtype=torch.bfloat16)
+    x = ops.Tensors(q, kw=k, vw=k, cu=torch.zeros(5, dtype=torch.int32))
+    numbers = ops.Numbers(NSAConfig(), [], 2048)
+    with compiling(90) as found:
+        out, _, _, _, lse, _ = ops.attend(x, numbers)
+        ops.gradients(out, ops.Kept(q, kw=k, vw=k, o_w=out, lse_w=lse, cu=x.cu), [], numbers)
+    assert [c.name for c in found] == ["hopper_forward", "delta_kernel", "compressed_window_dq_kernel", "hopper_dkv"]
+    assert spilled(found, "C") == []
+    assert [c for c in found if c.serialised] == []
+
+
 # sequences, their length, query heads, KV heads, whether packed, queries of each (a query range, from there on), bound
 SELECTED_KEYS = {
     "one design, by shapes": (2, 2048, 12, 2, False, 2048, None),

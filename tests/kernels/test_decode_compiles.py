@@ -74,8 +74,12 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compr
         return
     decode.nsa_step(q, kv.repeat(1, 1, 3), gates, held, counts, config, sizes, **options)
     dense = decode.Held(lengths, turns, room, selected=held.selected)
-    decode.dense_step(
-        q, kv, dense, counts, sizes, norms=None if plain else decode.Norms(norm, (norm,), 1e-6)
+    one_norm = None if plain else decode.Norms(norm, (norm,), 1e-6)
+    decode.dense_step(q, kv, dense, counts, sizes, norms=one_norm)
+    window = decode.Held(lengths, turns, room, window=held.window)
+    decode.nsa_step(
+        q, kv, None, window, counts, config, sizes, branches=("window",), shared=True, softmax_gate=False,
+        norms=one_norm, phi=None,
     )  # fmt: skip
 
 
@@ -89,6 +93,7 @@ def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
     assert [c.name for c in found] == [
         "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
         "decode_merge_kernel", "decode_append_kernel", "decode_prefix_kernel", "decode_merge_kernel",
+        "decode_append_kernel", "decode_selected_window_kernel",  # a window layer; its merge is the dense one
     ]  # fmt: skip
     assert [c for c in found if c.stack > TABLE] == []
 

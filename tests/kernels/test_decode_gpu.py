@@ -35,7 +35,7 @@ def make(kind, heads, groups, size, value_size=None, dtype=torch.bfloat16, **opt
 
 def stepped(layer, cache, xs, backend: str, lengths=None) -> torch.Tensor:
     """Outputs of a few tokens, one by one."""
-    if isinstance(layer, tercet.NativeSparseAttention):
+    if layer.kind != "dense":
         layer.backend = backend
     with torch.no_grad():
         return torch.stack([layer(x, cache=cache, lengths=lengths) for x in xs])
@@ -130,6 +130,17 @@ def test_dense_steps_equal_the_reference(dtype, monkeypatch) -> None:
     found = stepped(layer, cache, xs, "")
     monkeypatch.setattr("tercet.model.decode.why_not_token_kernels", lambda *_: "not now")
     assert relative(found, stepped(layer, other, xs, "")) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_window_steps_equal_the_reference(dtype) -> None:
+    layer = make(tercet.WindowAttention, 12, 2, 64, dtype=dtype, qk_norm=True)
+    cache = filled(layer, [0, 700, 9001], 9100)
+    other = copy.deepcopy(cache)
+    xs = torch.randn(3, 3, 1, 64, device="cuda", dtype=dtype)
+    found = stepped(layer, cache, xs, "triton")
+    assert relative(found, stepped(layer, other, xs, "reference")) < LIMIT[dtype]
+    assert torch.equal(cache.reads, other.reads)
 
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
@@ -238,7 +249,7 @@ def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None
     assert all(torch.equal(a, b) for a, b in zip(stores, others, strict=True))
 
 
-@pytest.fixture(scope="module", params=["nsa", "learned", "dense"])
+@pytest.fixture(scope="module", params=["nsa", "learned", "dense", "window,nsa"])
 def model(request) -> Transformer:
     torch.manual_seed(0)
     learned = request.param == "learned"

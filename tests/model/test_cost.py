@@ -31,6 +31,8 @@ SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_
         {},
         {"attention": "dense"},
         {"attention": ("nsa", "dense", "nsa")},
+        {"attention": "window,nsa,dense", "selector": "learned"},
+        {"attention": "window", "qk_norm": True, "attention_bias": True, "shared_kv": True, "value_dim": 12},
         {"tie_embeddings": False, "value_dim": 12},
         {"shared_kv": True, "compression": "mean"},
         {"qk_norm": True},
@@ -108,6 +110,7 @@ def test_at_2k_nsa_does_more_attention_than_dense_and_at_16k_much_less():
     [
         {},
         {"attention": "dense"},
+        {"attention": "window,nsa,dense"},
         {"shared_kv": True, "value_dim": 12},
         {"compress_selected_keys": True},
         {"selector": "learned"},
@@ -140,7 +143,7 @@ def test_training_costs_three_forwards():
     assert flops_per_token(config, 1) == pytest.approx(6 * parameters(config).total, rel=0.05)
 
 
-@pytest.mark.parametrize("changes", [{"attention": "dense"}, {}], ids=str)
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, {"attention": "window"}, {}], ids=str)
 def test_estimated_activations_are_close_to_what_autograd_saves(changes):
     measured, estimate = saved_and_estimated(**changes)
     assert 0.7 < estimate / measured < 1.4

@@ -37,6 +37,21 @@ def test_the_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed
     assert bool(layer.stats.read()) == statistics
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_window_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    kernels = pytest.importorskip("tercet.attention.kernels")
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+    monkeypatch.setattr(kernels, "window_attention", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
+    layer = tercet.WindowAttention(32, 4, 2, 8, config=CONFIG)
+    x = torch.randn(1, 70, 32)
+    bounds = torch.tensor([0, 30, 70], dtype=torch.int32)
+    documents = Packing(bounds, 70, 70 // CONFIG.compress_stride, CONFIG) if packed else None
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+    assert layer.routes == {"window": "triton"}
+
+
 def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)

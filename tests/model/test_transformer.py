@@ -15,7 +15,7 @@ from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 
 NSA = NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=4, window=12)
-KINDS = ["nsa", "dense", ("nsa", "dense", "nsa")]
+KINDS = ["nsa", "dense", "window,nsa,dense"]
 
 
 def small(attention="nsa", **changes) -> ModelConfig:
@@ -84,9 +84,10 @@ def test_documents_do_not_see_each_other(kind):
 
 
 def test_attention_can_differ_per_layer():
-    model = Transformer(small(("dense", "nsa", "dense")))
-    names = [type(layer).__name__ for layer in model.attention_layers()]
-    assert names == ["DenseAttention", "NativeSparseAttention", "DenseAttention"]
+    for attention in ("dense,nsa,window", ("dense", "nsa", "window")):
+        model = Transformer(small(attention))
+        names = [type(layer).__name__ for layer in model.attention_layers()]
+        assert names == ["DenseAttention", "NativeSparseAttention", "WindowAttention"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -104,7 +105,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(tied):
 
 
 def test_gradients_reach_every_parameter():
-    config = small(("nsa", "dense", "nsa"), tie_embeddings=False, qk_norm=True)
+    config = small("window,dense,nsa", tie_embeddings=False, qk_norm=True)
     model, tokens = lively(config), tokens_of(config, 2, 64)
     model(tokens, None, tokens.roll(-1, 1)).total.backward()
     dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]

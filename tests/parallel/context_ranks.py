@@ -14,6 +14,7 @@ from parallel.world import report
 from tercet.attention.config import NSAConfig
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
+from tercet.model.window import WindowAttention
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
 
 SMALL = NSAConfig(
@@ -30,6 +31,7 @@ LAYERS = {
     "ablated": lambda: NativeSparseAttention(24, 2, 2, 8, config=SMALL, branches=("selected",), compression="mean"),
     "wide": lambda: NativeSparseAttention(24, 2, 2, 8, config=NSAConfig(12, 4, 16, 3, 1, 1, 200)),
     "dense": lambda: DenseAttention(24, 4, 2, 8),
+    "window": lambda: WindowAttention(24, 4, 2, 8, config=SMALL),
 }
 ON_KERNELS = partial(NativeSparseAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
 BOUNDS = {
@@ -55,12 +57,17 @@ def on_kernels(group) -> None:  # type: ignore[no-untyped-def]
         result = compare(ON_KERNELS, [0, 5, 60, 128], group, by_blocks, torch.float32)
         if dist.get_rank() == 0:
             report(by_blocks=by_blocks, **result)
+    window = partial(WindowAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
+    result = compare(window, [0, 5, 60, 128], group, False, torch.float32)
+    if dist.get_rank() == 0:
+        report(by_blocks=False, **result)
 
 
 def every_layer(group) -> None:  # type: ignore[no-untyped-def]
     for layer_name, build in LAYERS.items():
         for bounds_name, bounds in BOUNDS.items():
-            both = layer_name != "dense" and bounds_name in ("one document", "longer than a chunk, then short")
+            selects = layer_name not in ("dense", "window")
+            both = selects and bounds_name in ("one document", "longer than a chunk, then short")
             for by_blocks in (False, True) if both else (False,):
                 result = compare(build, bounds, group, by_blocks)
                 if dist.get_rank() == 0:

@@ -34,13 +34,13 @@ from tercet.train.step import StepBatches, to_device, train_step
 # name: (settings of the strategy, activation checkpointing, accumulation)
 CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "ddp": ({"strategy": "ddp"}, "none", 1),
-    "ddp, accumulated, recomputed": ({"strategy": "ddp", "bucket_mb": 0.01}, "full", 3),
+    "ddp, accumulated, recomputed": ({"strategy": "ddp", "bucket_mb": 0.01, "mixed": True}, "full", 3),
     "ddp, graph not static": ({"strategy": "ddp", "static_graph": False}, "selective", 1),
     "ddp, bf16 gradients": ({"strategy": "ddp", "gradient_compression": "bf16"}, "none", 1),
     "ddp, fp16 gradients": ({"strategy": "ddp", "gradient_compression": "fp16"}, "none", 1),
     "ddp, bf16": ({"strategy": "ddp", "precision": "bf16"}, "none", 1),
     "fsdp": ({"strategy": "fsdp"}, "full", 1),
-    "fsdp, accumulated": ({"strategy": "fsdp", "prefetch": 2}, "none", 3),
+    "fsdp, accumulated": ({"strategy": "fsdp", "prefetch": 2, "mixed": True}, "none", 3),
     "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op", "prefetch": 0}, "selective", 3),
     "fsdp, bf16": ({"strategy": "fsdp", "precision": "bf16"}, "none", 1),
     "fsdp, untied": ({"strategy": "fsdp", "tie": False}, "none", 1),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "cp": ({"strategy": "cp"}, "none", 1),
     "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
     "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
-    "cp, whole rows": ({"strategy": "cp", "cross_document": True, "dense": True}, "none", 1),
+    "cp, whole rows": ({"strategy": "cp", "cross_document": True, "mixed": True}, "none", 1),
     "cp, blocks": ({"strategy": "cp", "context_fetch": "blocks"}, "full", 1),
     "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
     "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
@@ -159,7 +159,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
     settings, mode, accumulation = CASES[name]
     settings = dict(settings)
     precision, cross = settings.pop("precision", "fp32"), settings.pop("cross_document", False)
-    attention, tie = ("nsa", "dense", "nsa") if settings.pop("dense", False) else "nsa", settings.pop("tie", True)
+    attention, tie = "nsa,window,dense,nsa" if settings.pop("mixed", False) else "nsa", settings.pop("tie", True)
     if settings.pop("selector", None):
         # at the usual init_std teacher and student are uniform, and the gradient is what rounding leaves of it
         selector = {"model__selector": "learned", "train__selector__every": 8, "model__init_std": 0.3}
@@ -173,7 +173,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         **on_gpu,
         **selector,
         parallel__world_size=ranks,
-        model__layers=3,
+        model__layers=4 if attention != "nsa" else 3,
         model__attention=attention,
         model__tie_embeddings=tie,
         train__activation_checkpointing=mode,

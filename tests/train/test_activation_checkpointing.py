@@ -30,7 +30,7 @@ class OpCounter(TorchDispatchMode):
 
 def build(mode: str, layers: int = 3) -> Transformer:
     torch.manual_seed(7)
-    model = Transformer(small(model__layers=layers, model__attention=("nsa", "dense", "nsa", "nsa")[:layers]).model)
+    model = Transformer(small(model__layers=layers, model__attention=("nsa", "dense", "window", "nsa")[:layers]).model)
     with torch.no_grad():
         for p in model.parameters():  # gates and φ begin at zero, where some gradients are zero too
             p += 0.1 * torch.randn_like(p)

@@ -384,6 +384,7 @@ def test_changed_nsa_settings_are_refused_except_for_dense_models() -> None:
         with pytest.raises(CheckpointError, match="; ".join(changes_found)):
             check("m7c", **changes)
     assert check("m7c", **{"model.attention": ("dense",) * 12}) == changes_found
+    assert check("m7c", **{"model.attention": "dense*4"}) == changes_found
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-dense"])

@@ -170,7 +170,7 @@ def gradients(attention: str, packed: bool, *, compiled: bool, narrow: bool = Tr
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("attention", ["nsa", "dense", "window"])
 def test_a_compiled_step_is_as_close_to_the_true_gradients_as_an_eager_one(attention: str, packed: bool) -> None:
     """As near, not the same: what moves all keys alike moves no softmax but by their rotary turns, so that gradients
     of φ's position and biases are what is left of sums that nearly cancel. bf16 leaves two digits of them, and a

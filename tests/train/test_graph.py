@@ -138,7 +138,7 @@ def bits(model: nn.Module) -> list[Tensor]:
 
 def test_empty_documents_at_the_end_change_nothing() -> None:
     config = small()
-    for attention in ("nsa", "dense"):
+    for attention in ("nsa", "dense", "window"):
         found = []
         for room in (None, 16):
             torch.manual_seed(0)

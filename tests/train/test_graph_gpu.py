@@ -105,10 +105,11 @@ def with_room(batch: MicroBatch, least: int = 0) -> MicroBatch:
         (2, {}),
         (1, {"compiled": False}),
         (1, {"attention": "dense"}),
+        (1, {"attention": "window,nsa"}),
         (1, {"mode": "full"}),
         (1, {"mode": "selective"}),
     ],
-    ids=["one", "accumulated", "uncompiled", "dense", "full", "selective"],
+    ids=["one", "accumulated", "uncompiled", "dense", "window", "full", "selective"],
 )
 def test_graph_steps_equal_eager_steps_to_the_last_bit(accumulation: int, options: dict[str, Any]) -> None:
     """The document count varies and exceeds the capacity in the fifth batch; one step collects statistics, and a

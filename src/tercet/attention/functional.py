@@ -152,6 +152,35 @@ def run_nsa(
     return out, block_indices, route
 
 
+def run_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    config: NSAConfig,
+    packing: Packing | None = None,
+    backend: str = "auto",
+    span: Span = WHOLE,
+) -> tuple[Tensor, tuple[str, str | None]]:
+    """The window branch alone, without a gate, as a whole layer needs it: (out, (backend, reason)). See run_nsa."""
+    _check_stage(q, k, v, "window", config, None, packing, span)
+    route = choose_backend(backend, _without_gates(NSAInputs(q, k, v, k, v, k, v, q)), config)
+    with torch.autocast(q.device.type, enabled=False):
+        if route[0] == "triton":
+            from tercet.attention import kernels
+
+            cu_seqlens, offsets = None if packing is None else packing.cu_seqlens, []
+            if span is not WHOLE:
+                cu_seqlens, offsets = key_bounds(k, k, span, packing), query_offsets(q, span, packing)
+            longest = None if packing is None else packing.max_seqlen
+            return kernels.window_attention(q, k, v, config, cu_seqlens, offsets, longest), route
+        buckets = packing.buckets if packing is not None and span is WHOLE else None
+        if buckets is None:
+            return reference.window_attention(q, k, v, config, packing, span), route
+        outs = [reference.window_attention(b.rows(q), b.rows(k), b.rows(v), config) for b in buckets.buckets]
+        return buckets.unpack(outs), route
+
+
 def _without_gates(inputs: NSAInputs) -> dict[str, Tensor]:
     return dict(zip(NSAInputs._fields[:-1], inputs[:-1], strict=True))
 

@@ -27,7 +27,7 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
     place = folder or Path((config.run.dir if config else None) or "runs")
     wanted = config.run.device if config else "auto"
     model = config.model if config else None
-    uses_kernels = model is None or ("nsa" in model.attention_kinds and model.backend != "reference")
+    uses_kernels = model is None or (set(model.attention_kinds) != {"dense"} and model.backend != "reference")
     on_cpu = wanted == "cpu"
     found: list[Check] = [
         ("versions", machine.versions),

@@ -149,7 +149,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
 def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
     """Keys per layer and KV head that the last step read, beside those that dense attention reads."""
     config = model.config
-    if timing.keys_read is None or rows > 1 or "nsa" not in config.attention_kinds:
+    if timing.keys_read is None or rows > 1 or set(config.attention_kinds) == {"dense"}:
         return ""
     read = timing.keys_read / (config.layers * config.kv_heads)
     dense = timing.prompt_tokens + timing.new_tokens

@@ -15,7 +15,7 @@ def hf(
     source: Path,
     out: Path,
     nsa: NSAConfig = NSAConfig(),  # noqa: B008  (frozen)
-    attention: Literal["nsa", "dense"] = "nsa",
+    attention: str = "nsa",
     compression: Literal["mlp", "mean"] = "mlp",
     compress_selected_keys: bool = False,
     cover: Literal["selected", "window"] = "selected",
@@ -29,7 +29,7 @@ def hf(
         source: Folder with config.json and safetensors.
         out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
-        attention: nsa, or dense to keep dense attention.
+        attention: nsa; dense to keep dense attention; window; or a pattern of layers such as nsa*11,dense.
         compression: How a block of keys and values is compressed: mlp (learnt, starts as the mean) or mean.
         compress_selected_keys: Compress the keys of the selected branch instead of separate keys.
         cover: The branch whose gates start open; up to its reach, the import equals the dense model.
@@ -56,8 +56,8 @@ def hf(
         seed=seed,
     )
     if imported.exact_length is not None:
-        length = f"{imported.exact_length:,} tokens"
-        print(f"gates start with the {cover} branch open: equal to the dense model up to {length}")
+        gates = f"gates start with the {cover} branch open: " if "nsa" in imported.run.model.attention_kinds else ""
+        print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
     print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml')}")
     print(f"To use it as it is:  {hints.generate(out)}")
     return 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tercet.attention.config import NSAConfig, check_branches, check_group_size, check_shared_keys
 
-AttentionKind = Literal["nsa", "dense"]
+AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = (
@@ -17,9 +18,55 @@ NSA_ONLY = (
     "selector", "selector_heads", "selector_dim",
 )  # fmt: skip
 
+MOST_LAYERS = 1024
+
+
+def read_pattern(pattern: str) -> tuple[AttentionKind, ...]:
+    """The layers that a pattern names: `kind` or `kind*count`, separated by commas, such as window*3,nsa."""
+    names = get_args(AttentionKind)
+    kinds: list[AttentionKind] = []
+    for part in pattern.split(","):
+        kind, star, count = (word.strip() for word in part.partition("*"))
+        if kind not in names:
+            raise ValueError(f"{part.strip()!r} is unknown: pick from {', '.join(names)}, such as nsa or window*3,nsa")
+        if star and not (count.isascii() and count.isdecimal() and 1 <= int(count[:5]) <= MOST_LAYERS):
+            raise ValueError(f"{part.strip()!r}: expected a count from 1 to {MOST_LAYERS} after *, such as {kind}*3")
+        kinds += [kind] * (int(count) if star else 1)  # type: ignore[list-item]
+    return tuple(kinds)
+
+
+def layer_kinds(attention: str | Sequence[str], layers: int) -> tuple[AttentionKind, ...]:
+    """The attention of each layer: a pattern is repeated to fill the layers, a list has one entry per layer."""
+    if not isinstance(attention, str):
+        if len(attention) != layers:
+            raise ValueError(
+                f"attention names {len(attention)} layers but layers={layers}: "
+                "give one value for all layers, a pattern such as window*3,nsa, or a list with one entry per layer"
+            )
+        return tuple(attention)  # type: ignore[arg-type]
+    kinds = read_pattern(attention)
+    repeats, rest = divmod(layers, len(kinds))
+    if rest:
+        fits = f"{repeats * len(kinds)} or {(repeats + 1) * len(kinds)}" if repeats else f"{len(kinds)}"
+        raise ValueError(
+            f"attention={attention!r} names {len(kinds)} layers but layers={layers} is not a multiple of "
+            f"{len(kinds)}: a pattern is repeated to fill the layers; use layers {fits}, or another pattern"
+        )
+    return kinds * repeats
+
+
+def is_all_dense(attention: object) -> bool:
+    """Whether a value of model.attention, perhaps read from a file, makes every layer dense."""
+    if isinstance(attention, str):
+        try:
+            attention = read_pattern(attention)
+        except ValueError:
+            return False
+    return isinstance(attention, (list, tuple)) and set(attention) == {"dense"}
+
 
 class ModelConfig(BaseModel):
-    """A decoder of the Llama family: RMSNorm, SwiGLU, RoPE, grouped KV heads, and NSA or dense attention."""
+    """A decoder of the Llama family: RMSNorm, SwiGLU, RoPE, grouped KV heads; sparse, dense or window attention."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
@@ -27,7 +74,7 @@ class ModelConfig(BaseModel):
 
     dim: int = Field(default=768, ge=1, le=2**17)
     """Width of the residual stream."""
-    layers: int = Field(default=12, ge=1, le=1024)
+    layers: int = Field(default=12, ge=1, le=MOST_LAYERS)
     """Number of blocks."""
     heads: int = Field(default=12, ge=1, le=4096)
     """Query heads (H)."""
@@ -43,8 +90,9 @@ class ModelConfig(BaseModel):
     """Vocabulary size: at least that of the tokenizer (256 for bytes)."""
     tie_embeddings: bool = True
     """Share one matrix between embedding and head."""
-    attention: AttentionKind | tuple[AttentionKind, ...] = "nsa"
-    """Attention of all layers, or a list with one entry per layer."""
+    attention: str | tuple[str, ...] = "nsa"
+    """Attention of all layers: nsa, dense, or window (the last nsa.window tokens only); a pattern of layers such as
+    nsa*11,dense or window*3,nsa, repeated to fill model.layers; or a list with one entry per layer."""
     nsa: NSAConfig = NSAConfig()
     """Block sizes of Native Sparse Attention."""
     compression: Literal["mlp", "mean"] = "mlp"
@@ -79,6 +127,19 @@ class ModelConfig(BaseModel):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; divided by sqrt(2 · layers) for projections into the residual stream."""
 
+    @field_validator("attention")
+    @classmethod
+    def _known_attention(cls, attention: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(attention, str):
+            read_pattern(attention)
+            return attention
+        names = get_args(AttentionKind)
+        for kind in attention:
+            if kind not in names:
+                pattern = ": write a pattern as one text, with commas" if "*" in kind or "," in kind else ""
+                raise ValueError(f"{kind!r} is unknown: a list takes {', '.join(names)}, one per layer{pattern}")
+        return attention
+
     @field_validator("branches")
     @classmethod
     def _known_branches(cls, branches: tuple[str, ...]) -> tuple[str, ...]:
@@ -90,17 +151,13 @@ class ModelConfig(BaseModel):
         check_shared_keys(self.shared_kv, self.compress_selected_keys)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
-        if not isinstance(self.attention, str) and len(self.attention) != self.layers:
-            raise ValueError(
-                f"attention names {len(self.attention)} layers but layers={self.layers}: "
-                "give one value for all layers, or one per layer"
-            )
+        layer_kinds(self.attention, self.layers)
         return self
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The attention of each layer."""
-        return (self.attention,) * self.layers if isinstance(self.attention, str) else self.attention
+        return layer_kinds(self.attention, self.layers)
 
     @property
     def head_value_dim(self) -> int:

@@ -110,6 +110,8 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
     """Pairs of one head of a layer of this kind."""
     if kind == "dense":
         return Pairs(dense=length * (length + 1) // 2)
+    if kind == "window":
+        return pairs(model.nsa, length, ("window",))
     return pairs(model.nsa, length, model.branches)
 
 
@@ -177,7 +179,7 @@ def chunk_rows(vocab_size: int) -> int:
 
 def _kv_sets(model: ModelConfig, kind: str) -> tuple[int, int]:
     """Projected sets of keys and of values."""
-    values = 1 if kind == "dense" or model.shared_kv else len(BRANCHES)
+    values = 1 if kind != "nsa" or model.shared_kv else len(BRANCHES)
     return values - (kind == "nsa" and model.compress_selected_keys), values
 
 
@@ -194,7 +196,7 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
     extras = (1 + _kv_sets(model, kind)[0]) * model.head_dim if model.qk_norm else 0
     if model.attention_bias:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
-    if kind == "dense":
+    if kind != "nsa":
         return extras
     learned = model.compression == "mlp"
     block = model.nsa.compress_block

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.functional import NSAInputs, run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
 from tercet.attention.reference import block_importance, combine, compute_dtype, select
@@ -49,7 +49,7 @@ def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
     from tercet.attention.kernels import decode
 
     reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer), layer.config)
-    if reason is None and layer.config is not None:
+    if reason is None and layer.config is not None and isinstance(cache, NSACache) and cache.compresses:
         # the kernels' scratch covers the whole capacity: check the capacity that this step would allocate
         reason = decode.too_long(cache.capacity_for(max(cache.host_lengths.tokens) + 1), layer.config)
     return reason
@@ -60,7 +60,7 @@ def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, len
     cache.check(layer.cache_key(), x)
     if not TRITON_INSTALLED:
         return NO_TRITON
-    if not cache.compresses:
+    if layer.kind == "nsa" and not cache.compresses:
         return "only the window is cached, and the kernels also need the compressed tokens"
     if x.device.type != "cuda" and not interpreting():
         return f"x is on {x.device} and the kernels need a CUDA device"
@@ -90,25 +90,43 @@ def nsa_chunk(
     config: NSAConfig, branches: tuple[str, ...], selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[str, str | None]]:  # fmt: skip
     """A chunk that starts at the same position in every row: a query range of the sequences now in the cache."""
-    start, w = new.longest - q.shape[1], config.window
-    first = max(0, start - w + 1)
+    start, first_window_key = new.longest - q.shape[1], 0
     pairs = {name: (keys[name], values[name]) for name in ("selected", "window")}
     if cache.keeps_tokens:
         k, v = cache.selected()
         pairs["selected"] = k[:, : new.longest], v[:, : new.longest]
-    if new.window_k is not None and new.window_v is not None:
-        # skip those of the w-1 slots before the chunk that hold no token
-        empty = w - 1 - (start - first)
-        pairs["window"] = new.window_k[:, empty:], new.window_v[:, empty:]
+    if new.window_k is not None:
+        k, v, first_window_key = _window_keys(new, config)
+        pairs["window"] = k, v
     compressed = cache.compressed(new)
     if compressed is None:
         compressed = keys["selected"][:, :0], values["selected"][:, :0]
     out, _, route = run_nsa(
         NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=config, backend="triton",
-        branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first), selector=selector,
+        branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first_window_key), selector=selector,
     )  # fmt: skip
     cache.reads = None
     return out, route
+
+
+def window_chunk(
+    q: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig
+) -> tuple[Tensor, tuple[str, str | None]]:
+    """A chunk that starts at the same position in every row, in a layer with window attention only."""
+    k, v, first = _window_keys(new, config)
+    cache.reads = None
+    return run_window(q, k, v, config=config, backend="triton", span=Span(new.longest - q.shape[1], first))
+
+
+def _window_keys(new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor, int]:
+    """Keys and values that the windows of a chunk reach, and the position of the first."""
+    assert new.window_k is not None
+    assert new.window_v is not None
+    start = new.longest - new.positions.shape[1]
+    first = max(0, start - config.window + 1)
+    # skip those of the w-1 slots before the chunk that hold no token
+    empty = config.window - 1 - (start - first)
+    return new.window_k[:, empty:], new.window_v[:, empty:], first
 
 
 @contextmanager
@@ -248,6 +266,20 @@ def _window(rows: Tensor, t: Tensor, part: slice, new: NewTokens, config: NSACon
     p = _softmax(s, visible[:, None, :, None])
     out = torch.einsum("bgchs,bsgd->bcghd", p, v)
     return out, visible.sum(-1)[..., None].expand(-1, -1, rows.shape[2])
+
+
+def cached_window_attention(q: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig) -> Tensor:
+    """Window attention only."""
+    groups = cache.key["kv_heads"]
+    outs, reads = [], []
+    with torch.autocast(q.device.type, enabled=False):
+        for part in _query_chunks(q.shape[1], q.shape[0] * q.shape[2] * config.window):
+            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
+            out, read = _window(rows, new.positions[:, part], part, new, config)
+            outs.append(out.flatten(2, 3))
+            reads.append(read)
+    cache.reads = torch.cat(reads, dim=1)
+    return torch.cat(outs, dim=1).to(q.dtype)
 
 
 # ------------------------------------------------------------ in PyTorch: dense

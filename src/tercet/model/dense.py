@@ -12,13 +12,15 @@ from tercet.attention.dense import dense_attention, dense_route
 from tercet.attention.layout import Packing
 from tercet.model import decode
 from tercet.model.cache import DenseCache
-from tercet.model.config import NSA_ONLY
+from tercet.model.config import NSA_ONLY, AttentionKind
 from tercet.model.layer import AttentionLayer
 from tercet.model.rope import CosSin, RopeCache, rotate
 
 
 class DenseAttention(AttentionLayer):
     """The dense baseline: takes NativeSparseAttention's arguments and ignores those that only apply to it."""
+
+    kind: AttentionKind = "dense"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""AttentionLayer: what NativeSparseAttention and DenseAttention share. x: [B, T, dim] -> [B, T, dim]"""
+"""AttentionLayer: what the attention layers share. x: [B, T, dim] -> [B, T, dim]"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing
+from tercet.model.config import AttentionKind
 from tercet.model.rope import RopeCache, Rotary
 
 
@@ -22,6 +23,8 @@ class AttentionLayer(nn.Module):
     key_sets, value_sets: how many sets of keys and values kv_proj computes.
     """
 
+    kind: AttentionKind
+    """As model.attention names it."""
     config: NSAConfig | None = None
 
     def __init__(

@@ -17,6 +17,7 @@ from tercet.attention.layout import Packing
 from tercet.model import decode
 from tercet.model.cache import NewTokens, NSACache
 from tercet.model.compression import Compression, compress_keys_and_values
+from tercet.model.config import AttentionKind
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
 from tercet.model.selector import BlockSelector, attach_loss
@@ -77,6 +78,7 @@ class NativeSparseAttention(AttentionLayer):
     norm_eps     epsilon of the norms of qk_norm
     """
 
+    kind: AttentionKind = "nsa"
     config: NSAConfig
 
     def __init__(

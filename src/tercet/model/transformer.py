@@ -22,6 +22,7 @@ from tercet.model.loss import Loss, cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
 from tercet.model.selector import sample_queries
+from tercet.model.window import WindowAttention
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
@@ -186,7 +187,7 @@ class Transformer(nn.Module):
 
 
 def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
-    build = {"nsa": NativeSparseAttention, "dense": DenseAttention}[kind]
+    build = {"nsa": NativeSparseAttention, "dense": DenseAttention, "window": WindowAttention}[kind]
     return build(
         config.dim,
         config.heads,

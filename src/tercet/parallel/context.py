@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from tercet.attention.config import NSAConfig
 from tercet.attention.dense import dense_attention
 from tercet.attention.dispatch import Route
-from tercet.attention.functional import NSAInputs, run_nsa
+from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.layout import Packing, Span
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
 from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
+from tercet.model.window import WindowAttention
 from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
 from tercet.parallel.exchange import BlockFetch, BlockFetchPlan, Exchange, Fetch
 
@@ -160,7 +161,9 @@ def shard_sequence(
 
 def apply_context_parallelism(model: nn.Module) -> None:
     """Let every attention layer accept a ContextShard as `cu_seqlens`. Other calls behave as before."""
-    forwards = {NativeSparseAttention: _nsa_forward, DenseAttention: _dense_forward}
+    forwards = {
+        NativeSparseAttention: _nsa_forward, DenseAttention: _dense_forward, WindowAttention: _window_forward
+    }  # fmt: skip
     for layer in model.modules():
         if type(layer) in forwards:
             layer.forward = partial(  # type: ignore[method-assign]
@@ -291,6 +294,21 @@ def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, taught
         outs.append(dense_attention(q[:, shard.chunk_rows(i)], k[:, part], v[:, part], shard.packing, query_range))
     layer.routes = {"dense": Route("reference", DENSE_REASON)}
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
+
+
+def _window_forward(layer: WindowAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
+    q, k, v = layer.project(x, shard.position)
+    k, v = _start_fetch(shard.fetch("window"), k, v)()
+    results = []
+    for i, (first, _) in enumerate(shard.chunks):
+        part, key_offset = _buffer_rows(shard, "window", i)
+        result = run_window(
+            q[:, shard.chunk_rows(i)], k[:, part], v[:, part], config=layer.config, packing=shard.packing,
+            backend=layer.backend, span=Span(first, key_offset),
+        )  # fmt: skip
+        results.append(result)
+    layer.routes = {"window": Route(*results[0][1])}
+    return layer.o_proj(torch.cat([out for out, _ in results], dim=1).flatten(2))
 
 
 def _start_fetch(exchange: Exchange, k: Tensor, v: Tensor, *, row_per_head: bool = False) -> PendingFetch:

@@ -100,7 +100,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     )
     sparse = [i for i, kind in enumerate(run.attention) if kind == "nsa"]
     if run.attention and not sparse:
-        gate.not_applicable("no layer has sparse attention")
+        gate.not_applicable("no layer selects blocks")
         return gate.build()
     samples = [e for e in run.layers if sparse and all(_has_layer(e, i) for i in sparse)]
     gate.add_evidence("readings", f"{len(samples)} of all {len(sparse)} layers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tercet import hints
 from tercet.config.keys import flatten
 from tercet.config.schema import RunConfig
-from tercet.model.config import NSA_ONLY
+from tercet.model.config import NSA_ONLY, is_all_dense
 from tercet.report.read import Run, is_fastest
 
 # A baseline must have the same values for these keys …
@@ -21,7 +21,7 @@ _NOT_LEARNING = ("data.prefetch", "train.val_every", "train.sample_", "train.max
 def baseline_mismatch(run: Run, baseline: Run) -> str:
     """Why `baseline` is not `run` with dense attention; empty if it is."""
     attention = baseline.config.get("model.attention")
-    if not (attention == "dense" or (isinstance(attention, list) and set(attention) == {"dense"})):
+    if not is_all_dense(attention):
         return f"its model.attention is {attention}"
     if not run.started or not baseline.started or run.started[-1].device != baseline.started[-1].device:
         return "it ran on another device"

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tercet.config.keys import flatten_table
 from tercet.errors import UsageError
+from tercet.model.config import layer_kinds
 from tercet.parse import parse_json, parse_toml
 from tercet.telemetry.events import (
     Event,
@@ -122,11 +123,14 @@ class Run:
 
     @property
     def attention(self) -> list[str]:
-        """The configured attention of each layer: nsa or dense. Empty if config.toml could not be read."""
-        attention, layers = self.config.get("model.attention", "nsa"), self.config.get("model.layers")
+        """The configured attention of each layer: nsa, dense or window. Empty if config.toml could not be read."""
+        attention, layers = self.config.get("model.attention", "nsa"), self.config.get("model.layers", 0)
         if isinstance(attention, list):
             return [str(kind) for kind in attention]
-        return [str(attention)] * layers if isinstance(layers, int) else []
+        try:
+            return list(layer_kinds(attention, layers))
+        except (TypeError, ValueError, AttributeError):
+            return []
 
     @cached_property
     def tokens_per_s(self) -> float | None:

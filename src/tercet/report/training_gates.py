@@ -228,7 +228,7 @@ def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:
     """Why nobody expects this run to be as fast as dense; empty if it must be. A stated target or ratio must be met."""
     if limits.tokens_per_s is not None or limits.dense_ratio != Thresholds.dense_ratio:
         return ""
-    if run.attention and "nsa" not in run.attention:
+    if set(run.attention) == {"dense"}:
         return "this run is dense itself"
     if not run.on_gpu:
         return ON_CPU
@@ -373,7 +373,7 @@ def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> 
 
 
 def _check_parity(run: Run, gate: GateBuilder) -> None:
-    if not run.on_gpu or "nsa" not in run.attention:
+    if not run.on_gpu or set(run.attention) <= {"dense"}:
         gate.add_evidence(PARITY, "no kernels ran")
         return
     reports = [dict(zip(e.check, zip(e.verdict, e.finding, strict=True), strict=True)) for e in run.of(DoctorReported)]

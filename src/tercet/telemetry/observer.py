@@ -261,7 +261,7 @@ class LayerProbe:
         columns: dict[str, Any] = {n: [means.get(id(m), {}).get(n) for m in self.layers] for n in STATISTICS}
         layers = LayersObserved(
             step=step,
-            attention=["nsa" if isinstance(m, NativeSparseAttention) else "dense" for m in self.layers],
+            attention=[m.kind for m in self.layers],
             distances=[distances.get(id(m), []) for m in self.layers],
             **columns,
         )

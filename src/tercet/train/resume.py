@@ -33,7 +33,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
-from tercet.model.config import NSA_ONLY
+from tercet.model.config import NSA_ONLY, is_all_dense
 from tercet.model.cost import parameters
 from tercet.telemetry.events import RunStarted, events_file, read_events
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
@@ -273,8 +273,7 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _all_dense(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("model.attention")
-    return kinds == "dense" or (isinstance(kinds, list) and set(kinds) == {"dense"})
+    return is_all_dense(config.get("model.attention"))
 
 
 def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:

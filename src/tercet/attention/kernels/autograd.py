@@ -282,10 +282,14 @@ def selected_attention(
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = (),
+    max_seqlen: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The window branch alone, without a gate."""
     x = Tensors(q, kw=k, vw=v, cu=cu_seqlens)
-    return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), None)[0]
+    if _watched():
+        return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), max_seqlen)[0]
+    return _Attend.apply(*x, config, list(span), max_seqlen)
 
 
 def _bounds(cu_seqlens: Tensor | None, config: NSAConfig, ops) -> Tensor | None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
 from tercet.model.nsa import NativeSparseAttention
@@ -35,9 +35,21 @@ class ForeignModelError(UsageError):
     """A checkpoint that Tercet cannot represent."""
 
 
-def exact_length(nsa: NSAConfig, cover: Cover) -> int:
-    """Tokens up to which the open branch sees everything, so that the import equals the dense model."""
-    return nsa.window if cover == "window" else nsa.select_count * nsa.select_block
+def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover) -> int | None:
+    """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always."""
+    nsa = config.nsa
+    reach = {
+        "nsa": nsa.window if cover == "window" else nsa.select_count * nsa.select_block,
+        "dense": None,
+        "window": None if _sliding_window(hf_config) else nsa.window,
+    }
+    limits = [limit for kind in set(config.attention_kinds) if (limit := reach[kind]) is not None]
+    return min(limits, default=None)
+
+
+def _sliding_window(hf_config: Mapping[str, Any]) -> int | None:
+    """The window of a model whose layers all have one; only Mistral's configuration says that."""
+    return hf_config.get("sliding_window") if hf_config.get("model_type") == "mistral" else None
 
 
 def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> ModelConfig:
@@ -47,7 +59,7 @@ def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> Mod
         raise ForeignModelError(
             f"model_type={family!r} cannot be imported: supported are {', '.join(FAMILIES)} and tercet"
         )
-    _check_supported(hf_config)
+    _check_supported(hf_config, chosen)
     heads = int(hf_config["num_attention_heads"])
     rope = hf_config.get("rope_parameters") or {
         **(hf_config.get("rope_scaling") or {}),
@@ -83,14 +95,16 @@ def _linear_scaling(rope: Mapping[str, Any]) -> float:
     return float(rope.get("factor", 1.0)) if kind == "linear" else 1.0
 
 
-def _check_supported(hf_config: Mapping[str, Any]) -> None:
+def _check_supported(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
     """Raise for features that Tercet does not have."""
+    window = _sliding_window(hf_config)
+    same_window = window is not None and chosen["attention"] == "window" and chosen["nsa"].window == window
     rules: dict[str, tuple[bool, str]] = {
         "hidden_act": (hf_config.get("hidden_act", "silu") == "silu", "Tercet's feed-forward is SwiGLU (silu)"),
         "mlp_bias": (not hf_config.get("mlp_bias"), "Tercet's feed-forward has no biases"),
         "sliding_window": (
-            not hf_config.get("sliding_window") or hf_config.get("use_sliding_window") is False,
-            "an import can only match full attention",
+            not hf_config.get("sliding_window") or hf_config.get("use_sliding_window") is False or same_window,
+            f"pass --attention window --nsa.window {window}" if window else "an import can only match full attention",
         ),
         "quantization_config": (not hf_config.get("quantization_config"), "import the unquantized weights"),
     }

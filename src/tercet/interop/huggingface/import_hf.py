@@ -63,7 +63,7 @@ def import_model(
     out: str | Path,
     *,
     nsa: NSAConfig | None = None,
-    attention: Literal["nsa", "dense"] = "nsa",
+    attention: str = "nsa",
     compression: Literal["mlp", "mean"] = "mlp",
     compress_selected_keys: bool = False,
     cover: dense_weights.Cover = "selected",
@@ -99,7 +99,7 @@ def import_model(
         torch.manual_seed(seed)  # for φ, which the checkpoint does not have
         model = Transformer(config)
         dense_weights.load_dense_weights(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
-        exact_length = dense_weights.exact_length(config.nsa, cover) if attention == "nsa" else None
+        exact_length = dense_weights.exact_length(config, hf_config, cover)
     run = _write(source, out, model, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
     return Imported(out, run, exact_length)
 
@@ -111,7 +111,10 @@ def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> M
         raise FolderError(f"config.json has no {error.args[0]}: it is not a config of this model family") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        if message.startswith("attention=") or first["loc"] == ("attention",):  # an option, not config.json's
+            raise UsageError(f"--attention {options['attention']}: {message}") from None
+        raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {message}") from None
     except WRONG_VALUE as error:
         raise FolderError(f"config.json has a value of the wrong type ({describe(error)}): copy it again") from None
 

@@ -68,16 +68,16 @@ def too_long(tokens: int, config: NSAConfig) -> str | None:
 
 
 def nsa_step(
-    q: Tensor, kv: Tensor, gates: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *,
+    q: Tensor, kv: Tensor, gates: Tensor | None, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *,
     branches: tuple[str, ...], shared: bool, softmax_gate: bool, norms: Norms | None,
-    phi: tuple[CompressionWeights, CompressionWeights], tied: bool = False,
+    phi: tuple[CompressionWeights, CompressionWeights] | None, tied: bool = False,
     selector: tuple[Tensor, Tensor] | None = None, per: int | None = None, splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
 
-    q, kv, gates (logits): projections of x, [B, 1, …]. counts: int32 [B], 0 for rows without a new token. tied: kv has
-    no keys of the compressed branch, which compresses those of the selected one. selector: projections of a learned
-    selector, queries and keys; its keys are not counted as read."""
+    q, kv, gates (logits; None for one branch without a gate): projections of x, [B, 1, …]. counts: int32 [B], 0 for
+    rows without a new token. tied: kv has no keys of the compressed branch, which compresses those of the selected one.
+    selector: projections of a learned selector, queries and keys; its keys are not counted as read."""
     batch, device = q.shape[0], q.device
     selector_q, selector_k = (None, None) if selector is None else (x.flatten(1) for x in selector)
     rotated = append(
@@ -123,8 +123,8 @@ def nsa_step(
             rotated, selected, window, ring, indices, held.lengths, counts, parts, a, selected_parts,
             window_parts, per, config,
         )  # fmt: skip
-    ends = (a, a + selected_parts, parts.count)
-    out = merge_parts(parts, gates.flatten(1), held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
+    ends, flat_gates = (a, a + selected_parts, parts.count), None if gates is None else gates.flatten(1)
+    out = merge_parts(parts, flat_gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
     return out[:, None], parts.read, indices
 
 
