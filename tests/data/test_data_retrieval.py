@@ -115,7 +115,7 @@ def test_every_target_is_the_next_token(lessons, read):
 
 def test_facts_come_before_their_questions_in_the_same_sequence(lessons, read):
     asked, distances = 0, []
-    for batch in read(lessons["shards"].model_copy(update={"retrieval": 1.0}), 120):
+    for batch in read(lessons["shards"].model_copy(update={"retrieval": 1.0}), 160):
         tokens = batch.tokens.flatten().tolist()
         for begin, end in pairwise(batch.cu_seqlens.tolist()):
             text = bytes(tokens[begin:end]).decode(errors="replace")

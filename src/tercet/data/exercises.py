@@ -23,9 +23,9 @@ from tercet.data.tokenizers import Tokenizer
 
 SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
 SHORTEST_EXERCISE = 256  # tokens; shorter pieces stay plain text
-FACT_SPACING = 96  # tokens per fact in the densest exercises
+DENSEST, DENSE = 96, 384  # tokens per line in one half of the exercises; the others have from one line to as many
 LINE_SHARE = 2  # lines take at most one half of an exercise
-LIST_SHARE = 6  # a word list takes at most about this part
+LIST_SHARE = 8  # a word list takes at most about this part
 LINE_REACH = 512  # tokens back to look for the start of a line
 
 _W, _P = TRAINING_WORDS, TRAINING_WORDINGS
@@ -181,23 +181,22 @@ class Line(NamedTuple):
 
 def write_lines(draws: Draws, size: int) -> list[list[Line]]:
     """Facts and questions for an exercise of about `size` tokens; each item is complete in itself."""
-    count = int(draws.log_uniform(1, max(2, size / FACT_SPACING)))
+    dense = draws.below(2)
+    count = int(size / draws.log_uniform(DENSEST, DENSE) if dense else draws.log_uniform(1, max(2, size / DENSEST)))
     pair = draws.choice(_P.pairs) if draws.below(2) else None  # one wording for all makes keys harder to tell apart
     what = draws.choice(_P.whats)
-    items = []
+    items = [] if draws.below(4) else [_word_list(draws, size)]
     while count > 0:
         wording = pair or draws.choice(_P.pairs)
-        family = draws.below(16)
+        family = draws.below(15)
         if family < 10:
             items.append(_one_value(draws, size, wording, what))
         elif family < 12:
             items.append(_several_values(draws, size, wording, what))
         elif family < 14:
             items.append(_several_keys(draws, size, wording, what))
-        elif family == 14:
-            items.append(_chain(draws, size))
         else:
-            items.append(_word_list(draws, size))
+            items.append(_chain(draws, size))
         count -= len(items[-1])
     return items
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from tercet.data.order import key, random_u64
 
-VERSION = 1  # part of a run's data identity: change it when the same key gives other lines
+VERSION = 2  # part of a run's data identity: change it when the same key gives other lines
 MODULUS, REMAINDER = 7, 3  # of held-out integers
 _CONSONANTS, _VOWELS, _ENDS = "bcdfghjklmnprstvwz", "aeiouy", "gkvxz"  # no word of the lists ends so
 _BLOCK = 256
