@@ -178,6 +178,7 @@ def kernels(quick: bool) -> Iterator[dict[str, Any]]:
     from tercet.attention.config import NSAConfig
     from tercet.attention.functional import nsa_attention
     from tercet.bench import attention
+    from tercet.bench.timing import profile
     from tercet.bench.train_cell import kernel_times
 
     wanted = {(cell["length"], cell["kind"]): cell for cell in train_cells(quick)}
@@ -193,7 +194,7 @@ def kernels(quick: bool) -> Iterator[dict[str, Any]]:
         def both(leaves: list[torch.Tensor] = leaves, dout: torch.Tensor = dout) -> Any:
             return torch.autograd.grad(nsa_attention(*leaves, config=NSAConfig()), leaves, dout)
 
-        found = [{"kernel": name, "ms": ms, "launches": n} for ms, n, name in attention.profile(both)]
+        found = [{"kernel": name, "ms": ms, "launches": n} for ms, n, name in profile(both)]
         yield {"of": "operator", "shape": "P64k", "inputs": kind, "kernels": found}
         _free()
 

@@ -111,6 +111,7 @@ eval perplexity empty --plot p.png                                           --p
 eval needle empty --plot p.png                                               --plot p.png does not end in .svg
 eval recall empty --plot p.png                                               --plot p.png does not end in .svg
 eval selection-map nowhere s.html                                            nowhere does not exist
+eval selections nowhere s.npz                                                nowhere does not exist
 export hf nowhere out                                                        nowhere does not exist
 export hf empty full                                                         full exists and is not empty
 import hf nowhere out                                                        nowhere is not a folder
@@ -122,6 +123,8 @@ bench decode --contexts 5                                                    con
 bench decode --heads X                                                       --heads X is unknown
 bench attention --shapes P9k                                                 --shapes P9k is unknown
 bench attention --inputs rough                                               --inputs rough is unknown
+bench attention --inputs recorded:nowhere.npz                                nowhere.npz does not exist
+bench attention --inputs recorded:text.txt                                   text.txt is not a recording
 bench attention --dense torch                                                --dense torch is unknown
 bench tune --shapes P9k                                                      --shapes P9k is unknown
 bench tune --kernels foo                                                     --kernels foo is unknown

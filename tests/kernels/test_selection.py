@@ -9,10 +9,12 @@ import tercet
 from cases import cu, inputs, judge, wrong_sets
 from tercet.attention.kernels import compressed_select
 from tercet.attention.kernels.compressed import forward
+from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks as decode_select
 from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
+from tercet.bench import attention
 
 pytestmark = pytest.mark.interpreter
 
@@ -119,5 +121,14 @@ def test_order_holds_far_below_the_largest_probability(dtype: torch.dtype, top: 
 
     logits = (q[:, 0].float() @ kc[:, :, 0].float().mT) * (0.25 * LOG2E)
     indices, counter = torch.empty(1, 1, 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    decode_select(logits, lse.view(1, 1, 1), indices, torch.tensor([319]), None, counter, 1, 20, cfg)
+    scores = Scores(logits, lse.view(1, 1, 1))
+    decode_select(scores, indices, torch.tensor([319]), None, counter, 1, 20, cfg)
     assert indices[0, 0].tolist() == [0, 5, 17, 18, 19]
+
+
+def test_the_benchmarks_choice_pass_is_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_backend", lambda: "triton")
+    shape, cfg = attention.Shape(1, 130, 4, 2, 16), config()
+    x = attention.make_inputs(shape, cfg, "random", 0.0, dtype=torch.float32, device="cpu")
+    _, aux = tercet.nsa_attention(*x.all(), config=cfg, backend="triton", return_aux=True)
+    assert torch.equal(attention.choice_pass(x, cfg)(), aux.block_indices)

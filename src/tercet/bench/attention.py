@@ -7,7 +7,9 @@ last line of output is one JSON object.
 Inputs. "random": q, k and v are independent normal numbers; neighbouring queries select mostly different blocks.
 "smooth": q is a first-order autoregression along the sequence (`--correlation`), as in hidden states of text;
 neighbouring queries share about nine blocks in ten (the share is printed). k and v stay random. The operator computes
-the selection in both cases.
+the selection in both cases. "recorded": random inputs, and blocks that layers of a trained model selected in text
+(`tercet eval selections`). The operator scores and selects as usual, so that this is timed too, and then reads the
+recorded blocks instead. Times are means over the recorded layers; `layers` in the JSON line has each.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.functional import nsa_attention
+from tercet.attention.functional import compressed_attention, nsa_attention
+from tercet.bench.timing import measure, print_profile
 from tercet.errors import EXIT_FAILURE, EXIT_USAGE
+from tercet.inference.recorded_selections import Recording, check_fits
+from tercet.inference.recorded_selections import load as load_recording
 
 
 @dataclass(frozen=True)
@@ -129,12 +133,14 @@ def check_gradients(
     packed: bool = False,
     backend: str = "triton",
     device: str = "cuda",
+    given: Tensor | None = None,
 ) -> dict[str, float]:
     """Relative error of the output and of each gradient against the fp32 reference, at up to 4,096 tokens.
 
-    packed: three documents, one of them too short for a compressed token.
+    packed: three documents, one of them too short for a compressed token. given: blocks to read.
     """
     small = Shape(1, min(shape.T, 4096), shape.H, shape.G, shape.D)
+    given = None if given is None else given[:1, : small.T].contiguous()
     x = make_inputs(small, config, kind, correlation, seed=7, device=device).all()
     bounds = longest = None
     if packed:
@@ -143,11 +149,13 @@ def check_gradients(
         longest = small.T - small.T // 4 - first
     leaves = [t.detach().requires_grad_() for t in x]
     documents: dict[str, Any] = {"cu_seqlens": bounds, "max_seqlen": longest}
-    out, aux = nsa_attention(*leaves, config=config, **documents, backend=backend, return_aux=True)
+    documents |= {"backend": backend, "block_indices": given}
+    out, aux = nsa_attention(*leaves, config=config, **documents, return_aux=True)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, dout)
     exact = [t.detach().float().requires_grad_() for t in x]
-    wanted = nsa_attention(*exact, config=config, **documents, backend="reference", block_indices=aux.block_indices)
+    documents |= {"backend": "reference", "block_indices": aux.block_indices}
+    wanted = nsa_attention(*exact, config=config, **documents)
     wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
     names = ("dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates")
     errors = {"out": relative_error(out, wanted)}
@@ -216,106 +224,6 @@ def _backend() -> str:
     return "triton" if torch.cuda.is_available() else "reference"
 
 
-def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:
-    """Median over back-to-back calls, by CUDA events: includes launch overhead where the host is the bottleneck."""
-    if not torch.cuda.is_available():
-        return _cpu_milliseconds(call, budget)
-    call()
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    once = max(start.elapsed_time(end), 1e-3)
-    count = max(3, min(200, int(budget * 1000 / once)))
-    for _ in range(0 if once > 200 else 2):
-        call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
-
-
-def _cpu_milliseconds(call: Callable[[], Any], budget: float) -> float:
-    call()
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - began < min(budget, 0.1):
-        start = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
-def host_milliseconds(call: Callable[[], Any], count: int = 20) -> float:
-    """Launch overhead: how long the host takes to enqueue a call (mean of the faster half)."""
-    times = []
-    for _ in range(count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.mean(sorted(times)[: count // 2]) * 1000
-
-
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def measure(
-    forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, graph: bool, budget: float
-) -> dict[str, float]:
-    def both() -> Any:
-        return torch.autograd.grad(forward(), leaves, dout)
-
-    def forward_only() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    found = {"forward_ms": milliseconds(forward_only, budget)}
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    found["both_ms"] = milliseconds(both, budget)
-    if torch.cuda.is_available():
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if graph:
-        found["graph_both_ms"] = milliseconds(graphed(both), budget)
-    return found
-
-
-def profile(call: Callable[[], Any], repeats: int = 3) -> list[tuple[float, int, str]]:
-    """(milliseconds, launches, kernel name) of one call, longest first."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    call()
-    torch.cuda.synchronize()
-    with record(activities=[ProfilerActivity.CUDA]) as events:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    found = [
-        (e.self_device_time_total / 1000 / repeats, e.count // repeats, e.key)
-        for e in events.key_averages()
-        if e.self_device_time_total
-    ]
-    return sorted(found, reverse=True)
-
-
 _DENSE = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -339,45 +247,97 @@ def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool, budget: flo
         return None
 
 
-def bench(
-    name: str, kind: str, config: NSAConfig, args: argparse.Namespace, known: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Check and time one shape with one kind of inputs.
+# ------------------------------------------------------------ one shape
 
-    known: dense timings of this shape to copy instead of measuring dense again.
-    """
-    shape = SHAPES[name]
-    graph = args.graph and shape.D <= 64 and torch.cuda.is_available()
-    row: dict[str, Any] = {"shape": name, "inputs": kind}
-    errors = _gradients_at(replace(shape, B=1, T=min(shape.T, 4096)), config, kind, args.correlation)
-    x = make_inputs(shape, config, kind, args.correlation, device=_device())
-    leaves = [t.detach().requires_grad_() for t in x.all()]
+
+# Written by `tercet eval selections`.
+RECORDED = Path(__file__).with_name("selections.npz")
+
+
+@lru_cache
+def recording(file: str) -> Recording:
+    """The recording in `file`; that of this package if empty."""
+    return load_recording(Path(file) if file else RECORDED)
+
+
+def choice_pass(x: Inputs, config: NSAConfig) -> Callable[[], Any]:
+    """The pass of the operator that scores and selects blocks."""
+    if _backend() == "reference":
+        return lambda: compressed_attention(x.q, x.kc, x.vc, config=config)
+    from tercet.attention.kernels import ops
+
+    numbers = ops.Numbers(config, [], None)
+    _, lse = ops.compressed_attention(x.q, x.kc, x.vc, None, None, numbers)
+    return lambda: ops.select_blocks(x.q, x.kc, lse, None, None, numbers)
+
+
+def _check(
+    x: Inputs, shape: Shape, config: NSAConfig, kind: str, args: argparse.Namespace, given: Tensor | None = None
+) -> dict[str, Any]:
+    """Errors of the operator on these inputs. given: blocks to read instead of selecting."""
+    if given is None:
+        errors = _gradients_at(replace(shape, B=1, T=min(shape.T, 4096)), config, kind, args.correlation)
+    else:
+        errors = check_gradients(
+            shape, config, kind, args.correlation, backend=_backend(), device=_device(), given=given
+        )
     with torch.no_grad():
-        out, aux = nsa_attention(*x.all(), config=config, backend=_backend(), return_aux=True)
+        out, aux = nsa_attention(
+            *x.all(), config=config, backend=_backend(), return_aux=True, block_indices=given
+        )  # fmt: skip
     assert aux.block_indices is not None
     rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, args.rows).long().tolist()]
     row_error, same = check_rows(x, config, out, aux.block_indices, rows)
-    row |= {"worst_error": max(errors.values()), "row_error": row_error, "slots_equal": same}
-    row["agreement"] = agreement(aux.block_indices)
-    row["correct"] = max(errors.values()) <= 1e-2 and row_error <= 1.5e-2 and same >= 0.9995
+    found: dict[str, Any] = {"worst_error": max(errors.values()), "row_error": row_error}
+    found |= {"slots_equal": same} if given is None else {}
+    found["agreement"] = agreement(aux.block_indices)
+    found["correct"] = max(errors.values()) <= 1e-2 and row_error <= 1.5e-2 and (same >= 0.9995 or given is not None)
+    if not found["correct"]:
+        found["errors"] = errors
+    return found
+
+
+def bench(
+    name: str, kind: str, config: NSAConfig, args: argparse.Namespace, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Check and time one shape with one kind of inputs: random, smooth, recorded or recorded:FILE.
+
+    known: dense timings of this shape to copy instead of measuring dense again.
+    """
+    shape, (kind, _, file) = SHAPES[name], kind.partition(":")
+    graph = args.graph and shape.D <= 64 and torch.cuda.is_available()
+    drawn = "random" if kind == "recorded" else kind
+    x = make_inputs(shape, config, drawn, args.correlation, device=_device())
+    row: dict[str, Any] = {"shape": name, "inputs": kind, **_check(x, shape, config, drawn, args)}
     if not row["correct"]:
-        row["errors"] = errors
         return row
-    dout = torch.randn_like(out)
-    del out, aux
+    leaves = [t.detach().requires_grad_() for t in x.all()]
+    dout = torch.randn_like(x.q)
 
-    def forward() -> Tensor:
-        return nsa_attention(*leaves, config=config, backend=_backend())
+    def times(forward: Callable[[], Tensor]) -> dict[str, float]:
+        found = measure(forward, leaves, dout, graph, args.budget)
+        if args.profile:
+            print_profile(forward, leaves, dout)
+        return {f"nsa_{key}": value for key, value in found.items()}
 
-    row |= {f"nsa_{key}": value for key, value in measure(forward, leaves, dout, graph, args.budget).items()}
-    if args.profile:
+    if kind != "recorded":
+        row |= times(lambda: nsa_attention(*leaves, config=config, backend=_backend()))
+    else:
+        choose = choice_pass(x, config)
+        row["layers"] = []
+        for i, layer in enumerate(recording(file).layers):
+            given = recording(file).block_indices(i, shape.T, shape.G, shape.B).to(x.q.device)
+            found = {"layer": layer, **_check(x, shape, config, drawn, args, given)}
+            row["layers"].append(found)
+            if not found["correct"]:
+                return row | {"correct": False, "worst_error": found["worst_error"], "errors": found["errors"]}
 
-        def both() -> Any:
-            return torch.autograd.grad(forward(), leaves, dout)
+            def forward(given: Tensor = given) -> Tensor:
+                choose()
+                return nsa_attention(*leaves, config=config, backend=_backend(), block_indices=given)
 
-        print(f"  launch overhead: {host_milliseconds(both):.3f} ms for forward and backward")
-        for ms, launches, kernel in profile(both):
-            print(f"  {ms:9.4f} ms {launches:4d} × {kernel[:90]}")
+            found |= times(forward)
+        row |= _mean_of_layers(row["layers"])
     if known is not None:
         row |= known
     else:
@@ -393,6 +353,15 @@ def bench(
     if "cudnn_graph_both_ms" in row:
         row["graph_speedup"] = row["cudnn_graph_both_ms"] / row["nsa_graph_both_ms"]
     return row
+
+
+def _mean_of_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean times and agreement; greatest errors and memory."""
+    means = [key for key in layers[0] if key.endswith("_ms") or key == "agreement"]
+    most = [key for key in layers[0] if key.endswith(("_error", "_gib"))]
+    return {key: statistics.fmean(layer[key] for layer in layers) for key in means} | {
+        key: max(layer[key] for layer in layers) for key in most
+    }
 
 
 _COLUMNS = (
@@ -421,7 +390,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tercet bench attention", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", default="P8k,P64k,C8x2k,C4x4k,C1x16k", help=f"any of {', '.join(SHAPES)}")
-    parser.add_argument("--inputs", default="random,smooth", help="random, smooth or both")
+    parser.add_argument("--inputs", default="random,smooth", help="any of random, smooth, recorded, recorded:FILE")
     parser.add_argument("--correlation", type=float, default=0.996, help="of successive queries in smooth inputs")
     parser.add_argument("--dense", default="cudnn,flash", help="cudnn, flash or both; empty for none")
     parser.add_argument("--dense-once", action="store_true", help="time dense once per shape, not once per input kind")
@@ -433,19 +402,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     names, kinds = args.shapes.split(","), args.inputs.split(",")
     dense_kinds = [name for name in args.dense.split(",") if name]
-    asked = {"--shapes": (names, SHAPES), "--inputs": (kinds, ("random", "smooth"))}
+    named = ["recorded" if kind.startswith("recorded:") else kind for kind in kinds]
+    asked = {"--shapes": (names, SHAPES), "--inputs": (named, ("random", "smooth", "recorded"))}
     for flag, (given, known) in (asked | {"--dense": (dense_kinds, ("cudnn", "flash"))}).items():
         if unknown := [name for name in given if name not in known]:
             print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
             return EXIT_USAGE
+    config = NSAConfig()
+    recorded = {kind: kind.partition(":")[2] for kind in kinds if kind.startswith("recorded")}
+    for file in recorded.values():
+        for name in names:
+            check_fits(recording(file), Path(file) if file else RECORDED, config, SHAPES[name].T, f"--shapes {name}")
     if not torch.cuda.is_available():
         print("error: tercet bench attention needs a CUDA device and none is visible", file=sys.stderr)
         return EXIT_FAILURE
-    config = NSAConfig()
     device = torch.cuda.get_device_name()
     # A model's backward switches to autograd's thread once, not once per operator.
     torch.autograd.set_multithreading_enabled(False)
     print(f"{device}, torch {torch.__version__}, bf16, {config}")
+    for kind, file in recorded.items():
+        print(f"{kind}: {recording(file).about}, layers {', '.join(map(str, recording(file).layers))}")
     results: list[dict[str, Any]] = []
     for name in names:
         for kind in kinds:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from tercet.bench.attention import Shape, check_gradients, profile
+from tercet.bench.attention import Shape, check_gradients
 from tercet.bench.telemetry import Bench
+from tercet.bench.timing import profile
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.telemetry.observer import LayerProbe

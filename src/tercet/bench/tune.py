@@ -25,7 +25,8 @@ from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents
-from tercet.bench.attention import SHAPES, Shape, graphed, make_inputs, milliseconds, relative_error
+from tercet.bench.attention import SHAPES, Shape, make_inputs, relative_error
+from tercet.bench.timing import graphed, milliseconds
 from tercet.errors import EXIT_FAILURE, EXIT_USAGE
 
 

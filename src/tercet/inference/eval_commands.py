@@ -409,6 +409,40 @@ def selection_map(
     return 0
 
 
+def selections(
+    run: Run,
+    out: Path,
+    length: int = 65536,
+    layers: int = 4,
+    kv_heads: int | None = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Record the blocks that layers select in one validation sequence, for `tercet bench attention --inputs recorded`.
+
+    Args:
+        out: The file to write, .npz.
+        length: Tokens of the sequence; shorter benchmarks read its beginning.
+        layers: Number of layers to record, evenly spaced.
+        kv_heads: Number of KV heads to record in each; default: all.
+    """
+    check_model(run)
+    check_writable("OUT", out)
+    at_least_one(length=length, layers=layers, kv_heads=kv_heads)
+    from tercet.inference.load import load_model
+    from tercet.inference.recorded_selections import record, save
+
+    model = load_model(run, device=device, dtype=dtype)
+    warning = _warn_beyond_training(model, run, "--length", [length])
+    recording = record(model, length, layers, kv_heads)
+    save(recording, out)
+    size = out.stat().st_size
+    print(f"{out}: {size:,} bytes; {length:,} tokens, layers {', '.join(map(str, recording.layers))}")
+    print(json.dumps({"eval": "selections", "run": str(run), "step": model.step, "trained_length": model.context,
+                      "warning": warning, "length": length, "layers": recording.layers, "bytes": size}))  # fmt: skip
+    return 0
+
+
 def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
     """Warn about lengths beyond the training length; they are still measured. Returns the warning for the JSON line."""
     longer = sorted({n for n in lengths if n > model.context})
