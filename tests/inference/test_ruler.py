@@ -17,8 +17,6 @@ from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WO
 from tercet.data.tokenizers import load_tokenizer
 from tercet.inference.ruler import SINGLE, TASKS, QuestionWriter, RulerResult, ask
 
-PYTHON = {"data__source": "python-source", "data__seq_len": 128}
-
 
 class Peeking(torch.nn.Module):
     """A model that predicts every next token, except those in `wrong` (bytes)."""
@@ -39,13 +37,26 @@ class Peeking(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return language_model(**PYTHON)
+def text(tmp_path_factory):
+    """Settings of a source whose second half is for validation."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"line {i} of a text without any needles in it\n" for i in range(8000)))
+    return {"data__source": "text", "data__path": str(file), "data__validation_fraction": 0.5, "data__seq_len": 128}
 
 
 @pytest.fixture(scope="module")
-def writer(model):
-    return QuestionWriter(model, "held-out", 8192, 0)
+def model(text):
+    return language_model(**text)
+
+
+@pytest.fixture(scope="module")
+def writers(model):
+    return {wording: QuestionWriter(model, wording, 8192, 0) for wording in ("held-out", "training")}
+
+
+@pytest.fixture(scope="module")
+def writer(writers):
+    return writers["held-out"]
 
 
 def text_of(writer, question) -> tuple[str, str, list[str]]:
@@ -84,8 +95,8 @@ def test_a_wrong_token_costs_its_answer_only(model):
 
 @pytest.mark.parametrize("wording", ["held-out", "training"])
 @pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("niah")])
-def test_needles_have_the_facts_that_are_asked_for(task, wording, model):
-    writer = QuestionWriter(model, wording, 8192, 0)
+def test_needles_have_the_facts_that_are_asked_for(task, wording, writers):
+    writer = writers[wording]
     for number in range(6):
         question = writer.question(task, 2048, number)
         text, asked, answers = text_of(writer, question)
@@ -146,7 +157,7 @@ def test_other_tokenizers_score_exactly_the_answers(model, tmp_path):
         "".join(t + "\n" for t in HELD_OUT_WORDINGS.all() + TRAINING_WORDINGS.all()) * 9
     )
     train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=500)
-    plain, bpe = QuestionWriter(model, "held-out", 2048, 0), QuestionWriter(model, "held-out", 2048, 0)
+    plain, bpe = (QuestionWriter(model, "held-out", 512, 0) for _ in range(2))
     bpe._tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     for prompt, answers, end in (
         ("The seal assigned to harp-dune reads ", ["4820113"], "."),
@@ -177,11 +188,17 @@ def test_intervals_are_wilsons(right, asked, low, high):
     assert result.interval == pytest.approx((low, high), abs=1e-4)
 
 
-def test_the_command_prints_a_table_and_writes_files(tmp_path, capsys):
-    run = trained(tmp_path / "run", train__steps=1, **PYTHON, train__tokens_per_step=256)
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("ruler"), train__steps=1, train__tokens_per_step=256, **text)
+
+
+def test_the_command_prints_a_table_and_writes_files(run, tmp_path, capsys):
     flags = ["--tasks", "niah_single_2,vt", "cwe", "--questions", "3", "--depths", "3", "--device", "cpu"]
-    for name in ("a.csv", "a.json"):
-        files = ["--out", str(tmp_path / name), "--plot", str(tmp_path / "a.svg")]
+    for files in (
+        ["--out", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.svg")],
+        ["--out", str(tmp_path / "a.json")],
+    ):
         assert main(["eval", "ruler", str(run), "--lengths", "256,512", *flags, *files]) == 0
     lines = capsys.readouterr()
     found = json.loads(lines.out.splitlines()[-1])
@@ -204,12 +221,9 @@ def test_the_command_prints_a_table_and_writes_files(tmp_path, capsys):
         (["--questions", "0"], "questions=0 must be at least 1"),
         (["--out", "a.txt"], "neither .json nor .csv"),
         (["--lengths", "64", "--tasks", "cwe"], "cwe does not fit in 64 tokens"),
-        (["--lengths", "99999999"], "validation tokens for texts of 99,999,999"),
+        (["--lengths", "9999999"], "validation tokens for texts of 9,999,999"),
     ],
 )
-def test_invalid_options_are_refused(flags, said, tmp_path_factory, capsys):
-    run = tmp_path_factory.getbasetemp() / "ruler-run"
-    if not run.exists():
-        trained(run, train__steps=1, **PYTHON, train__tokens_per_step=256)
+def test_invalid_options_are_refused(flags, said, run, capsys):
     assert main(["eval", "ruler", str(run), "--device", "cpu", *flags]) != 0
     assert said in capsys.readouterr().err

@@ -62,8 +62,9 @@ def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False)
 
 def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
     """Heatmaps of task × length, and of depth × length for each task with a single fact."""
-    lengths = sorted({f.length for f in found})
-    tasks = list(dict.fromkeys(f.task for f in found))
+    from tercet.inference.ruler import TASKS
+
+    lengths, tasks = sorted({f.length for f in found}), sorted({f.task for f in found}, key=TASKS.index)
     depths = sorted({f.depth for f in found if f.depth is not None})
     single = [task for task in tasks if any(f.task == task and f.depth is not None for f in found)]
     cells = {(f.length, f.task, f.depth): f.score for f in found}

@@ -293,7 +293,7 @@ class QuestionWriter:
         wording = Draws(key).choice(self._wordings.ranked_lists if ranked else self._wordings.lists)
         make = self._ranked_words if ranked else self._common_words
         size = (wording.title, length)
-        entries = self._entries.get(size, length // 4)
+        entries = self._entries.get(size, length)
         while True:
             draws = Draws(key, 1)
             words, counts, answers = make(draws, entries, length)
@@ -379,15 +379,11 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _validation_text(model: LanguageModel, longest: int) -> np.ndarray:
     """Validation documents, joined without EOS."""
-    parts, size = [], 0
-    for batch in held_out(model, sequences=1 << 30):
-        tokens = batch.tokens.flatten().numpy()
-        parts.append(tokens[tokens != model.tokenizer.eos_id])
-        size += len(parts[-1])
-        if size >= TEXTS * longest:
-            break
-    if size < longest:
+    batches = held_out(model, sequences=TEXTS, seq_len=longest)
+    text = np.concatenate([batch.tokens.flatten().numpy() for batch in batches])
+    text = text[text != model.tokenizer.eos_id]  # padding too
+    if len(text) < longest:
         raise UsageError(
-            f"the run's data has only {size:,} validation tokens for texts of {longest:,}: use shorter --lengths"
+            f"the run's data has only {len(text):,} validation tokens for texts of {longest:,}: use shorter --lengths"
         )
-    return np.concatenate(parts)
+    return text
