@@ -211,6 +211,22 @@ def _query(b, t, start, compressed_start, q, kc, vc, ks, vs, kw, vw, gates, cfg,
             )
 
 
+def block_sparse(q, k, v, cfg, dense_below=0, cu_seqlens=None, block_indices=None) -> Answer:
+    """Block-sparse mode: `out` reads the selected blocks, chosen by the means of the keys; queries at positions below
+    `dense_below` read every key up to their own."""
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
+    means, _ = compress_mean(k, cfg, cu_seqlens)
+    unused = np.zeros((*means.shape[:3], v.shape[3]))
+    gates = np.zeros((*q.shape[:3], 3))
+    answer = nsa(q, means, unused, k, v, k, v, gates, cfg, cu_seqlens, block_indices)
+    answer.out = answer.selected.copy()
+    bounds = [0, q.shape[1]] if cu_seqlens is None else [int(c) for c in cu_seqlens]
+    for start, end in itertools.pairwise(bounds):
+        early = slice(start, start + min(end - start, dense_below))
+        answer.out[:, early] = causal_attention(q[:, early], k[:, early], v[:, early])
+    return answer
+
+
 def causal_attention(q, k, v) -> Array:
     """Full causal attention, one query at a time, for the dense limits of NSA."""
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))

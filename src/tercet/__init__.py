@@ -21,6 +21,7 @@ _HOME = {
     "window_attention": "tercet.attention.functional",
     "combine": "tercet.attention.functional",
     "AttentionAux": "tercet.attention.functional",
+    "block_sparse_attention": "tercet.attention.block_sparse",
     "NativeSparseAttention": "tercet.model.nsa",
     "DenseAttention": "tercet.model.dense",
     "WindowAttention": "tercet.model.window",
@@ -33,6 +34,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 # The names of _HOME for type checkers.
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from tercet.attention.block_sparse import block_sparse_attention
     from tercet.attention.config import NSAConfig
     from tercet.attention.functional import (
         AttentionAux,

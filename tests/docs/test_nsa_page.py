@@ -19,7 +19,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def test_the_code_of_the_page_runs() -> None:
     names: dict[str, object] = {}
-    assert len(CODE) == 3
+    assert len(CODE) == 4
     for block in CODE:
         exec(block, names)
     cfg, cache = tercet.NSAConfig(), names["cache"]

@@ -39,8 +39,9 @@ def check_tensors(tensors: dict[str, Tensor]) -> None:
 
 
 def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None) -> None:
-    """k and v of one branch must match q's batch, groups and head size; `tokens` None skips the length check."""
-    k_name, v_name = f"k_{branch}", f"v_{branch}"
+    """k and v of one branch must match q's batch, groups and head size; `tokens` None skips the length check. An empty
+    branch name means that the arguments are called k and v."""
+    k_name, v_name = (f"k_{branch}", f"v_{branch}") if branch else ("k", "v")
     for name, x in ((k_name, k), (v_name, v)):
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]}: they must be equal")

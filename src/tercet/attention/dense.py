@@ -57,7 +57,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = N
     """Full causal attention. With a span, q holds a query range, and k and v at least the tokens it sees."""
     name, _ = dense_route(q, v, packing, span)
     if name == "reference":
-        return _masked(q, k, v, packing, span)
+        return masked_attention(q, k, v, packing, span)
     if name == "varlen":
         assert packing is not None
         return _varlen(q, k, v, packing)
@@ -111,7 +111,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span = WHOLE) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
     """Masked tiles: any device, any dtype, no synchronisation."""
 
     def tiles() -> Iterator[Tile]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
-
-from torch import Tensor
+from typing import Any
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
@@ -40,12 +39,13 @@ def cannot_run(reason: str) -> RuntimeError:
 
 
 def choose_backend(
-    backend: str, tensors: dict[str, Tensor], config: NSAConfig, obstacle: str | None = None
+    backend: str, tensors: dict[str, Any], config: NSAConfig, obstacle: str | None = None
 ) -> tuple[str, str | None]:
     """Return (backend, why not a faster one).
 
-    `tensors` holds q, keys and values by their nsa_attention argument names. `obstacle` is any further reason why the
-    kernels cannot run. Returns plain strings, not a Route: torch.compile cannot trace str subclasses.
+    `tensors` holds q, keys and values by their nsa_attention argument names, None for absent ones. `obstacle` is any
+    further reason why the kernels cannot run. Returns plain strings, not a Route: torch.compile cannot trace str
+    subclasses.
     """
     check_backend(backend)
     if backend == "reference":
@@ -60,7 +60,7 @@ def choose_backend(
     return "reference", reason
 
 
-def why_not_triton(tensors: dict[str, Tensor], config: NSAConfig) -> str | None:
+def why_not_triton(tensors: dict[str, Any], config: NSAConfig) -> str | None:
     """Why the kernels cannot run on these tensors; None if they can."""
     q = tensors["q"]
     if not TRITON_INSTALLED:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.first_order import first_order
 
 
 class Packing:
@@ -51,6 +52,8 @@ class Packing:
     synchronise."""
     key_bounds_cache: dict[tuple[tuple[int, int], ...], Tensor]
     """Results of `key_bounds`, shared by all layers."""
+    first_tokens_cache: dict[int, tuple[RowMap, Packing]]
+    """Results of `first_tokens`, shared by all layers."""
 
     def __init__(
         self,
@@ -80,10 +83,33 @@ class Packing:
         )  # fmt: skip
         self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
         self.key_bounds_cache = {}
+        self.first_tokens_cache = {}
 
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.shape[0] - 1
+
+    def first_tokens(self, limit: int) -> tuple[RowMap, Packing]:
+        """The documents cut to their first `limit` tokens: where these are among the tokens, and their packing.
+
+        On a device, whose lengths the host does not know, T rows are kept; those after the last document are unused.
+        """
+        if (known := self.first_tokens_cache.get(limit)) is not None:
+            return known
+        device, last = self.cu_seqlens.device, self.num_documents - 1
+        bounds = torch.nn.functional.pad(self.cu_seqlens.diff().clamp(max=limit).cumsum(0), (1, 0))
+        bounds = bounds.to(self.cu_seqlens.dtype)
+        length = self.length if self.bounds is None else sum(min(end - first, limit) for first, end, *_ in self.bounds)
+        row = torch.arange(length, device=device)
+        document = _document(bounds, length)
+        valid = document <= last
+        source = self.cu_seqlens[document.clamp(max=last)] + row - bounds[document]
+        inside = self.position < limit
+        place = bounds[self.document] + self.position
+        rows = RowMap(torch.where(valid, source, 0), valid, torch.where(inside, place, 0), inside)
+        found = rows, Packing(bounds, length, 0, self.config, min(limit, self.max_seqlen))
+        self.first_tokens_cache[limit] = found
+        return found
 
     @cached_property
     def buckets(self) -> Buckets | None:
@@ -114,6 +140,30 @@ class RowMap(NamedTuple):
     valid: Tensor
     inverse: Tensor
     inverse_valid: Tensor
+
+
+def move_rows(x: Tensor, rows: RowMap) -> Tensor:
+    """x[rows.source] where valid, else 0; differentiable."""
+    result: Tensor = _MoveRows.apply(x, *rows)
+    return result
+
+
+class _MoveRows(torch.autograd.Function):
+    """x[source] where valid, else 0. The gradient is a gather too; autograd's own would sort and scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, valid: Tensor, inverse: Tensor, inverse_valid: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, inverse_valid)
+        return _gather(x, source, valid)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(upstream[0], *ctx.saved_tensors), None, None, None, None
+
+
+def _gather(x: Tensor, source: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid.view(-1, *(1,) * (x.dim() - 1)), x[source], 0)
 
 
 def _chunk_maps(

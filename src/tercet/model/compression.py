@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.first_order import first_order
 from tercet.attention.functional import compression_blocks
-from tercet.attention.layout import Packing, RowMap
+from tercet.attention.layout import Packing, move_rows
 from tercet.model.layer import are_plain
 
 KINDS = ("mlp", "mean")
@@ -126,27 +123,3 @@ def _sum(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def move_rows(x: Tensor, rows: RowMap) -> Tensor:
-    """x[rows.source] where valid, else 0; differentiable."""
-    result: Tensor = _MoveRows.apply(x, *rows)
-    return result
-
-
-class _MoveRows(torch.autograd.Function):
-    """x[source] where valid, else 0. The gradient is a gather too; autograd's own would sort and scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, valid: Tensor, inverse: Tensor, inverse_valid: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse, inverse_valid)
-        return _gather(x, source, valid)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(upstream[0], *ctx.saved_tensors), None, None, None, None
-
-
-def _gather(x: Tensor, source: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid.view(-1, *(1,) * (x.dim() - 1)), x[source], 0)

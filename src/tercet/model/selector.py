@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from tercet.attention.config import NSAConfig
 from tercet.attention.first_order import first_order
 from tercet.attention.hardware import kernels_run_on
-from tercet.attention.layout import Packing
+from tercet.attention.layout import Packing, move_rows
 from tercet.attention.reference import block_importance, compute_dtype
-from tercet.model.compression import move_rows
 
 TEACHERS = ("all", "selected")
 # Numbers of keys that the PyTorch teacher gathers at once.

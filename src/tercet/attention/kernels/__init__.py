@@ -25,10 +25,27 @@ from tercet.attention import layout as _layout  # noqa: F401  registers tercet::
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
 from tercet.attention.kernels import qkv_split as _qkv_split  # noqa: F401  registers tercet::heads_apart
-from tercet.attention.kernels.autograd import compressed_select, nsa, selected_attention, window_attention
+from tercet.attention.kernels.autograd import (
+    Layout,
+    attend_selected,
+    compressed_select,
+    nsa,
+    select_by_keys,
+    selected_attention,
+    window_attention,
+)
 from tercet.attention.kernels.table import unsupported_blocks
 
-__all__ = ["compressed_select", "nsa", "selected_attention", "unsupported", "window_attention"]
+__all__ = [
+    "Layout",
+    "attend_selected",
+    "compressed_select",
+    "nsa",
+    "select_by_keys",
+    "selected_attention",
+    "unsupported",
+    "window_attention",
+]
 
 
 def unsupported(

@@ -12,7 +12,7 @@ short sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from tercet.attention.kernels.ops import (
     Tensors,
     attend,
     compressed_attention,
+    compressed_lse,
     gradients,
     nsa_attend,
     select_blocks,
@@ -187,6 +188,10 @@ class _Direct:
         return compressed_attention(q, kc, vc, cu, ccu, Numbers(*numbers))
 
     @staticmethod
+    def nsa_compressed_lse(q, kc, cu, ccu, *numbers):
+        return compressed_lse(q, kc, cu, ccu, Numbers(*numbers))
+
+    @staticmethod
     def nsa_select(q, kc, lse, cu, ccu, *numbers):
         return select_blocks(q, kc, lse, cu, ccu, Numbers(*numbers))
 
@@ -259,6 +264,37 @@ def nsa(
     found = ops.nsa_attend(*inputs)
     out = found[0] if watched else found
     return out if output is None else project(out, *output), block_indices
+
+
+class Layout(NamedTuple):
+    """Where the queries and keys of a call are; see ops.py."""
+
+    cu_seqlens: Tensor | None = None
+    span: Sequence[int] = ()
+    compressed_cu_seqlens: Tensor | None = None  # bounds of the compressed tokens, if the caller has them
+    max_seqlen: int | None = None
+
+
+def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
+    """block_indices by the scores of compressed keys, without the output of compressed attention."""
+    watched = _watched()
+    ops = torch.ops.tercet if watched else _Direct
+    numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
+    cu, ccu = layout.cu_seqlens, layout.compressed_cu_seqlens
+    ccu = _bounds(cu, config, ops) if ccu is None else ccu
+    with torch.no_grad():
+        lse = ops.nsa_compressed_lse(q, keys, cu, ccu, *numbers)
+        return ops.keep_selection(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
+
+
+def attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, layout: Layout
+) -> Tensor:
+    """The selected branch alone, without a gate."""
+    watched = _watched()
+    x = Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=layout.cu_seqlens)
+    numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
+    return torch.ops.tercet.nsa_attend(*x, *numbers)[0] if watched else _Attend.apply(*x, *numbers)
 
 
 def compressed_select(

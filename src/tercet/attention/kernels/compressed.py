@@ -1,4 +1,4 @@
-"""Compressed attention (Eq. 7, 8): forward, and dK/dV. dQ: dq.py.
+"""Compressed attention (Eq. 7, 8): forward, its log-sum-exp alone, and dK/dV. dQ: dq.py.
 
 q: [B, T, H, Dk]   kc, vc: [B, Tc, G, Dk | Dv]   o: [B, T, H, Dv]   lse: fp32 [H, B, T]
 """
@@ -21,6 +21,7 @@ from tercet.attention.kernels.tiles import (
     load_queries,
     load_rows,
     load_tile,
+    lse_step,
     softmax_step,
     store_rows,
 )
@@ -71,6 +72,47 @@ def compressed_forward_kernel(
             mask = tl.arange(0, N)[None, :] < (seen - i)[:, None]
             m, l, acc = softmax_step(q, k, v, mask, m, l, acc, scale, True)
         finish(O, LSE, row0 + position, position < size, head, m, l, acc, rows, H, DV, DVP)
+
+
+@triton.jit(do_not_specialize=[*_PER_BATCH, "compressed_length"])
+def compressed_lse_kernel(
+    Q, K, QD, KD, LSE, CU, CCU, docs, length, per_sequence, first_query, queries, rows, compressed_length,
+    q_t, q_h, k_t, k_h, scale,
+    L: tl.constexpr, S: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, TMAQ: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    # as compressed_forward_kernel, without values; queries that select every block need no scores, hence no lse
+    H: tl.constexpr = G * HEADS
+    tile = tl.num_programs(0) // H - 1 - tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    g = head // HEADS
+    doc, _, row0, size, first = locate_queries(
+        CU, docs, tile, length, per_sequence, first_query, queries, M, PACKED, QUERY_RANGE
+    )
+    last = tl.minimum(first + M, size) - 1
+    if (first < size) & (last // BLOCK >= COUNT):
+        if PACKED:
+            c0 = tl.load(CCU + doc)
+        else:
+            c0 = doc * compressed_length
+        position = first + tl.arange(0, M)
+        q = load_tile(Q + head.to(tl.int64) * q_h, QD, row0 + first, size - first, head, q_t, DK, DKP, M, TMAQ, False)
+        seen = visible(position, L, S)
+        whole = visible(first, L, S) // N * N
+        end = visible(last, L, S)
+        K += g.to(tl.int64) * k_h
+        m = tl.full([M], -1e20, tl.float32)
+        l = tl.zeros([M], tl.float32)
+        for i in tl.range(0, whole, N):
+            k = load_tile(K, KD, c0 + i, N, g, k_t, DK, DKP, N, TMA, True)
+            m, l = lse_step(q, k, None, m, l, scale, False)
+        for i in tl.range(whole, end, N):
+            k = load_tile(K, KD, c0 + i, end - i, g, k_t, DK, DKP, N, TMA, False, True)
+            m, l = lse_step(q, k, tl.arange(0, N)[None, :] < (seen - i)[:, None], m, l, scale, True)
+        some = l != 0  # true for NaN, which must not become 0
+        at = LSE + head.to(tl.int64) * rows + row0 + position
+        tl.store(at, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("inf")), mask=position < size)
 
 
 @triton.jit
@@ -194,6 +236,27 @@ def forward(
         **launch.options,
     )  # fmt: skip
     return o, lse
+
+
+def log_sum_exp(q: Tensor, k: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None) -> Tensor:
+    """lse as `forward` computes it, without values or output; undefined for queries that select every block."""
+    B, T, H, DK = q.shape
+    G = k.shape[2]
+    lse = torch.empty(row_shape("compressed", B, T, H), dtype=torch.float32, device=q.device)
+    if config.num_blocks(min(documents.first_query + documents.queries, documents.longest)) <= config.select_count:
+        return lse
+    launch = launch or triton_launch("compressed_forward", q, k)
+    (qd,), (kd,) = descriptors(launch.tma, launch.rows, q), descriptors(launch.tma, launch.keys, k)
+    cu, *bounds = documents.query_tokens(launch.rows)
+    call(
+        compressed_lse_kernel, (documents.query_tiles(launch.rows) * H,),
+        (q, k, qd, kd, lse, cu, documents.ccu), (*bounds, B * T, documents.compressed_length),
+        (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E, config.compress_block,
+        config.compress_stride, config.select_count, config.select_block, G, H // G, DK, padded(DK),
+        launch.rows, launch.keys, documents.packed, documents.query_range, qd is not None, kd is not None),
+        **launch.options,
+    )  # fmt: skip
+    return lse
 
 
 def split_work(launch: Launch, queries: int, heads: int, programs: int, by_heads: bool) -> tuple[int, int]:

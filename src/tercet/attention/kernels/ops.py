@@ -2,6 +2,8 @@
 
     nsa_compressed -> nsa_select -> keep_selection -> nsa_attend        (backward: nsa_row_sums, nsa_backward)
 
+Block-sparse attention needs no output of compressed attention and starts with nsa_compressed_lse instead.
+
 Activation checkpointing policies can name each op. Op schemas are flat, so inputs, saved tensors and results travel as
 named tuples between here and autograd.py. A branch that does not run has None inputs; the ops return empty tensors in
 place of None.
@@ -175,6 +177,11 @@ def compressed_attention(q, kc, vc, cu, ccu, numbers: Numbers) -> tuple[Tensor, 
     return compressed.forward(q, kc, vc, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+def compressed_lse(q, kc, cu, ccu, numbers: Numbers) -> Tensor:
+    q, kc = flat(q), flat(kc)
+    return compressed.log_sum_exp(q, kc, numbers.config, _documents(q, kc, cu, ccu, numbers))
+
+
 def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
     q, kc = flat(q), flat(kc)
     return select(q, kc, lse, numbers.config, _documents(q, kc, cu, ccu, numbers))
@@ -192,6 +199,19 @@ def nsa_compressed(
     longest: int | None,
 ) -> tuple[Tensor, Tensor]:
     return compressed_attention(q, kc, vc, cu, ccu, _numbers(config, span, longest))
+
+
+@operator(lambda q, kc, *_: q.new_empty(row_shape("compressed", *q.shape[:3]), dtype=torch.float32))
+def nsa_compressed_lse(
+    q: Tensor,
+    kc: Tensor,
+    cu: Tensor | None,
+    ccu: Tensor | None,
+    config: list[int],
+    span: list[int],
+    longest: int | None,
+) -> Tensor:
+    return compressed_lse(q, kc, cu, ccu, _numbers(config, span, longest))
 
 
 def _selection_like(q, kc, lse, cu, ccu, config, span, longest):

@@ -333,7 +333,8 @@ def select(
     heads = H // G
     count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
     launch = launch or triton_launch("score", q, k)
-    keys = max(launch.keys, block // config.compress_stride)
+    # at most 32 blocks a tile, whose scores fit the registers
+    keys = max(min(launch.keys, 32 * block // config.compress_stride), block // config.compress_stride)
     # the heads of a group in at most launch.held row tiles, of `together` heads of `queries` queries each
     together = min(launch.rows, power_of_2(-(-heads // launch.held)))
     held = -(-heads // together)

@@ -88,6 +88,16 @@ def softmax_step(q, k, v, seen, m, l, acc, scale, MASK: tl.constexpr):
 
 
 @triton.jit
+def lse_step(q, k, seen, m, l, scale, MASK: tl.constexpr):
+    """softmax_step without values: the largest score and the sum of exponentials."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASK:
+        s = tl.where(seen, s, -1e30)
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    return top, l * tl.exp2(m - top) + tl.sum(tl.exp2(s * scale - top[:, None]), 1)
+
+
+@triton.jit
 def finish(O, LSE, row, inside, head, m, l, acc, rows, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr):
     """Write o and the log-sum-exp of a query tile. A row that saw no key gets exactly 0 and +inf."""
     some = l != 0  # true for NaN, which must not become 0

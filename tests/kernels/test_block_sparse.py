@@ -1,0 +1,122 @@
+"""Block-sparse attention on the kernels, interpreted: against the reference, forward and backward, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import tercet
+from cases import Inputs, cu, inputs
+from tercet.attention import block_sparse
+from tercet.attention.layout import Packing, Span
+
+from .test_operators import Seen
+
+pytestmark = pytest.mark.interpreter
+
+CONFIG = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=16, select_count=3, select_local=1)
+DOCUMENTS = (58, 0, 5)
+
+
+def sample(tokens: int = 63, config: tercet.NSAConfig = CONFIG, **options: object) -> Inputs:
+    sizes = {"groups": 2, "per_group": 2, "key_size": 16, "value_size": 16, "dtype": torch.float32}
+    return inputs(config, tokens, **{**sizes, **options})
+
+
+def results(x: Inputs, backend: str, config: tercet.NSAConfig = CONFIG, **options: object):
+    """out, its gradients and the selection."""
+    leaves = [a.detach().clone().requires_grad_() for a in (x.q, x.ks, x.vs)]
+    out, aux = tercet.block_sparse_attention(*leaves, config=config, backend=backend, return_aux=True, **options)
+    dout = torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
+    return out.detach(), torch.autograd.grad(out, leaves, dout), aux
+
+
+@pytest.mark.parametrize("dense_below", [0, 53])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_outputs_and_gradients_equal_the_references(documents: tuple[int, ...] | None, dense_below: int) -> None:
+    x = sample(documents=documents)
+    options = {"cu_seqlens": cu(documents), "dense_below": dense_below}
+    out, grads, aux = results(x, "triton", **options)
+    right, right_grads, right_aux = results(x, "reference", **options)
+    assert aux.routes == {"selected": "triton"}
+    assert torch.equal(aux.block_indices, right_aux.block_indices)
+    torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(grads, right_grads, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_documents_whose_bounds_the_host_does_not_know() -> None:
+    x = sample(documents=DOCUMENTS)
+    options = {"cu_seqlens": cu(DOCUMENTS), "dense_below": 53}
+    for found, right in zip(results(x, "triton", **options)[1], results(x, "reference", **options)[1], strict=True):
+        assert (found - right).norm() <= 1e-5 * right.norm()
+
+
+def test_blocks_of_128_with_a_selector_of_its_own_heads() -> None:
+    config = tercet.NSAConfig(
+        compress_block=128, compress_stride=128, select_block=128, select_count=2, select_initial=0, select_local=1
+    )
+    x = sample(400, config, groups=1)
+    selector = torch.randn(1, 400, 3, 32), torch.randn(1, 3, 1, 32)
+    out, grads, aux = results(x, "triton", config, selector=selector)
+    right, right_grads, right_aux = results(x, "reference", config, selector=selector)
+    assert torch.equal(aux.block_indices, right_aux.block_indices)
+    torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(grads, right_grads, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_a_query_range_equals_its_part_of_the_whole(documents: tuple[int, ...] | None) -> None:
+    x = sample(documents=documents)
+    packing = None if documents is None else Packing(cu(documents), 63, 15, CONFIG)
+    whole = block_sparse.run_block_sparse(x.q, x.ks, x.vs, config=CONFIG, packing=packing, backend="triton")
+    part = block_sparse.run_block_sparse(
+        x.q[:, 52:63], x.ks, x.vs, config=CONFIG, packing=packing, backend="triton", span=Span(52),
+        block_keys=block_sparse.pool_keys(x.ks, CONFIG, packing),
+    )  # fmt: skip
+    assert torch.equal(part.block_indices, whole.block_indices[:, 52:63])
+    torch.testing.assert_close(part.out, whole.out[:, 52:63], rtol=1e-5, atol=1e-6)
+
+
+def test_it_compiles_to_one_graph_without_changing_a_bit() -> None:
+    x = sample()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_sparse.run_block_sparse(q, k, v, config=CONFIG, backend="triton").out
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = [a.detach().clone().requires_grad_() for a in (x.q, x.ks, x.vs)]
+    out, wanted = compiled(*leaves), call(*leaves)
+    assert torch.equal(out, wanted)
+    dout = torch.randn_like(out)
+    pairs = zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(wanted, leaves, dout), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_only_scores_selection_and_one_branch_run() -> None:
+    x = sample()
+    with Seen() as seen:
+        tercet.block_sparse_attention(x.q, x.ks, x.vs, config=CONFIG, backend="triton")
+    assert [name.split(".")[1] for name in seen.names if name.startswith("tercet.")] == [
+        "nsa_compressed_lse",
+        "nsa_select",
+        "keep_selection",
+        "nsa_attend",
+    ]
+
+
+def test_results_need_no_initialised_memory(poisoned: None) -> None:
+    out, grads, _ = results(sample(), "triton", dense_below=53)
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_where_every_block_is_read_a_dense_kernel_runs() -> None:
+    x = sample(48)
+    out, aux = tercet.block_sparse_attention(x.q, x.ks, x.vs, config=CONFIG, backend="triton", return_aux=True)
+    assert aux.routes == {"dense": "sdpa"}
+    assert aux.block_indices[0, -1, 0].tolist() == [0, 1, 2]
+    torch.testing.assert_close(out, results(x, "reference")[0], rtol=1e-5, atol=1e-5)
