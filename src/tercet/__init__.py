@@ -22,6 +22,7 @@ _HOME = {
     "combine": "tercet.attention.functional",
     "AttentionAux": "tercet.attention.functional",
     "block_sparse_attention": "tercet.attention.block_sparse",
+    "BlockSparseAttention": "tercet.model.block_sparse",
     "NativeSparseAttention": "tercet.model.nsa",
     "DenseAttention": "tercet.model.dense",
     "WindowAttention": "tercet.model.window",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     )
     from tercet.inference.generate import generate
     from tercet.inference.load import load_model
+    from tercet.model.block_sparse import BlockSparseAttention
     from tercet.model.dense import DenseAttention
     from tercet.model.nsa import NativeSparseAttention
     from tercet.model.window import WindowAttention

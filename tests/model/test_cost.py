@@ -22,6 +22,7 @@ from tercet.model.cost import (
 )
 from tercet.model.transformer import Transformer
 
+BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ("selected",), "compression": "mean"}
 SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 40, "vocab_size": 37}
 
 
@@ -44,6 +45,8 @@ SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_
         {"attention_bias": True, "attention": "dense"},
         {"branches": ("window",)},
         {"gate": "softmax", "kv_heads": 4},
+        {**BLOCK_SPARSE, "qk_norm": True},
+        {**BLOCK_SPARSE, "selector": "learned", "attention": ("nsa", "dense", "nsa")},
     ],
     ids=str,
 )
@@ -86,6 +89,28 @@ def test_pairs_match_a_count_query_by_query(nsa, length):
         window += min(nsa.window, t + 1)
     found = pairs(nsa, length, BRANCHES)
     assert (found.compressed, found.selected, found.window) == (compressed, selected, window)
+
+
+@given(configs(), st.integers(1, 120), st.integers(0, 60))
+def test_pairs_of_block_sparse_attention_match_a_count_query_by_query(nsa, length, dense_below):
+    config = ModelConfig(**SIZES, **BLOCK_SPARSE, nsa=nsa, dense_below=dense_below)
+    count = 0
+    for t in range(length):
+        blocks = min(nsa.select_count, t // nsa.select_block + 1)
+        count += t + 1 if t < dense_below else (blocks - 1) * nsa.select_block + t % nsa.select_block + 1
+    assert attention_pairs(config, "nsa", length).total == count
+
+
+def test_block_sparse_attention_costs_less_than_three_branches_and_at_most_dense():
+    m7c = load("m7c").config.model
+    sparse, dense = (
+        m7c.model_copy(update=changes)
+        for changes in ({**BLOCK_SPARSE, "compress_selected_keys": False}, {"attention": "dense"})
+    )
+    for length in (512, 1024, 2048, 8192, 65536):
+        assert flops_per_token(sparse, length) < flops_per_token(m7c, length)
+    assert flops_per_token(sparse, 1024) == flops_per_token(dense, 1024)
+    assert activation_bytes_per_token(sparse, 2, "none") < activation_bytes_per_token(m7c, 2, "none")
 
 
 def test_pairs_match_known_flops_of_long_sequences():
@@ -143,7 +168,11 @@ def test_training_costs_three_forwards():
     assert flops_per_token(config, 1) == pytest.approx(6 * parameters(config).total, rel=0.05)
 
 
-@pytest.mark.parametrize("changes", [{"attention": "dense"}, {"attention": "window"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention": "dense"}, {"attention": "window"}, {}, {**BLOCK_SPARSE, "nsa": NSAConfig(select_count=4)}],
+    ids=str,
+)
 def test_estimated_activations_are_close_to_what_autograd_saves(changes):
     measured, estimate = saved_and_estimated(**changes)
     assert 0.7 < estimate / measured < 1.4

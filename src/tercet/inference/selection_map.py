@@ -14,18 +14,20 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Selection and gates of one layer. blocks: int32 [T, G, n], padded with -1; gates: [T, H, 3]."""
+    """Selection and gates of one layer. blocks: int32 [T, G, n], padded with -1; gates: [T, H, 3], None in a
+    block-sparse layer."""
 
     layer: int
     config: NSAConfig
     blocks: Tensor
-    gates: Tensor
+    gates: Tensor | None
 
     def selected_by(self, t: int) -> dict[int, int]:
         """Block -> number of KV heads that selected it for query t."""
@@ -51,17 +53,20 @@ class _Recorder:
         self.gates: Tensor | None = None
         self.blocks: Tensor | None = None
 
-    def update(self, gates: Tensor, block_indices: Tensor | None, packing: Packing | None = None, **_: Any) -> None:
-        self.gates, self.blocks = gates.detach(), block_indices
+    def update(
+        self, gates: Tensor | None, block_indices: Tensor | None, packing: Packing | None = None, **_: Any
+    ) -> None:
+        self.gates, self.blocks = gates, block_indices
 
 
 @torch.no_grad()
 def record_selections(model: Transformer, tokens: list[int]) -> list[LayerSelection]:
-    """Run one forward pass and record every NSA layer that has the selected branch."""
+    """Run one forward pass and record every layer that selects blocks."""
     layers = [
         (i, layer)
         for i, layer in enumerate(model.attention_layers())
-        if isinstance(layer, NativeSparseAttention) and "selected" in layer.branches
+        if isinstance(layer, BlockSparseAttention)
+        or (isinstance(layer, NativeSparseAttention) and "selected" in layer.branches)
     ]
     if not layers:
         raise UsageError(
@@ -79,8 +84,8 @@ def record_selections(model: Transformer, tokens: list[int]) -> list[LayerSelect
     found = []
     for (i, layer), recorder in zip(layers, recorders, strict=True):
         assert recorder.blocks is not None
-        assert recorder.gates is not None
-        found.append(LayerSelection(i, layer.config, recorder.blocks[0].cpu(), recorder.gates[0].float().cpu()))
+        gates = None if recorder.gates is None else recorder.gates[0].float().cpu()
+        found.append(LayerSelection(i, layer.config, recorder.blocks[0].cpu(), gates))
     return found
 
 
@@ -126,10 +131,13 @@ def _layer_row(layer: LayerSelection, selected: dict[int, int], t: int, count: i
         f"{groups} KV heads</title></rect>"
         for block, n in sorted(selected.items())
     )
-    compressed, chosen, window = layer.gates[t].mean(0).tolist()
+    gates = ""
+    if layer.gates is not None:
+        compressed, chosen, window = layer.gates[t].mean(0).tolist()
+        gates = f" gates: compressed {compressed:.2f}, selected {chosen:.2f}, window {window:.2f}"
     return (
-        f'<div class="label"><b>Layer {layer.layer}</b> gates: compressed {compressed:.2f}, selected {chosen:.2f}, '
-        f'window {window:.2f}</div>\n<svg class="strip" viewBox="0 0 {count} 1" preserveAspectRatio="none" role="img">'
+        f'<div class="label"><b>Layer {layer.layer}</b>{gates}</div>\n'
+        f'<svg class="strip" viewBox="0 0 {count} 1" preserveAspectRatio="none" role="img">'
         f"{marks}</svg>"
     )
 

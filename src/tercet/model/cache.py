@@ -352,6 +352,9 @@ class DenseCache(Cache):
 class NSACache(Cache):
     """The cache of one NativeSparseAttention layer, created by `layer.make_cache`."""
 
+    pools_keys = False
+    """Whether blocks are scored by means of the stored keys, instead of by compressed tokens of their own."""
+
     def __init__(
         self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -359,7 +362,7 @@ class NSACache(Cache):
         branches = key["branches"]
         self.keeps_tokens = "selected" in branches
         self.keeps_window = "window" in branches and not (key["shared_kv"] and self.keeps_tokens)
-        self.compresses = "compressed" in branches or "selected" in branches
+        self.compresses = not self.pools_keys and ("compressed" in branches or "selected" in branches)
         self.block_indices: Tensor | None = None
         """int32 [B, G, n]: blocks selected by the last step on the decode kernels."""
         super().__init__(key, batch, max_len, device, dtype)
@@ -505,3 +508,41 @@ class NSACache(Cache):
             return
         newest = new.real & (new.positions >= (new.start + new.counts)[:, None] - size)
         self._scatter(ring, torch.where(newest, new.positions % size, size), value)
+
+
+class BlockSparseCache(NSACache):
+    """The cache of one BlockSparseAttention layer: keys and values of all tokens, and what scores the blocks: means of
+    the keys, or a learned selector's keys. Needs no ring of raw tokens, since it keeps all of them."""
+
+    pools_keys = True
+
+    def append_tokens(self, new: NewTokens, k: Tensor, v: Tensor) -> Tensor | None:
+        """Store the new tokens. Returns the keys of the blocks that are now complete [B, E, l, G, D], if their means
+        are needed; None if there are none, and in a first prefill."""
+        self.block_indices = None
+        self._append("k_selected", k, new)
+        self._append("v_selected", v, new)
+        if new.emitted == 0 or new.fresh or self.keeps_selector:
+            return None
+        l, d = self.config.compress_block, self.config.compress_stride
+        index = self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
+        # rows that complete fewer read clamped tokens, and their result goes to the extra slot
+        token = (index[..., None] * d + torch.arange(l, device=self.device)).clamp(max=self.capacity - 1)
+        row = torch.arange(self.batch, device=self.device)[:, None, None]
+        return self._stores["k_selected"][row, token]
+
+    def all(self, new: NewTokens) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens."""
+        k, v = self.selected()
+        return k[:, : new.longest], v[:, : new.longest]
+
+    def block_keys(self, new: NewTokens) -> Tensor:
+        """Means of keys that any of the new tokens can see."""
+        return self._stores["k_compressed"][:, : self.config.num_compressed(new.longest)]
+
+    def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
+        shapes = super()._store_shapes(tokens)
+        if "selector_dim" not in self.key:
+            count = self.config.num_compressed(tokens)
+            shapes["k_compressed"] = self.key["kv_heads"], self.key["head_dim"], count
+        return shapes

@@ -15,7 +15,7 @@ Branch = Literal["compressed", "selected", "window"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = (
     "nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches",
-    "selector", "selector_heads", "selector_dim",
+    "selector", "selector_heads", "selector_dim", "dense_below",
 )  # fmt: skip
 
 MOST_LAYERS = 1024
@@ -97,8 +97,9 @@ class ModelConfig(BaseModel):
     """Block sizes of Native Sparse Attention."""
     compression: Literal["mlp", "mean"] = "mlp"
     """How a block of keys and values is compressed: learned, or by its mean."""
-    gate: Literal["sigmoid", "softmax"] = "sigmoid"
-    """How branches are weighted: independently (the paper), or by a softmax over the three."""
+    gate: Literal["sigmoid", "softmax", "none"] = "sigmoid"
+    """How branches are weighted: independently (the paper), by a softmax over the three, or none for block-sparse
+    attention, which has a dense model's parameters and reads selected blocks only."""
     shared_kv: bool = False
     """One key/value projection for all branches instead of one per branch."""
     compress_selected_keys: bool = False
@@ -112,6 +113,8 @@ class ModelConfig(BaseModel):
     """Size of one head of a learned selector."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
+    dense_below: int = Field(default=0, ge=0)
+    """With gate = none: queries at positions below this read everything, as in dense attention."""
     backend: Literal["auto", "reference", "triton"] = "auto"
     """Implementation of NSA; an error if it cannot run here. The feed-forward uses its kernel unless reference."""
     rope_theta: float = Field(default=10000.0, gt=0)
@@ -149,10 +152,25 @@ class ModelConfig(BaseModel):
     def _sizes_agree(self) -> Self:
         check_group_size(self.heads, self.kv_heads)
         check_shared_keys(self.shared_kv, self.compress_selected_keys)
+        self._check_block_sparse()
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
         layer_kinds(self.attention, self.layers)
         return self
+
+    def _check_block_sparse(self) -> None:
+        if self.gate != "none":
+            if self.dense_below:
+                raise ValueError(f"dense_below={self.dense_below} needs gate=none: only block-sparse attention has it")
+            return
+        needed = {"shared_kv": True, "branches": ("selected",), "compression": "mean"}
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                shown = {True: "true", ("selected",): '["selected"]', "mean": "mean"}[value]  # type: ignore[index]
+                raise ValueError(
+                    f"gate=none is block-sparse attention, one set of keys and values and no gates: it needs "
+                    f"{name}={shown}, not {getattr(self, name)}"
+                )
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

@@ -76,8 +76,13 @@ def attention_matrices(model: ModelConfig, kind: str) -> int:
     """Weights of one layer's projections, which multiply every token."""
     query_and_output = model.dim * model.heads * sum(_head_sizes(model))
     keys_and_values = model.dim * _kv_rows(model, kind)
-    gate = model.dim * len(BRANCHES) * model.heads if kind == "nsa" else 0
+    gate = model.dim * len(BRANCHES) * model.heads if _has_gates(model, kind) else 0
     return query_and_output + keys_and_values + gate + _selector_weights(model, kind)
+
+
+def _has_gates(model: ModelConfig, kind: str) -> bool:
+    """Whether a layer gates several branches; block-sparse attention has one and is otherwise as dense."""
+    return kind == "nsa" and model.gate != "none"
 
 
 def _selector_weights(model: ModelConfig, kind: str) -> int:
@@ -112,7 +117,30 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
         return Pairs(dense=length * (length + 1) // 2)
     if kind == "window":
         return pairs(model.nsa, length, ("window",))
+    if model.gate == "none":
+        return _block_sparse_pairs(model, length)
     return pairs(model.nsa, length, model.branches)
+
+
+def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
+    """Queries below dense_below read everything; below select_count · select_block, so does a selection."""
+    nsa = model.nsa
+    covered = nsa.select_count * nsa.select_block
+    if length <= max(model.dense_below, covered):
+        return Pairs(dense=length * (length + 1) // 2)
+    early = model.dense_below if model.dense_below > covered else 0
+    return Pairs(selected=_selected_pairs(nsa, length) - _selected_pairs(nsa, early), dense=early * (early + 1) // 2)
+
+
+def scoring_flops(model: ModelConfig, length: int) -> float:
+    """FLOPs of choosing blocks in block-sparse mode, which has no gradient: queries times block keys, once for the
+    log-sum-exp and once for the scores. 0 where every block is read."""
+    nsa = model.nsa
+    if length <= max(model.dense_below, nsa.select_count * nsa.select_block):
+        return 0.0
+    learned = model.selector == "learned"
+    width = model.kv_heads * model.selector_heads * model.selector_dim if learned else model.heads * model.head_dim
+    return 4.0 * width * _compressed_pairs(nsa, length)
 
 
 def forward_flops(model: ModelConfig, length: int) -> float:
@@ -123,14 +151,18 @@ def forward_flops(model: ModelConfig, length: int) -> float:
         matrices += attention_matrices(model, kind)
         per_pair = 2 * model.heads * (model.head_dim + model.head_value_dim)
         attention_flops += per_pair * attention_pairs(model, kind, length).total
-        if kind == "nsa":
+        if _has_gates(model, kind):
             attention_flops += compression_flops(model, length)
-    return 2.0 * matrices * length + attention_flops
+    return 2.0 * matrices * length + attention_flops + _all_scoring_flops(model, length)
+
+
+def _all_scoring_flops(model: ModelConfig, length: int) -> float:
+    return model.attention_kinds.count("nsa") * scoring_flops(model, length) if model.gate == "none" else 0.0
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """FLOPs per trained token: forward, plus twice that backward. Recomputation is not counted, as in MFU."""
-    return 3 * forward_flops(model, seq_len) / seq_len
+    return (3 * forward_flops(model, seq_len) - 2 * _all_scoring_flops(model, seq_len)) / seq_len
 
 
 def memory(
@@ -196,7 +228,7 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
     extras = (1 + _kv_sets(model, kind)[0]) * model.head_dim if model.qk_norm else 0
     if model.attention_bias:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
-    if kind != "nsa":
+    if not _has_gates(model, kind):
         return extras
     learned = model.compression == "mlp"
     block = model.nsa.compress_block
@@ -215,13 +247,14 @@ def _selection_bytes(model: ModelConfig, kind: str) -> int:
 
 
 def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
-    branches = len(model.branches) if kind == "nsa" else 0
+    gated = _has_gates(model, kind)
+    branches = len(model.branches) if gated else 0
     projected = _projected(model, kind)
     if kind == "nsa" and model.compression == "mean" and not model.shared_kv:
         # The gradient of a mean needs no inputs: keys and values of the compressed branch are not saved.
         projected -= model.kv_heads * sum(_head_sizes(model))
     outputs = (branches + 1) * model.heads * model.head_value_dim
-    per_head = FP32 * model.heads * (2 * branches if kind == "nsa" else 1)
+    per_head = FP32 * model.heads * (2 * branches if gated else 1)
     # Compiled (bf16, on GPUs), silu is recomputed in the backward pass; eager PyTorch saves its output.
     ffn = (3 if compute_bytes < FP32 else 4) * model.ffn_dim
     selector = _selector_weights(model, kind) // model.dim

@@ -60,7 +60,7 @@ def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, len
     cache.check(layer.cache_key(), x)
     if not TRITON_INSTALLED:
         return NO_TRITON
-    if layer.kind == "nsa" and not cache.compresses:
+    if layer.kind == "nsa" and not cache.compresses and not cache.pools_keys:
         return "only the window is cached, and the kernels also need the compressed tokens"
     if x.device.type != "cuda" and not interpreting():
         return f"x is on {x.device} and the kernels need a CUDA device"
@@ -188,7 +188,7 @@ def _cached_nsa(
         heads * (config.num_compressed(new.longest) + config.window),
     )
     outs, reads = [], []
-    for part in _query_chunks(width, batch * per_query):
+    for part in query_chunks(width, batch * per_query):
         rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
         t = new.positions[:, part]
         results: dict[str, tuple[Tensor, Tensor]] = {}
@@ -201,7 +201,7 @@ def _cached_nsa(
             elif selector is None:
                 counts.append(read)  # read only to select blocks
             if "selected" in branches:
-                results["selected"] = _selected(rows, t, block_indices, cache, config)
+                results["selected"] = attend_selected(rows, t, block_indices, cache, config)
         if "window" in branches:
             results["window"] = _window(rows, t, part, new, config)
         outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
@@ -227,18 +227,18 @@ def _compressed(
         i = torch.arange(k.shape[1], device=rows.device)
         visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
         s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
-        p = _softmax(s, visible[:, None, :, None])
+        p = softmax(s, visible[:, None, :, None])
         out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype))
         read = visible.sum(-1)[..., None].expand(-1, -1, groups)
         if selector is not None:
             queries, keys = (x.to(rows.dtype) for x in selector)
             queries = queries.unflatten(2, (groups, -1)) * keys.shape[-1] ** -0.5
-            p = _softmax(torch.einsum("bcghd,bsgd->bgchs", queries, keys), visible[:, None, :, None])
+            p = softmax(torch.einsum("bcghd,bsgd->bgchs", queries, keys), visible[:, None, :, None])
         importance = block_importance(p.sum(3), 0, num_blocks, config)
     return out, read, select(importance, t[:, None], config).transpose(1, 2)
 
 
-def _selected(
+def attend_selected(
     rows: Tensor, t: Tensor, block_indices: Tensor, cache: NSACache, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
     k, v = cache.selected()
@@ -249,7 +249,7 @@ def _selected(
     row = torch.arange(rows.shape[0], device=rows.device)[:, None, None, None]
     group = torch.arange(rows.shape[2], device=rows.device)[:, None]
     s = torch.einsum("bcghd,bcgsd->bcghs", rows, k[row, token, group].to(rows.dtype))
-    p = _softmax(s, visible[..., None, :])
+    p = softmax(s, visible[..., None, :])
     return torch.einsum("bcghs,bcgsd->bcghd", p, v[row, token, group].to(rows.dtype)), visible.sum(-1)
 
 
@@ -263,7 +263,7 @@ def _window(rows: Tensor, t: Tensor, part: slice, new: NewTokens, config: NSACon
     back = torch.arange(rows.shape[1], device=rows.device)[:, None] + config.window - 1 - entry
     visible = (back >= 0) & (back < config.window) & (t[..., None] - back >= 0)
     s = torch.einsum("bcghd,bsgd->bgchs", rows, k)
-    p = _softmax(s, visible[:, None, :, None])
+    p = softmax(s, visible[:, None, :, None])
     out = torch.einsum("bgchs,bsgd->bcghd", p, v)
     return out, visible.sum(-1)[..., None].expand(-1, -1, rows.shape[2])
 
@@ -319,24 +319,24 @@ def _cached_dense(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
         return out.transpose(1, 2)
     s_index = torch.arange(k.shape[1], device=q.device)
     outs, reads = [], []
-    for part in _query_chunks(width, batch * heads * k.shape[1]):
+    for part in query_chunks(width, batch * heads * k.shape[1]):
         rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
         visible = s_index <= new.positions[:, part, None]
-        p = _softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
+        p = softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
         outs.append(torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3))
         reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
     cache.reads = torch.cat(reads, dim=1)
     return torch.cat(outs, dim=1).to(q.dtype)
 
 
-def _query_chunks(width: int, per_query: int) -> Iterator[slice]:
+def query_chunks(width: int, per_query: int) -> Iterator[slice]:
     """Slices of `width` queries that need at most _CHUNK_NUMBERS numbers each, at `per_query` per query."""
     chunk = max(1, _CHUNK_NUMBERS // per_query)
     for first in range(0, width, chunk):
         yield slice(first, min(first + chunk, width))
 
 
-def _softmax(s: Tensor, visible: Tensor) -> Tensor:
+def softmax(s: Tensor, visible: Tensor) -> Tensor:
     """Over visible keys; all 0 where there are none."""
     s = s.masked_fill(~visible, -torch.inf)
     highest = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)

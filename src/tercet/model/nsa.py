@@ -20,11 +20,10 @@ from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
-from tercet.model.selector import BlockSelector, attach_loss
+from tercet.model.selector import SELECTORS, BlockSelector, attach_loss
 from tercet.model.stats import AttentionStats
 
 GATES = ("sigmoid", "softmax")
-SELECTORS = ("compressed", "learned")
 
 
 class Gate(nn.Module):
@@ -36,7 +35,7 @@ class Gate(nn.Module):
     def __init__(self, dim: int, heads: int, kind: str = "sigmoid") -> None:
         super().__init__()
         if kind not in GATES:
-            raise ValueError(f"gate={kind!r} is unknown: pick one of {', '.join(GATES)}")
+            raise ValueError(f"gate={kind!r} is unknown: pick one of {', '.join(GATES)}, or use BlockSparseAttention")
         self.kind = kind
         self.proj = nn.Linear(dim, 3 * heads)
         self.init_weights()

@@ -21,6 +21,7 @@ from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing, move_rows
 from tercet.attention.reference import block_importance, compute_dtype
 
+SELECTORS = ("compressed", "learned")
 TEACHERS = ("all", "selected")
 # Numbers of keys that the PyTorch teacher gathers at once.
 _GATHERED = 1 << 24

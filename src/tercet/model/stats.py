@@ -56,19 +56,19 @@ class AttentionStats:
     @torch.no_grad()
     def update(
         self,
-        gates: Tensor,
+        gates: Tensor | None,
         block_indices: Tensor | None,
         packing: Packing | None = None,
         *,
         positions: Tensor | None = None,
         before: Tensor | None = None,
     ) -> None:
-        """gates: [B, T, H, 3]; block_indices: [B, T, G, n].
+        """gates: [B, T, H, 3], None in a layer without them; block_indices: [B, T, G, n].
 
         For part of a sequence, `positions` [T] are its tokens' positions in their documents, and `before` [B, 1, G, n]
         is the selection of the token before it.
         """
-        if not self.enabled or _recomputing():
+        if not self.enabled or _recomputing() or (gates is None and block_indices is None):
             return
         with _hidden_from_checkpointing():
             self._update(gates, block_indices, packing, positions, before)
@@ -89,13 +89,18 @@ class AttentionStats:
 
     def _update(
         self,
-        gates: Tensor,
+        gates: Tensor | None,
         block_indices: Tensor | None,
         packing: Packing | None,
         positions: Tensor | None,
         before: Tensor | None,
     ) -> None:
-        sums = [_gate_sums(gates)]
+        device = (block_indices if gates is None else gates).device  # type: ignore[union-attr]
+
+        def zeros(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.float64, device=device)
+
+        sums = [zeros(1 + len(_GATES)) if gates is None else _gate_sums(gates)]
         if block_indices is not None:
             if positions is None and packing is not None:
                 positions = packing.position
@@ -103,8 +108,8 @@ class AttentionStats:
             sums.append(selection)
             self._histogram = histogram if self._histogram is None else self._histogram + histogram
         else:
-            sums.append(gates.new_zeros(2 * len(_SELECTION), dtype=torch.float64))
-        sums.append(gates.new_zeros(len(_SELECTOR) + 1, dtype=torch.float64))
+            sums.append(zeros(2 * len(_SELECTION)))
+        sums.append(zeros(len(_SELECTOR) + 1))
         self._add(torch.cat(sums))
 
     def read(self) -> dict[str, float]:
@@ -136,10 +141,8 @@ class AttentionStats:
     def means(sums: list[float]) -> dict[str, float]:
         """Decode the means of a vector of `sums`; empty if nothing was counted."""
         numbers = sums[:_SUMS]
-        if not numbers[0]:
-            return {}
         count, gates, rest = numbers[0], numbers[1 : 1 + len(_GATES)], numbers[1 + len(_GATES) :]
-        means = {name: value / count for name, value in zip(_GATES, gates, strict=True)}
+        means = {name: value / count for name, value in zip(_GATES, gates, strict=True)} if count else {}
         selection, selector = rest[: 2 * len(_SELECTION)], rest[2 * len(_SELECTION) :]
         for name, value, weight in zip(_SELECTION, selection[::2], selection[1::2], strict=True):
             if weight:

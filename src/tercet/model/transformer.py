@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
 from tercet.attention.layout import Packing
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.config import AttentionKind, ModelConfig
 from tercet.model.dense import DenseAttention
 from tercet.model.ffn import SwiGLU
@@ -139,17 +140,21 @@ class Transformer(nn.Module):
         check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu, max_seqlen=max_seqlen)
         nsa = self.config.nsa
         packing = Packing(cu_seqlens, length, length // nsa.compress_stride, nsa, max_seqlen)
+        packings = [packing]
+        if nsa.select_count * nsa.select_block < self.config.dense_below < packing.max_seqlen:
+            packings.append(packing.first_tokens(self.config.dense_below)[1])  # once for all layers
         if self.compiled:
             # The document count varies per batch; mark it dynamic before the first compile.
-            for bounds in (packing.cu_seqlens, packing.compressed_cu_seqlens):
-                torch._dynamo.maybe_mark_dynamic(bounds, 0)
+            for documents in packings:
+                for bounds in (documents.cu_seqlens, documents.compressed_cu_seqlens):
+                    torch._dynamo.maybe_mark_dynamic(bounds, 0)
         return packing
 
     def _rope_cache(self, tokens: Tensor, packing: Any) -> RopeCache | None:
         """cos/sin shared by all layers; None for a context-parallel shard, which has its own positions."""
         if packing is not None and not isinstance(packing, Packing):
             return None
-        sparse = "nsa" in self.config.attention_kinds
+        sparse = "nsa" in self.config.attention_kinds and self.config.gate != "none"
         return rope_cache(self.rotary, tokens, packing, self.config.nsa if sparse else None)
 
     @overload
@@ -187,7 +192,8 @@ class Transformer(nn.Module):
 
 
 def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
-    build = {"nsa": NativeSparseAttention, "dense": DenseAttention, "window": WindowAttention}[kind]
+    sparse = BlockSparseAttention if config.gate == "none" else NativeSparseAttention
+    build: Any = {"nsa": sparse, "dense": DenseAttention, "window": WindowAttention}[kind]
     return build(
         config.dim,
         config.heads,
@@ -209,4 +215,5 @@ def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAt
         selector=config.selector,
         selector_heads=config.selector_heads,
         selector_dim=config.selector_dim,
+        **({"dense_below": config.dense_below} if config.gate == "none" else {}),
     )

@@ -102,10 +102,11 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     if run.attention and not sparse:
         gate.not_applicable("no layer selects blocks")
         return gate.build()
-    samples = [e for e in run.layers if sparse and all(_has_layer(e, i) for i in sparse)]
+    gated = run.config.get("model.gate") != "none"
+    samples = [e for e in run.layers if sparse and all(_has_layer(e, i, gated) for i in sparse)]
     gate.add_evidence("readings", f"{len(samples)} of all {len(sparse)} layers")
     if samples:
-        _add_layer_evidence(samples[-1], sparse, gate)
+        _add_layer_evidence(samples[-1], sparse, gate, gated)
     affected = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
     tolerated = None not in affected and len(affected) <= limits.lone_branch_layers * len(sparse)
     fixes = dict(_SELECTION_FIXES)
@@ -128,6 +129,8 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     if len(samples) < limits.readings:
         gate.not_tested(f"{len(samples)} samples of all layers, at least {limits.readings} needed", "train longer")
     gate.require_steps(run, limits)
+    if not gated:
+        return gate.build(f"all {len(sparse)} layers choose their blocks")
     return gate.build(_healthy_layers(sorted(i for i in affected if i is not None), len(sparse), limits))
 
 
@@ -157,20 +160,22 @@ def _judge_selectors(run: Run, gate: GateBuilder) -> None:
         )
 
 
-def _has_layer(event: LayersObserved, layer: int) -> bool:
-    """Whether a sample has the gate statistics of this layer."""
+def _has_layer(event: LayersObserved, layer: int, gated: bool) -> bool:
+    """Whether a sample has the statistics of this layer: of its gates, or of its selection if it has no gates."""
+    of_gates = ("gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_collapse")
     return all(
         len(getattr(event, name)) > layer and getattr(event, name)[layer] is not None
-        for name in ("gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_collapse")
+        for name in (of_gates if gated else ("selected_forced",))
     )
 
 
-def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuilder) -> None:
-    for branch in ("compressed", "selected", "window"):
-        shares = [getattr(event, f"gate_share_{branch}")[i] for i in sparse]
-        gate.add_evidence(f"{branch} share", f"{100 * min(shares):.1f}% to {100 * max(shares):.1f}% across layers")
-    collapsed = max(event.gate_collapse[i] or 0 for i in sparse)
-    gate.add_evidence("collapsed", f"at most {100 * collapsed:.1f}% of tokens and heads")
+def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuilder, gated: bool) -> None:
+    if gated:
+        for branch in ("compressed", "selected", "window"):
+            shares = [getattr(event, f"gate_share_{branch}")[i] for i in sparse]
+            gate.add_evidence(f"{branch} share", f"{100 * min(shares):.1f}% to {100 * max(shares):.1f}% across layers")
+        collapsed = max(event.gate_collapse[i] or 0 for i in sparse)
+        gate.add_evidence("collapsed", f"at most {100 * collapsed:.1f}% of tokens and heads")
     forced = [f for i in sparse if (f := event.selected_forced[i]) is not None]
     if forced:
         gate.add_evidence("forced blocks", f"{100 * max(forced):.1f}% of the selected blocks")

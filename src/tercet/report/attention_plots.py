@@ -63,7 +63,8 @@ def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObser
 
 
 def gate_trend_plot(run: Run) -> Plot | None:
-    samples = _sparse_samples(run)
+    gated = _sparse_samples(run)
+    samples = gated or [e for e in run.layers if any(v is not None for v in e.selected_forced)]
     if len(samples) < 2:
         return None
 
@@ -87,13 +88,16 @@ def gate_trend_plot(run: Run) -> Plot | None:
     selection = panel(
         (("selected_forced", ORANGE, "forced"), ("selected_overlap", GREEN, "overlap with last token")), 1
     )
+    if not gated:  # block-sparse attention
+        caption = "Mean and range over layers, as shares of the selected blocks."
+        return Plot("selection_health", "Selection over time", caption, draw(selection, height=2.4), wide=True)
     caption = "Mean and range over layers. Equal gates have entropy 1.10; the other values are shares."
     svg = draw(gates, height=2.4) + draw(selection, height=2.4)
     return Plot("selection_health", "Gates and selection over time", caption, svg, wide=True)
 
 
 def selection_plot(run: Run) -> Plot | None:
-    samples = [e for e in _sparse_samples(run) if any(any(d) for d in e.distances)]
+    samples = [e for e in run.layers if any(any(d) for d in e.distances)]
     if not samples:
         return None
     last = samples[-5:]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.telemetry import memory
@@ -206,7 +207,7 @@ class LayerProbe:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
-        self._sparse = [m for m in self.layers if isinstance(m, NativeSparseAttention)]
+        self._sparse = [m for m in self.layers if isinstance(m, (NativeSparseAttention, BlockSparseAttention))]
         self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()  # of completed steps
         self._current: Counter[tuple[int, str, str, str, bool]] = Counter()  # of the current step
         self._sampled = False

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.errors import TercetError
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.parallel.strategy import Single
@@ -205,7 +206,7 @@ class StepGraph:
         self._device = device = self._trained[0].device
         self._capturer = capturer or CudaGraphCapturer(device)
         self._layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
-        self._stats = [m.stats for m in self._layers if isinstance(m, NativeSparseAttention)]
+        self._stats = [m.stats for m in self._layers if isinstance(m, (NativeSparseAttention, BlockSparseAttention))]
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self._loss = torch.zeros((), dtype=torch.float32, device=device)
         self._stat_sums = torch.stack([s.sums(device) for s in self._stats]) if self._stats else None

@@ -1,0 +1,231 @@
+"""BlockSparseAttention: a dense layer that reads long contexts block by block. x: [B, T, dim] -> [B, T, dim]"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tercet.attention.block_sparse import check_dense_below, pool_keys, reads_all_below, run_block_sparse
+from tercet.attention.checks import check_config
+from tercet.attention.config import NSAConfig
+from tercet.attention.dispatch import REQUESTED, cannot_run, check_backend
+from tercet.attention.layout import Packing, Span
+from tercet.attention.reference import block_importance, compute_dtype, select
+from tercet.model import decode
+from tercet.model.cache import BlockSparseCache, NewTokens
+from tercet.model.config import AttentionKind
+from tercet.model.dense import DenseAttention
+from tercet.model.rope import RopeCache
+from tercet.model.selector import SELECTORS, BlockSelector, attach_loss
+from tercet.model.stats import AttentionStats
+
+Scorer = tuple[Tensor, Tensor]
+"""Queries and keys that score the blocks: [B, T, heads, size], [B, Tc, G, size]."""
+
+
+class BlockSparseAttention(DenseAttention):
+    """Dense attention's parameters; each query reads a few blocks of the past in full (docs/nsa.md, "Block-sparse
+    mode"). Other arguments are DenseAttention's.
+
+    config       block sizes; `window` has no effect
+    dense_below  queries at positions below this read everything
+    selector     what scores the blocks: "compressed" (means of their keys) or "learned" (separate projections with
+                 `selector_heads` heads of `selector_dim` per KV head)
+    backend      "auto", "reference" or "triton"
+    """
+
+    config: NSAConfig
+    kind: AttentionKind = "nsa"
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        config: NSAConfig | None = None,
+        *,
+        dense_below: int = 0,
+        selector: str = "compressed",
+        selector_heads: int = 1,
+        selector_dim: int = 64,
+        backend: str = "auto",
+        **dense: Any,
+    ) -> None:
+        super().__init__(dim, heads, kv_heads, head_dim, value_dim, **dense)
+        check_backend(backend)
+        check_dense_below(dense_below)
+        self.config = NSAConfig() if config is None else config
+        check_config(self.config)
+        self.dense_below, self.backend = dense_below, backend
+        if selector not in SELECTORS:
+            raise ValueError(f"selector={selector!r} is unknown: pick one of {', '.join(SELECTORS)}")
+        self.selector = (
+            BlockSelector(dim, kv_heads, selector_heads, selector_dim, self.config) if selector == "learned" else None
+        )
+        self.stats = AttentionStats(self.config)
+        self._branch = "selected"
+
+    @property
+    def branch_names(self) -> tuple[str, ...]:
+        return (self._branch,)
+
+    @property
+    def reads_all_below(self) -> int:
+        """Queries at positions below this read every token up to their own."""
+        return reads_all_below(self.config, self.dense_below)
+
+    @torch.no_grad()
+    def init_weights(self, std: float, output_std: float) -> None:
+        super().init_weights(std, output_std)
+        if self.selector is not None:
+            self.selector.init_weights(std)
+
+    def make_cache(  # type: ignore[override]
+        self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> BlockSparseCache:
+        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
+        return BlockSparseCache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
+
+    def cache_key(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"config": self.config, "shared_kv": True, "branches": ("selected",)}
+        if self.selector is not None:
+            own["selector_dim"] = self.selector.size
+        return super().cache_key() | own
+
+    # ------------------------------------------------------------ whole sequences
+
+    def _forward_sequence(
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+    ) -> Tensor:
+        positions = None if packing is None else packing.position
+        q, k, v = self.project(x, positions, None if rope is None else rope.tokens)
+        longest = x.shape[1] if packing is None else packing.max_seqlen
+        # without a choice, blocks are selected only to count them or to teach the selector
+        wanted = self.stats.enabled or (self.selector is not None and taught is not None)
+        chooses = wanted or longest > self.reads_all_below
+        scored = self.selector(x, packing) if self.selector is not None and chooses else None
+        out, block_indices, self._branch, self._route = run_block_sparse(
+            q, k, v, config=self.config, dense_below=self.dense_below, packing=packing, backend=self.backend,
+            selector=scored, select=wanted,
+        )  # fmt: skip
+        self.stats.update(None, block_indices, packing)
+        if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
+            loss, captured = self.selector.loss_of_rows(
+                x, scored[1], q, k, taught, block_indices, packing, measure=self.stats.enabled
+            )
+            self.stats.update_selector(captured)
+            out = attach_loss(out, loss * self.selector.weight)
+        return self.o_proj(out.flatten(2))
+
+    # ------------------------------------------------------------ new tokens after a cache
+
+    @torch.no_grad()  # inference only
+    def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+        reason: str | None = REQUESTED
+        if self.backend != "reference":
+            if x.shape[1] == 1:
+                reason = "the decode kernels do not run block-sparse attention yet"
+            else:
+                reason = decode.why_not_chunk_kernels(self, x, cache, lengths)
+        if reason is not None and self.backend == "triton" and any(cache.host_lengths.tokens):
+            raise cannot_run(reason)
+        new = cache.begin(self.cache_key(), x, lengths)
+        x = new.zero_padding(x)
+        q, k, v = self.project(x, new.positions)
+        completed = cache.append_tokens(new, k, v)
+        scored = self._cache_selector(x, new, cache)
+        cache.reads = None
+        if new.fresh:
+            return self._prefill(new, cache, q, k, v, scored)
+        if completed is not None:
+            cache.append_compressed(new, k_compressed=_mean(completed))
+        if new.longest <= self.reads_all_below:
+            name, why = decode.cached_dense_route(q, cache, new)
+            self._branch, self._route = "dense", (name, why)
+            return self.o_proj(decode.cached_dense_attention(q, cache, new).flatten(2))
+        self._branch, self._route = "selected", ("triton", None) if reason is None else ("reference", reason)
+        attend = self._attend_chunk if reason is None else self._attend_tokens
+        out = attend(q, cache, new, scored)
+        if self.dense_below > self.config.select_count * self.config.select_block and (
+            new.first is None or new.first < self.dense_below
+        ):
+            reads, early = cache.reads, (new.positions < self.dense_below)[..., None]
+            out = torch.where(early[..., None], decode.cached_dense_attention(q, cache, new), out)
+            cache.reads = None if reads is None else torch.where(early, cache.reads, reads)
+        return self.o_proj(out.flatten(2))
+
+    def _cache_selector(self, x: Tensor, new: NewTokens, cache: BlockSparseCache) -> Scorer | None:
+        """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
+        if self.selector is None:
+            return None
+        queries, keys = self.selector.project(x)
+        blocks = cache.append_selector(new, keys)
+        if new.fresh:
+            pooled = self.selector.pool(keys)
+            cache.append_compressed(new, selector=pooled[:, : new.emitted])
+            return queries, pooled
+        if blocks is not None:
+            cache.append_compressed(new, selector=self.selector.pool_blocks(blocks))
+        return queries, cache.selector_keys(new).to(queries.dtype)
+
+    def _prefill(
+        self, new: NewTokens, cache: BlockSparseCache, q: Tensor, k: Tensor, v: Tensor, scored: Scorer | None
+    ) -> Tensor:
+        """The first tokens of an empty cache; causal masks hide the right padding from every real token."""
+        block_keys = None
+        if scored is None:
+            block_keys = pool_keys(k, self.config)
+            cache.append_compressed(new, k_compressed=block_keys[:, : new.emitted])
+        out, _, self._branch, self._route = run_block_sparse(
+            q, k, v, config=self.config, dense_below=self.dense_below, backend=self.backend, selector=scored,
+            block_keys=block_keys,
+        )  # fmt: skip
+        return self.o_proj(out.flatten(2))
+
+    def _attend_chunk(self, q: Tensor, cache: BlockSparseCache, new: NewTokens, scored: Scorer | None) -> Tensor:
+        """A chunk at the same position in every row, on the kernels: a query range of the cached sequences."""
+        k, v = cache.all(new)
+        keys = None if scored is not None else cache.block_keys(new)
+        found = run_block_sparse(
+            q, k, v, config=self.config, backend="triton", selector=scored, block_keys=keys,
+            span=Span(new.longest - q.shape[1]),
+        )  # fmt: skip
+        return found.out
+
+    def _attend_tokens(self, q: Tensor, cache: BlockSparseCache, new: NewTokens, scored: Scorer | None) -> Tensor:
+        """New tokens at any positions, in PyTorch."""
+        batch, width, _, size = q.shape
+        groups, config = self.kv_heads, self.config
+        queries, keys = (q, cache.block_keys(new)) if scored is None else scored
+        gathered = groups * config.select_count * config.select_block * (size + self.value_dim)
+        outs, reads = [], []
+        with torch.autocast(q.device.type, enabled=False):
+            for part in decode.query_chunks(width, batch * max(gathered, queries.shape[2] * keys.shape[1])):
+                t = new.positions[:, part]
+                block_indices, read = _select(queries[:, part], keys, t, config.num_blocks(new.longest), config)
+                rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
+                out, tokens = decode.attend_selected(rows, t, block_indices, cache, config)
+                outs.append(out.flatten(2, 3))
+                reads.append(tokens + read[..., None])
+        cache.reads = torch.cat(reads, dim=1)
+        return torch.cat(outs, dim=1).to(q.dtype)
+
+
+def _select(q: Tensor, k: Tensor, t: Tensor, blocks: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Selected blocks [B, C, G, n] of queries at positions t [B, C], and how many block keys each query read [B, C]."""
+    groups, dtype = k.shape[2], compute_dtype(q)
+    rows = q.unflatten(2, (groups, -1)).to(dtype) * q.shape[-1] ** -0.5
+    i = torch.arange(k.shape[1], device=q.device)
+    visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
+    p = decode.softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(dtype)), visible[:, None, :, None])
+    importance = block_importance(p.sum(3), 0, blocks, config)
+    return select(importance, t[:, None], config).transpose(1, 2), visible.sum(-1)
+
+
+def _mean(blocks: Tensor) -> Tensor:
+    """`pool_keys` of given blocks: [B, E, l, G, D] -> [B, E, G, D]"""
+    return blocks.to(compute_dtype(blocks)).mean(2).to(blocks.dtype)

@@ -1,0 +1,165 @@
+"""BlockSparseAttention: dense where it must be, its cache, its statistics, its selector, and models that use it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import layer_oracle
+import oracle
+import tercet
+from cases import cu
+from tercet.model import cost
+from tercet.model.config import ModelConfig
+from tercet.model.transformer import Transformer
+
+NSA = tercet.NSAConfig(compress_block=4, compress_stride=2, select_block=4, select_count=4, window=1)
+REACH = 16  # select_count · select_block
+DOCUMENTS = (37, 0, 3, 40)
+BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ("selected",), "compression": "mean"}
+
+
+def make(dtype: torch.dtype = torch.float64, **options: object) -> tercet.BlockSparseAttention:
+    layer = tercet.BlockSparseAttention(12, 4, 2, 4, config=NSA, **options)
+    layer.init_weights(0.6, 0.3)
+    return layer.to(dtype)
+
+
+def make_model(**options: object) -> Transformer:
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "init_std": 0.2}
+    return Transformer(ModelConfig(**{**sizes, "nsa": NSA, **BLOCK_SPARSE, **options}))
+
+
+def by_loops(layer: tercet.BlockSparseAttention, x: torch.Tensor, bounds: torch.Tensor | None) -> oracle.Answer:
+    positions = oracle.document_positions(x.shape[1], bounds)
+    tokens = x.detach().double().numpy()
+    q = layer_oracle.linear(layer.q_proj, tokens).reshape(*x.shape[:2], 4, 4)
+    kv = layer_oracle.linear(layer.kv_proj, tokens)
+    k, v = (part.reshape(*x.shape[:2], 2, 4) for part in np.split(kv, 2, -1))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = layer_oracle.rms_norm(layer.q_norm, q), layer_oracle.rms_norm(layer.k_norm, k)
+    q, k = oracle.rope(q, positions), oracle.rope(k, positions)
+    answer = oracle.block_sparse(q, k, v, layer.config, layer.dense_below, bounds)
+    answer.out = layer_oracle.linear(layer.o_proj, answer.out.reshape(*x.shape[:2], -1))
+    return answer
+
+
+@pytest.mark.parametrize("options", [{}, {"dense_below": 25}, {"qk_norm": True, "bias": True}])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_a_layer_equals_the_oracle(options: dict[str, object], documents: tuple[int, ...] | None):
+    layer, x = make(**options), torch.randn(1, 80, 12, dtype=torch.float64)
+    y = layer(x, cu_seqlens=cu(documents))
+    np.testing.assert_allclose(y.detach().numpy(), by_loops(layer, x, cu(documents)).out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_layer_has_the_weights_of_a_dense_one_and_its_results_below_dense_below(backend: str):
+    layer = make(dense_below=30, qk_norm=True, backend=backend)
+    dense = tercet.DenseAttention(12, 4, 2, 4, qk_norm=True).double()
+    dense.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 60, 12, dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[:, :30], dense(x)[:, :30])
+    torch.testing.assert_close(layer(x[:, :30]), dense(x[:, :30]))
+    assert layer.routes == {"dense": "sdpa" if backend == "auto" else "reference"}
+    assert not torch.allclose(layer(x)[:, 30:], dense(x)[:, 30:])
+
+
+@settings(max_examples=12)
+@given(data=st.data(), dense_below=st.sampled_from([0, 25]), learned=st.booleans())
+def test_any_chunking_equals_the_whole_sequence(data: st.DataObject, dense_below: int, learned: bool):
+    torch.manual_seed(0)
+    layer = make(dense_below=dense_below, selector="learned" if learned else "compressed", selector_dim=6)
+    x = torch.randn(2, 50, 12, dtype=torch.float64)
+    cuts = sorted(data.draw(st.lists(st.integers(1, 49), max_size=6, unique=True)))
+    cache = layer.make_cache(2, None if data.draw(st.booleans()) else 50)
+    parts = [layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise([0, *cuts, 50])]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
+def test_rows_of_different_lengths_decode_as_if_alone(selector: str):
+    layer = make(dense_below=20, selector=selector, selector_dim=6)
+    x = torch.randn(2, 40, 12, dtype=torch.float64)
+    whole = layer(x)
+    cache = layer.make_cache(2)
+    layer(x[:, :30], cache=cache, lengths=torch.tensor([30, 17]))
+    for step in range(10):
+        tokens = torch.stack((x[0, 30 + step], x[1, 17 + step]))[:, None]
+        y = layer(tokens, cache=cache)
+        torch.testing.assert_close(y[0, 0], whole[0, 30 + step], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(y[1, 0], whole[1, 17 + step], rtol=1e-9, atol=1e-9)
+
+
+def test_a_decode_step_reads_block_keys_and_selected_tokens():
+    layer, x = make(dense_below=25), torch.randn(1, 60, 12, dtype=torch.float64)
+    cache = layer.make_cache(1)
+    layer(x[:, :8], cache=cache)
+    for t in range(8, 60):
+        layer(x[:, t : t + 1], cache=cache)
+        selected = NSA.select_block * (NSA.select_count - 1) + t % NSA.select_block + 1
+        expected = t + 1 if t < 25 else NSA.num_visible(t) + selected
+        assert cache.reads.tolist() == [[[expected] * 2]]
+
+
+def test_the_cache_holds_one_set_of_keys_and_values_and_their_means():
+    layer, three = make(torch.float32), tercet.NativeSparseAttention(12, 4, 2, 4, config=NSA)
+    size = layer.make_cache(1, 1000).nbytes()
+    assert size == 4 * 2 * 4 * (2 * 1001 + NSA.num_compressed(1000) + 1)
+    assert size < three.make_cache(1, 1000).nbytes()
+
+
+def test_a_learned_selector_chooses_and_learns_in_short_and_long_sequences():
+    for length in (12, 60):
+        layer = make(selector="learned", selector_dim=6)
+        x = torch.randn(1, length, 12, dtype=torch.float64)
+        layer.stats.enabled = True
+        layer(x, taught=torch.arange(length)).sum().backward()
+        grads = [p.grad for p in layer.selector.parameters()]
+        # below REACH every block is read; those that would be free to choose still teach
+        assert all(g is not None and bool(g.any()) == (length == 60) for g in grads)
+        found = layer.stats.read()
+        assert "gate_entropy" not in found
+        assert found["selected_blocks"] > 1
+        assert ("selector_kl" in found) == (length == 60)
+
+
+def test_a_model_trains_and_its_gradients_survive_checkpointing():
+    from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
+
+    tokens = torch.randint(0, 256, (1, 80))
+    grads = []
+    for mode in (None, "full", "selective"):
+        torch.manual_seed(0)
+        model = make_model(dense_below=25, layers=3)
+        if mode:
+            apply_activation_checkpointing(model.blocks, mode)
+        model(tokens, cu_seqlens=cu(DOCUMENTS), targets=tokens).total.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for others in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True))
+
+
+def test_a_models_parameters_are_counted_and_equal_a_dense_ones():
+    model, dense = make_model(), make_model(attention="dense")
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in dense.named_parameters()}
+    assert cost.parameters(model.config).total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shared_kv": False}, "shared_kv=true"),
+        ({"branches": ("selected", "window")}, "branches"),
+        ({"compression": "mlp"}, "compression=mean"),
+        ({"gate": "sigmoid", "dense_below": 64}, "dense_below=64 needs gate=none"),
+    ],
+)
+def test_settings_that_contradict_the_mode_are_refused(changes: dict[str, object], words: str):
+    with pytest.raises(ValidationError, match=words):
+        make_model(**changes)
