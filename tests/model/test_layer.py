@@ -405,7 +405,8 @@ def test_a_shared_rope_cache_changes_nothing():
 
 
 def test_dense_attention_ignores_nsa_arguments_and_rejects_unknown_ones():
-    taken = signature(tercet.NativeSparseAttention).parameters.values()
+    sparse = (tercet.NativeSparseAttention, tercet.BlockSparseAttention)
+    taken = [p for layer in sparse for p in signature(layer).parameters.values()]
     assert {p.name for p in taken} >= {*NSA_ONLY, "backend", "config"} - {"nsa"}
     DenseAttention(12, 4, 2, 4, **{p.name: p.default for p in taken if p.default is not p.empty})
     for unknown in ("nsa", "windows"):

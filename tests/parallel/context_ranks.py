@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel.world import report
 from tercet.attention.config import NSAConfig
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.window import WindowAttention
@@ -32,6 +33,7 @@ LAYERS = {
     "wide": lambda: NativeSparseAttention(24, 2, 2, 8, config=NSAConfig(12, 4, 16, 3, 1, 1, 200)),
     "dense": lambda: DenseAttention(24, 4, 2, 8),
     "window": lambda: WindowAttention(24, 4, 2, 8, config=SMALL),
+    "block sparse": lambda: BlockSparseAttention(24, 4, 2, 8, config=SMALL, dense_below=40, qk_norm=True),
 }
 ON_KERNELS = partial(NativeSparseAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
 BOUNDS = {

@@ -17,14 +17,14 @@ SMALL = NSAConfig(8, 4, 16, 4, 1, 2, 24)
 
 def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statistics(fork_server):
     results = run_ranks(fork_server, 3, "context_ranks")
-    assert len({r["layer"] for r in results}) == 8
-    assert len(results) == 44
+    assert len({r["layer"] for r in results}) == 9
+    assert len(results) == 50
     for r in results:
         assert r["forward"] < 1e-12, r
         assert r["gradients"] < 1e-8, r
         assert r["stats"] < 1e-12, r
     fetched = {(r["layer"], r["bounds"], r["by_blocks"]): r["bytes"] for r in results}
-    for layer in ("nsa", "shared", "tied", "as m7c", "ablated", "wide"):
+    for layer in ("nsa", "shared", "tied", "as m7c", "ablated", "wide", "block sparse"):
         whole, blocks = (dict(fetched[layer, "one document", by_blocks]) for by_blocks in (False, True))
         assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
         assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer

@@ -126,7 +126,7 @@ def run_block_sparse(
             f"dense_below={dense_below} is more than select_count · select_block = "
             f"{config.select_count * config.select_block}, which a query range does not support"
         )
-    route = choose_backend(backend, {"q": q, **_others(k, v)}, config, why_no_query_range(span, packing, ("selected",)))
+    route = _route(q, k, v, config, backend, why_no_query_range(span, packing, ("selected",)))
     longest = packing.max_seqlen if packing is not None else span.first_query + q.shape[1]
     every = longest <= reads_all_below(config, dense_below) and span is WHOLE and block_indices is None
     with torch.autocast(q.device.type, enabled=False):
@@ -152,6 +152,15 @@ def run_block_sparse(
         return BlockSparse(out, block_indices, "selected", route)
 
 
+def select_by_keys(
+    q: Tensor, keys: Tensor, *, config: NSAConfig, packing: Packing | None, backend: str, span: Span
+) -> Tensor:
+    """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence."""
+    route = _route(q, keys, keys, config, backend)
+    with torch.autocast(q.device.type, enabled=False):
+        return _select(q, keys, config, packing, span, route[0])
+
+
 def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None) -> Tensor:
     """Means of the l keys of every compressed token, without a gradient. [B, T, G, D] -> [B, Tc, G, D]"""
     l, d = config.compress_block, config.compress_stride
@@ -171,10 +180,11 @@ def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None) -> T
     return means if packing is None else move_rows(means[0], packing.chunks_to_compressed)[None]
 
 
-def _others(k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Arguments of the kernels' check of a whole call, by its names."""
+def _route(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, backend: str, obstacle: str | None = None
+) -> tuple[str, str | None]:
     absent = dict.fromkeys(("k_compressed", "v_compressed", "k_window", "v_window"))
-    return {"k_selected": k, "v_selected": v, **absent}
+    return choose_backend(backend, {"q": q, "k_selected": k, "v_selected": v, **absent}, config, obstacle)
 
 
 def _check(

@@ -105,6 +105,13 @@ class RunConfig(Section):
             )
 
     def _check_context(self) -> None:
+        nsa = self.model.nsa
+        covered = nsa.select_count * nsa.select_block
+        if self.parallel.strategy == "cp" and self.model.dense_below > covered:
+            raise ValueError(
+                f"model.dense_below={self.model.dense_below} with parallel.strategy=cp: ranks have no dense kernel for "
+                f"part of a sequence; use at most model.nsa.select_count × select_block = {covered}, or raise these"
+            )
         # ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if self.parallel.strategy == "cp" and batch * length % (2 * ranks):

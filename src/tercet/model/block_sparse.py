@@ -142,7 +142,7 @@ class BlockSparseAttention(DenseAttention):
         if new.fresh:
             return self._prefill(new, cache, q, k, v, scored)
         if completed is not None:
-            cache.append_compressed(new, k_compressed=_mean(completed))
+            cache.append_compressed(new, k_compressed=mean_keys(completed))
         if new.longest <= self.reads_all_below:
             name, why = decode.cached_dense_route(q, cache, new)
             self._branch, self._route = "dense", (name, why)
@@ -226,6 +226,6 @@ def _select(q: Tensor, k: Tensor, t: Tensor, blocks: int, config: NSAConfig) -> 
     return select(importance, t[:, None], config).transpose(1, 2), visible.sum(-1)
 
 
-def _mean(blocks: Tensor) -> Tensor:
+def mean_keys(blocks: Tensor) -> Tensor:
     """`pool_keys` of given blocks: [B, E, l, G, D] -> [B, E, G, D]"""
     return blocks.to(compute_dtype(blocks)).mean(2).to(blocks.dtype)

@@ -273,7 +273,7 @@ def cached_window_attention(q: Tensor, cache: NSACache, new: NewTokens, config: 
     groups = cache.key["kv_heads"]
     outs, reads = [], []
     with torch.autocast(q.device.type, enabled=False):
-        for part in _query_chunks(q.shape[1], q.shape[0] * q.shape[2] * config.window):
+        for part in query_chunks(q.shape[1], q.shape[0] * q.shape[2] * config.window):
             rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
             out, read = _window(rows, new.positions[:, part], part, new, config)
             outs.append(out.flatten(2, 3))

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tercet.attention.block_sparse import run_block_sparse, select_by_keys
 from tercet.attention.config import NSAConfig
 from tercet.attention.dense import dense_attention
 from tercet.attention.dispatch import Route
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.layout import Packing, Span
+from tercet.model.block_sparse import BlockSparseAttention, mean_keys
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
@@ -162,8 +164,11 @@ def shard_sequence(
 def apply_context_parallelism(model: nn.Module) -> None:
     """Let every attention layer accept a ContextShard as `cu_seqlens`. Other calls behave as before."""
     forwards = {
-        NativeSparseAttention: _nsa_forward, DenseAttention: _dense_forward, WindowAttention: _window_forward
-    }  # fmt: skip
+        NativeSparseAttention: _nsa_forward,
+        DenseAttention: _dense_forward,
+        WindowAttention: _window_forward,
+        BlockSparseAttention: _block_sparse_forward,
+    }
     for layer in model.modules():
         if type(layer) in forwards:
             layer.forward = partial(  # type: ignore[method-assign]
@@ -252,6 +257,42 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     return layer.o_proj(out.flatten(2))
 
 
+def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
+    q, k, v = layer.project(x, shard.position)
+    pending = None if shard.by_blocks else _start_fetch(shard.fetch("selected"), k, v)
+    scorer, block_keys = q, None
+    if layer.selector is not None:
+        scorer, block_keys = _fetch_selector(layer.selector, x, shard)
+    else:
+        with torch.no_grad():
+            raw, _ = _start_fetch(shard.fetch("raw"), k, k[..., :0])()
+            own = mean_keys(raw[:, shard.compressed_tokens[0]])
+            block_keys, _ = _start_fetch(shard.fetch("compressed"), own, own[..., :0])()
+    options: dict[str, Any] = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
+    indices: list[Any] = []
+    for i, (first, _) in enumerate(shard.chunks):
+        rows = shard.chunk_rows(i)
+        indices.append(select_by_keys(scorer[:, rows], block_keys, **options, span=Span(first)))
+    if pending is None:
+        pending = _start_fetch(shard.fetch_blocks(torch.cat(indices, dim=1)), k, v, row_per_head=True)
+    keys, values = pending()
+    results = []
+    for i, (first, _) in enumerate(shard.chunks):
+        part, key_offset = _buffer_rows(shard, "selected", i)
+        result = run_block_sparse(
+            q[:, shard.chunk_rows(i)], keys[:, part], values[:, part], **options, dense_below=layer.dense_below,
+            block_indices=indices[i], span=Span(first, key_offset),
+        )  # fmt: skip
+        results.append(result)
+    layer.routes = {"selected": Route(*results[0].route)}
+    _update_stats(layer, None, indices, shard)
+    out = torch.cat([result.out for result in results], dim=1)
+    if layer.selector is not None and taught is not None:
+        loss = _teach(layer, x, block_keys, q, keys, indices, taught, shard)
+        out = attach_loss(out, loss * layer.selector.weight)
+    return layer.o_proj(out.flatten(2))
+
+
 def _fetch_selector(selector: BlockSelector, x: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
     """A learned selector's queries of this rank's tokens, and its keys of all compressed tokens that they can see."""
     queries, keys = selector.project(x)
@@ -262,8 +303,8 @@ def _fetch_selector(selector: BlockSelector, x: Tensor, shard: ContextShard) -> 
 
 
 def _teach(
-    layer: NativeSparseAttention, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor, indices: list[Any],
-    taught: Tensor, shard: ContextShard,
+    layer: NativeSparseAttention | BlockSparseAttention, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
+    indices: list[Any], taught: Tensor, shard: ContextShard,
 ) -> Tensor:  # fmt: skip
     """The loss of a learned selector, chunk by chunk: each has its own range of the fetched keys."""
     assert layer.selector is not None
@@ -331,18 +372,20 @@ def _buffer_rows(shard: ContextShard, name: str, index: int) -> tuple[slice, int
     return slice(tokens.at, tokens.at + tokens.end - tokens.first), tokens.first
 
 
-def _update_stats(layer: NativeSparseAttention, gates: Tensor, indices: list[Any], shard: ContextShard) -> None:
+def _update_stats(
+    layer: NativeSparseAttention | BlockSparseAttention, gates: Tensor | None, indices: list[Any], shard: ContextShard
+) -> None:
     """Update statistics chunk by chunk. Another rank may own the selection of the token before a chunk."""
     if not layer.stats.enabled:
         return
     with torch.no_grad():
         before = None
-        if "selected" in layer.branches:
+        if indices[0] is not None:
             before = shard.fetch("before")(torch.cat(indices, dim=1)[0])
         for i, part in enumerate(indices):
             rows = shard.chunk_rows(i)
             layer.stats.update(
-                gates[:, rows],
+                None if gates is None else gates[:, rows],
                 part,
                 positions=shard.position[rows],
                 before=None if before is None else before[None, i : i + 1],
