@@ -33,6 +33,21 @@ def test_a_cell_trains_with_the_trainer_and_reports_the_models_first_loss():
     assert found["routes"] == ["reference"]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_trained_weights_read_training_data(tmp_path: Path, packed: bool):
+    (tmp_path / "text.txt").write_text("the same line again and again\n" * 500)
+    asked = train.cells_of("tiny", ("nsa",), (64,), 128, (), 64, "none", ())[0]
+    asked["flags"] = {
+        "train.init_from": "run", "data.source": "text", "data.path": str(tmp_path / "text.txt")
+    }  # fmt: skip
+    batch = train_cell._batch(train_cell.configured(asked, 2), torch.device("cpu"), packed=packed)
+    assert batch.tokens.shape == ((1, 128) if packed else (2, 64))
+    rows = zip(batch.tokens.view(2, 64), batch.targets.view(2, 64), strict=True)
+    for tokens, targets in rows:
+        assert b"again and again" in bytes(tokens.tolist())
+        assert torch.equal(tokens[1:], targets[:-1])
+
+
 def test_packed_and_plain_batches_hold_the_same_sequences():
     plain, packed = (
         train.cells_of("tiny", ("dense",), (64,), 128, (), 64, "none", asked)[0] for asked in ((), ("dense",))

@@ -141,6 +141,20 @@ def test_an_adapter_in_the_selector_is_called(reference):
     compare(reference, layer, [127], [None])
 
 
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
+def test_a_step_has_four_products_and_copies_no_keys(selector, monkeypatch):
+    """q, kv, gates and output: a learned selector's projections are part of the gates'."""
+    layer = make(compression="mean", selector=selector, selector_dim=16, compress_selected_keys=True)
+    cache, x, called = filled(layer, [60], 70), torch.randn(1, 1, 16), []
+    linear, cat = torch.nn.functional.linear, torch.cat
+    with torch.no_grad():
+        layer(x, cache=cache)  # copies the weights
+        monkeypatch.setattr("torch.nn.functional.linear", lambda *args: called.append("linear") or linear(*args))
+        monkeypatch.setattr("torch.cat", lambda *args: called.append("cat") or cat(*args))
+        layer(x, cache=cache)
+    assert called == ["linear"] * 4
+
+
 def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
     layer = make(compression="mean", selector="learned", selector_dim=16, selector_heads=2)
     x = torch.randn(2, 90, 16)

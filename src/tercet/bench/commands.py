@@ -159,7 +159,8 @@ def train(
         statistics: Collect gate and selection statistics in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
         cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: capture where possible; off.
-        settings: More configuration keys, e.g. model.nsa.window=512,model.shared_kv=true.
+        settings: More configuration keys, e.g. model.nsa.window=512,model.shared_kv=true. train.init_from=RUN measures
+            trained weights on the data of data.source, instead of fresh weights on random tokens.
         device: auto, cuda or cpu.
         seconds: Time limit per cell; a slower cell is reported as too slow.
         out: Also write the JSON line to this file.

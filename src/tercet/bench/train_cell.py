@@ -24,6 +24,7 @@ from tercet.bench.telemetry import Bench
 from tercet.bench.timing import profile
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
+from tercet.data.loader import build_loader
 from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.step import MicroBatch, autocast, loss_sum
@@ -108,10 +109,16 @@ def kernel_times(cell: dict[str, Any], repeats: int = 2) -> list[dict[str, Any]]
 
 
 def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBatch:
-    """Random tokens, one document per sequence: one row each, or packed into one row with cu_seqlens."""
+    """One document per sequence: one row each, or packed into one row with cu_seqlens. Tokens are random; for weights
+    from train.init_from they are training data, whose own documents are ignored."""
     rows, length = config.train.micro_batch, config.data.seq_len
-    drawn = torch.Generator().manual_seed(config.run.seed)
-    tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=drawn).to(device)
+    if config.train.init_from is None:
+        drawn = torch.Generator().manual_seed(config.run.seed)
+        tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=drawn).to(device)
+    else:
+        data = config.data.model_copy(update={"seq_len": length + 1})
+        with build_loader(data, seed=config.run.seed, batch_sequences=rows) as loader:
+            tokens = next(iter(loader)).tokens.to(device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if not packed:
         return MicroBatch(inputs, targets, None)
