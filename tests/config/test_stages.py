@@ -10,6 +10,8 @@ from tercet.cli import Sources
 from tercet.config.flags import parse
 from tercet.config.load import ConfigError, load, to_toml
 from tercet.config.schema import RunConfig
+from tercet.doctor.memory import shortage
+from tercet.plan import find_device, make_plan, render
 
 COMPACT = "1024:700,8192:250:rope_theta=500000:micro_batch=2:tokens_per_step=32768"
 
@@ -105,3 +107,22 @@ def test_every_stage_is_checked_before_the_run() -> None:
 def test_a_stage_that_cannot_be_read_is_an_error_with_the_form(stages: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_stages(stages)
+
+
+def test_the_plan_has_a_row_for_each_stage_and_their_sums() -> None:
+    config, device = with_stages("1024:100,65536:10:tokens_per_step=131072:micro_batch=2"), find_device("auto", "H200")
+    plan = make_plan(config, device)
+    assert plan.tokens == 100 * 65536 + 10 * 131072
+    assert [(s.seq_len, s.steps, s.micro_batch) for s in plan.stages] == [(1024, 100, 64), (65536, 10, 2)]
+    assert plan.seconds == pytest.approx(sum(s.seconds or 0 for s in plan.stages))
+    assert plan.memory.total == max(s.memory_total for s in plan.stages)
+    lines = render(config, plan)
+    assert any(line.startswith("  stage 2   131,072 tokens = 2 sequences × 65,536 tokens") for line in lines)
+    assert any(line.split()[:3] == ["2", "10", "65,536"] for line in lines)
+
+
+def test_a_stage_that_does_not_fit_is_named_with_its_own_fields() -> None:
+    warning = shortage(with_stages("1024:5,65536:5:micro_batch=2:tokens_per_step=131072"), "bf16", 40 << 30)
+    assert warning is not None
+    assert warning.startswith("a step of stage 2 needs about")
+    assert "micro_batch=1 in stage 2 or" in warning

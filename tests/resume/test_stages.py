@@ -14,6 +14,10 @@ from runs import losses, rows, small
 from tercet.config.schema import RunConfig
 from tercet.inference.load import load_model
 from tercet.interop.huggingface.export import as_transformers_model
+from tercet.report.facts import key_figures
+from tercet.report.integrity import contradictions
+from tercet.report.plots import loss_plot
+from tercet.report.read import read_run, unlogged_passes
 from tercet.telemetry.events import StageStarted, StepLogged, Validated, events_file, read_events
 from tercet.train.manifest import complete_checkpoints
 
@@ -85,3 +89,34 @@ def test_a_model_has_the_length_and_rope_theta_it_was_last_trained_with(straight
     }  # fmt: skip
     exported = as_transformers_model(load_model(straight, device="cpu")).config
     assert (exported.max_position_embeddings, exported.tercet["rope_theta"]) == (128, 5e4)
+
+
+def test_other_stages_are_refused_but_a_finished_run_can_be_given_another(
+    straight: Path, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder, symlinks=True)
+    longer = {"stages": f"{STAGES},64:2:rope_theta=50000", "steps": 11, "data__shuffle_sequences": 5}
+    child = fork_server.run(config_of(folder, **longer), resume="auto")
+    assert child.code != 0
+    assert "train.stages was '32:4 64:3:rope_theta=50000 128:2:tokens_per_step=256', now" in child.output
+    assert "--checkpoint.allow-config-change" in child.output
+    child = fork_server.run(config_of(folder, checkpoint__allow_config_change=True, **longer), resume="auto")
+    assert child.code == 0, child.output
+    assert "stage 4/4, steps 10 to 11: sequences of 64" in child.output
+    events = [e for e in read_events(events_file(folder)) if isinstance(e, StageStarted)]
+    assert [e.stage for e in events] == [1, 2, 3, 4]
+
+
+def test_the_report_takes_each_stage_into_account(straight: Path) -> None:
+    run = read_run(straight)
+    assert contradictions(run) == []
+    assert unlogged_passes(run) == ""
+    assert [stage.seq_len for stage in run.stages] == [32, 64, 128]
+    figures = {figure.name: figure for figure in key_figures(run)}
+    assert figures["sequence length"].value == "32 → 64 → 128"
+    assert figures["validation loss"].note.endswith("at step 9")  # the only one at this length
+    plot = loss_plot(run, [])
+    assert plot is not None
+    assert "Stages of 32 → 64 → 128 tokens" in plot.caption
+    assert "next stage" in plot.svg

@@ -434,3 +434,16 @@ def test_the_first_error_of_a_capture_is_reported() -> None:
     assert graph._find_marked(broken.value) is first
     other = RuntimeError("the capture could not begin")
     assert graph._find_marked(other) is other
+
+
+def test_every_stage_of_a_run_captures_its_own_graphs(tmp_path: Path, graphs_anywhere: None) -> None:
+    """A graph holds the RoPE base of its stage, so that an equal shape is no reason to keep it."""
+    told = {}
+    for how in ("off", "on"):
+        stages = {"train__stages": "64:2,64:2:rope_theta=50000,32:1", "train__steps": 5, "train__cuda_graph": how}
+        assert train(small(run__dir=str(tmp_path / how), log__every=10, **stages), origins={}) == 0
+        told[how] = losses(tmp_path / how)
+    assert told["on"] == told["off"]
+    notes = [e for e in read_events(events_file(tmp_path / "on")) if isinstance(e, Noted)]
+    captured = {e.step for e in notes if "captured passes" in e.text}
+    assert captured >= {1, 3, 5}

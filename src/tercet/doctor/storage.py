@@ -73,9 +73,10 @@ def data(config: RunConfig) -> Finding:
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.model.vocab_size}"
         return Finding("data", FAILED, problem, fix)
     start = time.perf_counter()
-    source = config.data.model_copy(update={"prefetch": 0, "shuffle_sequences": 0})
+    stage = config.stages[0]
+    source = stage.data.model_copy(update={"prefetch": 0, "shuffle_sequences": 0})
     with build_loader(
-        source, seed=config.run.seed, batch_sequences=config.train.micro_batch, tokenizer=tokenizer
+        source, seed=config.run.seed, batch_sequences=stage.train.micro_batch, tokenizer=tokenizer
     ) as loader:
         batch = next(iter(loader), None)
     elapsed = time.perf_counter() - start

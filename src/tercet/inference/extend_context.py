@@ -31,13 +31,16 @@ def extend_context_command(run: Path, length: int) -> str:
 def _train_command(file: Path, weights: Path, length: int) -> str:
     config = load(file=file).config
     keys = {"run.dir": "NEW", "train.init_from": str(weights), "data.seq_len": length, **_batch_sizes(config, length)}
+    if config.train.stages:  # a run of one stage, like the last one
+        last = {"train.steps": config.train.stages[-1].steps, "model.rope_theta": config.stages[-1].model.rope_theta}
+        keys |= {"train.stages": "none", **last}
     parallel = load(file=file, flags=keys).config.parallel  # raises ConfigError if the command would be invalid
     return hints.train_config(file, keys, ranks=None if parallel.strategy == "single" else parallel.world_size)
 
 
 def _batch_sizes(config: RunConfig, length: int) -> dict[str, Any]:
     """The batch size keys that must change: no more tokens per pass than before, and whole micro-batches per step."""
-    tokens, ranks = config.train.tokens_per_step, config.parallel.data_ranks
+    tokens, ranks = config.stages[-1].train.tokens_per_step, config.parallel.data_ranks
     largest = max(1, config.train.micro_batch * config.data.seq_len // length)
     sequences, rest = divmod(tokens, length * ranks)
     if rest:

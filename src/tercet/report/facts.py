@@ -91,7 +91,12 @@ def key_figures(run: Run) -> list[Figure]:
     if not run.steps:
         return figures
     last = run.steps[-1]
-    tokens_per_step = run.started[-1].tokens_per_step
+    in_stage = ""
+    if run.stages:
+        stage, lengths = run.stages[-1], " → ".join(f"{s.seq_len:,}" for s in run.stages)
+        in_stage = f" of stage {stage.stage}"
+        figures.append(Figure("sequence length", lengths, f"stage {stage.stage} of {stage.stages}", stage.seq_len))
+    tokens_per_step = (run.stages or run.started)[-1].tokens_per_step
     figures.append(Figure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
     losses = [x for e in run.steps for x in e.losses]
     smoothed, steps = mean_of_last(losses)
@@ -100,17 +105,18 @@ def key_figures(run: Run) -> list[Figure]:
         note = f"mean of the last {plural(steps, 'step')}; {losses[-1]:.4f} in the last, {first:.4f} in the first"
         figures.append(Figure("training loss", f"{smoothed:.4f}", note, smoothed))
     if run.validations:
-        best = min(run.validations, key=lambda e: e.loss)
+        length = run.validations[-1].seq_len  # of the stage
+        best = min((e for e in run.validations if e.seq_len == length), key=lambda e: e.loss)
         loss = run.validations[-1].loss
         figures.append(Figure("validation loss", f"{loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}", loss))
     else:
         figures.append(Figure("validation loss", "–", "not measured"))
     if (speed := run.tokens_per_s) is not None:
-        figures.append(Figure("tokens/s", quantity(speed), "median, all ranks", speed))
-    mfus = [e.mfu for e in run.steps if e.mfu is not None]
+        figures.append(Figure("tokens/s", quantity(speed), f"median{in_stage}, all ranks", speed))
+    mfus = [e.mfu for e in run.last_stage_steps if e.mfu is not None]
     if mfus:
         mfu = statistics.median(mfus)
-        figures.append(Figure("MFU", f"{100 * mfu:.1f}%", "median", mfu))
+        figures.append(Figure("MFU", f"{100 * mfu:.1f}%", f"median{in_stage}", mfu))
     else:
         figures.append(Figure("MFU", "–", "peak FLOP/s of the device unknown"))
     peak = max(e.memory_gib for e in run.steps)

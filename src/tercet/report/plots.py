@@ -118,6 +118,9 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
     caption = "Line: mean of the last twentieth of the steps so far. Behind it: every step."
     if limits is not None:
         caption += f" The initial descent from {run.steps[0].losses[0]:.2f} is cut off."
+    if run.stages:
+        lengths = " → ".join(f"{stage.seq_len:,}" for stage in run.stages)
+        caption += f" Stages of {lengths} tokens; each validates at its own length."
     if skipped:
         caption += f" {skipped} non-finite steps are omitted."
     return Plot("loss", "Loss", caption, draw(paint))
@@ -146,6 +149,8 @@ def loss_axis_limits(
 
 
 def _mark_events(axes: Any, run: Run, findings: Sequence[HealthFired]) -> None:
+    for i, stage in enumerate(run.stages[1:]):
+        axes.axvline(stage.step, color=INK, linewidth=0.9, label=None if i else "next stage")
     for i, started in enumerate(e for e in run.started if e.resumed_from is not None):
         axes.axvline(started.step, color=MUTED, linewidth=0.9, linestyle=":", label=None if i else "resumed")
     for i, finding in enumerate(f for f in findings if f.rule == "loss_spike"):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from tercet.telemetry.events import (
     RoutesCounted,
     RunEnded,
     RunStarted,
+    StageStarted,
     StepLogged,
     Validated,
     decode,
@@ -89,6 +91,16 @@ class Run:
         return self.of(RunStarted)
 
     @cached_property
+    def stages(self) -> list[StageStarted]:
+        """The stages so far, in order; empty for a run without stages."""
+        return [*{e.step: e for e in self.of(StageStarted)}.values()]
+
+    @cached_property
+    def last_stage_steps(self) -> list[StepLogged]:
+        """Log intervals of the last stage; all of them without stages."""
+        return [e for e in self.steps if not self.stages or e.step > self.stages[-1].step]
+
+    @cached_property
     def routes(self) -> list[RoutesCounted]:
         """The last route count of each process."""
         return last_route_counts(self.events.get(0, []))
@@ -134,18 +146,21 @@ class Run:
 
     @cached_property
     def tokens_per_s(self) -> float | None:
-        """Median over log intervals. Each process's first interval is warm-up and does not count."""
+        """Median over log intervals, of the last stage that has any. The first interval of each process and stage is
+        warm-up and does not count."""
         starts = {e.step for e in self.started}
-        speeds = []
-        warm = False
+        speeds: dict[int, list[float]] = {}  # by stage
+        stage, warm = 0, False
         for event in self.events.get(0, []):
             if isinstance(event, RunStarted):
                 warm = False
+            elif isinstance(event, StageStarted):
+                stage, warm = event.stage, False
             elif isinstance(event, StepLogged):
                 if warm and event.step not in starts:
-                    speeds.append(event.tokens_per_s)
+                    speeds[stage] = [*speeds.get(stage, []), event.tokens_per_s]
                 warm = True
-        return statistics.median(speeds) if speeds else None
+        return statistics.median(speeds[max(speeds)]) if speeds else None
 
     @cached_property
     def route_counts(self) -> Counter[RouteKey]:
@@ -317,15 +332,18 @@ def unlogged_passes(run: Run) -> str:
 def expected_passes(run: Run) -> int:
     """Forward passes the run's steps take, over all layers and branches in the log. Redone steps count once."""
     last = 0  # the newest process's last known step
-    processes: list[RunStarted] = []
+    processes: list[list[tuple[int, int]]] = []  # for each, (step, accumulation) from its start and from its stages on
     for event in run.events.get(0, []):
         if isinstance(event, RunStarted):
-            processes.append(event)
+            processes.append([(event.step, event.accumulation)])
             last = event.step
+        elif isinstance(event, StageStarted) and processes:
+            processes[-1].append((max(event.step, processes[-1][0][0]), event.accumulation))
         elif isinstance(event, (StepLogged, RoutesCounted, RunEnded)):
             last = max(last, event.step)
     passes, end = 0, last
     for process in reversed(processes):  # skip steps that a later process redid
-        passes += max(0, end - process.step) * process.accumulation
-        end = min(end, process.step)
+        for (step, accumulation), (following, _) in pairwise([*process, (end, 0)]):
+            passes += max(0, min(following, end) - step) * accumulation
+        end = min(end, process[0][0])
     return passes * len({(layer, branch) for layer, branch, *_ in run.route_counts})

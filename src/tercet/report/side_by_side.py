@@ -20,7 +20,8 @@ from tercet.report.verdict import Verdict
 
 # Settings that decide which text a loss is measured on.
 _LOSS_KEYS = ("data.source", "data.path", "data.python", "data.mixture", "data.synthetic", "data.hub", "data.tokenizer",
-              "data.separator", "data.text_field", "data.prompt_field", "data.validation", "data.seq_len")  # fmt: skip
+              "data.separator", "data.text_field", "data.prompt_field", "data.validation", "data.seq_len",
+              "train.stages")  # fmt: skip
 # Figures that mean something else with another tokenizer.
 _PER_TOKEN = ("tokens", "training loss", "validation loss", "tokens/s")
 

@@ -232,7 +232,7 @@ def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:
         return "this run is dense itself"
     if not run.on_gpu:
         return ON_CPU
-    seq_len = run.config.get("data.seq_len")
+    seq_len = run.stages[-1].seq_len if run.stages else run.config.get("data.seq_len")
     if isinstance(seq_len, int) and seq_len < limits.dense_length:
         return f"at {seq_len:,} tokens dense is the faster one: NSA can win from {limits.dense_length:,} on"
     return ""

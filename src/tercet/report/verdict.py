@@ -177,6 +177,8 @@ def _two_rank_batch(run: Run) -> dict[str, int]:
     tokens, micro_batch, seq_len = (run.config.get(key) for key in keys)
     if not (isinstance(tokens, int) and isinstance(micro_batch, int) and isinstance(seq_len, int)):
         return {}  # config.toml is unreadable, which the record gate reports
+    if run.stages:
+        return {}  # micro-batches follow the number of ranks
     if tokens % (2 * micro_batch * seq_len) == 0:
         return {}
     if micro_batch % 2 == 0:

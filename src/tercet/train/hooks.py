@@ -95,7 +95,7 @@ def run_started(
         device=device_name(state.device),
         parameters=parameters(config.model).total,
         tokens_per_step=config.train.tokens_per_step,
-        accumulation=config.accumulation,
+        accumulation=config.at_step(state.step + 1).accumulation,
         resumed_from=str(resumed_from) if resumed_from else None,
         superseded=superseded,
     )

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from tercet.config.schema import RunConfig
 from tercet.data.loader import Loader
+from tercet.data.synthetic import make_task
+from tercet.data.tokenizers import Tokenizer
 from tercet.model.cost import flops_per_token
 from tercet.telemetry.events import StageStarted
 from tercet.train.state import TrainState, start_stage
@@ -64,6 +66,15 @@ class Stages:
             rope_theta=config.model.rope_theta,
             later_steps=sum(work[self.index + 1 :]) * (self.last_step - starts[self.index]) / work[self.index],
         )
+
+
+def check_stage_data(run: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise before the first step if synthetic documents do not fit the length of a later stage."""
+    for stage in run.stages:
+        for part in (stage.data, *stage.data.mixture):
+            if part.source == "synthetic":
+                length = part.synthetic.length or stage.data.seq_len
+                make_task(part.synthetic, length, tokenizer.vocab_size, tokenizer.eos_id)
 
 
 def work_of_stages(run: RunConfig) -> list[float]:

@@ -45,7 +45,7 @@ from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
-from tercet.train.stages import Stages
+from tercet.train.stages import Stages, check_stage_data
 from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
@@ -65,6 +65,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         start, messages = strategy.on_rank_0(lambda: find_start(config, resume, folder))
         tokenizer = load_run_tokenizer(config, start)
         strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
+        strategy.on_rank_0(lambda: check_stage_data(config, tokenizer))
         doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
         strategy.on_rank_0(lambda: check_memory(config, device))
         with memory_errors(config, device):
