@@ -162,11 +162,12 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
     blocks = tensor(B, queries, G, 16, dtype=torch.int32)
     with compiling(90, only="hopper_selected_dkv") as found:
         selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
-    (c,) = found
-    assert (c.stack, c.serialised) == (0, "")
-    assert c.registers <= 128
-    assert c.warps == 8
-    assert 2 * (c.shared + 1024) <= 228 * 1024  # of a multiprocessor, which takes one KiB for each
+    assert found
+    for c in found:
+        assert (c.stack, c.serialised) == (0, "")
+        assert c.registers <= 128
+        assert c.warps == 8
+        assert 2 * (c.shared + 1024) <= 228 * 1024  # of a multiprocessor, which takes one KiB for each
 
 
 @pytest.mark.parametrize("heads", [80, 12], ids=["80 heads per group", "blocks of 32"])

@@ -1,5 +1,5 @@
-"""The Gluon kernel for the selected branch's dk and dv beside Triton's (kv_keys.py), on a GPU: bit for bit, whatever
-documents, heads and ranges are, and whatever memory held before."""
+"""The Gluon kernels of the selected branch beside Triton's, on a GPU, whatever documents, heads and ranges are, and
+whatever memory held before: dk and dv bit for bit, scattered selections to rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ pytestmark = [
 BF16, FP16 = torch.bfloat16, torch.float16
 GLUON, TRITON = "hopper_selected_dkv", "kv_major_dkv_transposed"
 KERNELS = {GLUON, TRITON}
-UNION, DECIDED = 1e9, 0.75  # the latter between what these documents have and what their sum might have
+SCATTERED_TRITON = {"kv_major_forward", "kv_major_dkv"}
+UNION, SCATTERED = 1e9, 0.0
+DECIDED = 0.75  # between what these documents have and what their sum might have
 PLAIN, ODD = [0, 2001], [0, 1, 1, 300, 1003, 1100, 2001]
 CONFIG = NSAConfig()
 
@@ -55,7 +57,7 @@ def case(cu, heads, groups, *, batch=1, dtype=BF16, first=0, queries=-1, longest
 
 
 def run(c, limit=UNION, **changes):
-    """o, dq, dk, dv, and the names of the kernels that were launched."""
+    """o, dq, dk, dv, and the names of the kernels that were launched. limit=SCATTERED: all of them are KV-major."""
     launched = []
     real = sel.Call.launch
 
@@ -63,7 +65,9 @@ def run(c, limit=UNION, **changes):
         launched.append(kernel.__name__)
         real(call, kernel, *args, **options)
 
-    settings = replace(sel.selected_settings(64, 64, c.q.dtype, 64), forward_limit=1e9, backward_limit=limit, **changes)
+    forward = SCATTERED if limit == SCATTERED else UNION
+    defaults = sel.selected_settings(64, 64, c.q.dtype, 64)
+    settings = replace(defaults, forward_limit=forward, backward_limit=limit, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sel.Call, "launch", launch)
         given = (c.q, c.k, c.v, c.indices)
@@ -79,6 +83,28 @@ def assert_same_bits(first, again) -> None:
     for what, a, b in zip(("o", "dq", "dk", "dv"), first, again, strict=True):
         assert torch.isfinite(a).all(), what
         assert torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} numbers differ"
+
+
+def assert_close_to_triton(c, limit=SCATTERED, **changes) -> None:
+    """Scattered selections: Triton's kernel adds dk and dv up in another order."""
+    found, launched = run(c, limit, **changes)
+    wanted, others = run(c, limit, gluon=False, **changes)
+    assert not SCATTERED_TRITON & set(launched)
+    assert SCATTERED_TRITON & set(others)
+    for what, a, b in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert relative_error(a, b.float()) <= 4e-3, what
+
+
+@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
+@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (6, 1), (3, 3), (7, 1), (64, 1)], ids=str)
+def test_scattered_selections_have_tritons_results(heads: int, groups: int, cu: list[int]) -> None:
+    assert_close_to_triton(case(cu, heads, groups))
+
+
+@pytest.mark.parametrize("changes", [{"range_bytes": 1 << 20}, {"segment_rows": 384}], ids=["ranges", "short pieces"])
+def test_scattered_selections_have_tritons_results_however_lists_are_cut(changes) -> None:
+    assert_close_to_triton(case(ODD, 12, 2), **changes)
+    assert_close_to_triton(case([0, 1001, 2002], 12, 2, batch=2, first=300, queries=257, dtype=FP16), **changes)
 
 
 def assert_as_triton(c, limit=UNION, **changes) -> None:
@@ -109,9 +135,9 @@ def test_the_gluon_kernel_gives_tritons_bits_on_documents_with_a_bound() -> None
 
 
 @pytest.mark.parametrize("changes", [{}, {"range_bytes": 1 << 21}], ids=["one range", "ranges"])
-def test_the_gluon_kernel_gives_tritons_bits_where_the_device_decides(changes) -> None:
+def test_the_device_may_decide_which_ranges_are_scattered(changes) -> None:
     c = case(ODD, 12, 2)
-    assert_as_triton(c, DECIDED, **changes)
+    assert_close_to_triton(c, DECIDED, **changes)
     settings = replace(sel.selected_settings(64, 64, BF16, 64), forward_limit=1e9, backward_limit=DECIDED, **changes)
     decision = sel.selected_forward(c.q, c.k, c.v, c.indices, CONFIG, c.documents, settings)[2].decision
     assert (decision[1] == 0).any()  # and so the kernel had work
@@ -126,9 +152,10 @@ def test_the_gluon_kernel_gives_tritons_bits_however_lists_are_cut(cu: list[int]
 @pytest.mark.parametrize(
     ("cu", "batch"), [([0, 1001, 2002], 2), ([0, 20, 500, 500, 1531, 2001], 1)], ids=["plain", "packed"]
 )
-@pytest.mark.parametrize("limit", [UNION, DECIDED], ids=["union", "decided"])
-def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], batch: int, limit: float) -> None:
-    assert_as_triton(case(cu, 12, 2, batch=batch, first=300, queries=257), limit)
+def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], batch: int) -> None:
+    c = case(cu, 12, 2, batch=batch, first=300, queries=257)
+    assert_as_triton(c)
+    assert_close_to_triton(c, DECIDED)
 
 
 @pytest.mark.parametrize("wider", [8, 768], ids=["8 more", "768 more"])
@@ -157,7 +184,8 @@ def test_of_given_blocks_after_the_querys_own_the_gluon_kernel_reads_nothing(lim
     found, launched = run(given, limit, **changes)
     assert GLUON in launched
     assert_same_bits(found, wanted)
-    assert_as_triton(given, limit, **changes)
+    if limit == UNION:
+        assert_as_triton(given, limit, **changes)
     leaves = [x[0].float().requires_grad_() for x in (c.q, c.k, c.v)]
     o = dense_masked(*leaves, cut[0], cu, CONFIG.select_block)
     (o * c.gate[0, ..., None]).backward(c.dout[0].float())
@@ -178,17 +206,18 @@ def test_what_the_gluon_kernel_cannot_address_is_left_to_triton() -> None:
         assert_same_bits(found, expected)
 
 
-def test_the_gluon_kernel_equals_a_masked_softmax() -> None:
+@pytest.mark.parametrize("limit", [UNION, SCATTERED], ids=["union", "scattered"])
+def test_the_gluon_kernel_equals_a_masked_softmax(limit: float) -> None:
     c = case(ODD, 12, 2, seed=3)
     leaves = [x[0].float().requires_grad_() for x in (c.q, c.k, c.v)]
     o = dense_masked(*leaves, c.indices[0], c.cu, CONFIG.select_block)
     (o * c.gate[0, ..., None]).backward(c.dout[0].float())
-    found, _ = run(c)
+    found, _ = run(c, limit)
     for what, a, b in zip(("o", "dq", "dk", "dv"), found, (o, *(x.grad for x in leaves)), strict=True):
         assert relative_error(a[0], b.detach()) <= 1e-2, what
 
 
-@pytest.mark.parametrize("limit", [UNION, DECIDED], ids=["union", "decided"])
+@pytest.mark.parametrize("limit", [UNION, DECIDED, SCATTERED], ids=["union", "decided", "scattered"])
 def test_the_gluon_kernel_gives_the_same_bits_again_whatever_memory_held(limit: float, monkeypatch) -> None:
     c = case(ODD, 12, 2, seed=1)
     first, _ = run(c, limit, range_bytes=1 << 20)

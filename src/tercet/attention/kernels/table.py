@@ -81,7 +81,8 @@ TABLE: tuple[Row, ...] = (
     Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48), gluon=True),
     Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
     Row(DKV, "hopper.dkv", (9,), (128,), Launch(rows=32, stages=3), gluon=True),
-    # 128 registers: the mean over the warps that gather and those that multiply
+    # registers: the mean over the warps that gather and those that multiply
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=80), gluon=True),
     Row(("selected_key_gradients",), "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128), gluon=True),
     # Hopper and Blackwell, in Triton
     Row(FORWARD, "", (9, 10), (64,), Launch(stages=2, tma=True)),
@@ -268,15 +269,22 @@ _TITLES = {
     "query_gradient": "dQ of compressed and window",
     "compressed_key_gradients": "compressed dK/dV",
     "window_key_gradients": "window dK/dV",
+    "selected_partials": "selected forward, scattered",
     "selected_key_gradients": "selected dK/dV",
 }
 # stage, selection pattern, module: the rows that depend on the selection
 _SELECTED_STAGES = (
     ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
+    (
+        "selected forward",
+        "longer; head 64, select_block 64, sm_90",
+        "`hopper.selected_forward`; forced blocks `selected.query_major`",
+    ),
     ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
     ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
+    ("selected dQ", "longer; head 64, select_block 64, sm_90", "`hopper.selected_dkv`, with dK/dV"),
     ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
-    ("selected dK/dV", "mean tile list ≤ backward limit; head 64, select_block 64, sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "head 64, select_block 64, sm_90", "`hopper.selected_dkv`"),
     ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
     ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
 )

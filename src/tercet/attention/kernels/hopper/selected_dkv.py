@@ -1,4 +1,6 @@
-"""dK/dV of the selected branch: the same bits as kv_major.kv_major_dkv_transposed. Words: selected/__init__.py.
+"""dK/dV of the selected branch, and the partial dQ of scattered selections. Words: selected/__init__.py.
+
+Without dQ: the same bits as kv_major.kv_major_dkv_transposed. With dQ it takes the place of kv_major.kv_major_dkv.
 
 A program holds a block's K and V and loops over the (entry, head) rows of its piece. Rows past the end repeat the last
 entry and get weight 0. Rows are scattered in memory, so that TMA cannot fetch them: four warps only gather, step by
@@ -35,7 +37,7 @@ def _bases(M):
 
 
 @gluon.jit
-def _tokens(ORDER, x, start, last, h: gl.constexpr, SLOTS: gl.constexpr):
+def tokens_of(ORDER, x, start, last, h: gl.constexpr, SLOTS: gl.constexpr):
     """The queries of a piece's rows."""
     return (gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.uint32) // SLOTS).to(gl.int32)
 
@@ -56,8 +58,8 @@ def _gather(
     x = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
     y = gl.arange(0, M, layout=gl.SliceLayout(1, by_record))
     # load the entries of a step while the copies of the previous step run
-    t = _tokens(ORDER, x, start, last, h, SLOTS)
-    own = _tokens(ORDER, y, start, last, h, SLOTS)
+    t = tokens_of(ORDER, x, start, last, h, SLOTS)
+    own = tokens_of(ORDER, y, start, last, h, SLOTS)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for _ in range(steps):
@@ -74,22 +76,25 @@ def _gather(
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         x += M
         y += M
-        t = _tokens(ORDER, x, start, last, h, SLOTS)
-        own = _tokens(ORDER, y, start, last, h, SLOTS)
+        t = tokens_of(ORDER, x, start, last, h, SLOTS)
+        own = tokens_of(ORDER, y, start, last, h, SLOTS)
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
 
 @gluon.jit
 def _multiply(
-    k_s, v_s, q_s, do_s, first_s, second_s, full, empty, steps, partly, wholly, count, ahead, scale,
-    M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    k_s, v_s, q_s, do_s, first_s, second_s, ds_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly, wholly,
+    count, ahead, begin, scale,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: dk and dv of the piece."""
+    """The multiplying warps: dk and dv of the piece and, WITH_DQ, the dq of its rows from this block."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
     column: gl.constexpr = gl.SliceLayout(0, scores)
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     # two numbers for each of the columns that a thread holds
     pairs: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=_bases(M), lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], warp_bases=[[0, 0], [0, 0]],
@@ -125,9 +130,27 @@ def _multiply(
         # registers that feed a product must be written while none runs
         dp_, p = warpgroup_mma_wait(0, deps=(dp, p))
         weights = gl.convert_layout(p.to(dtype), operand)
-        ds = gl.convert_layout((p * (dp_ - delta[None, :])).to(dtype), operand)
-        dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
-        dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
+        gradient = (p * (dp_ - delta[None, :])).to(dtype)
+        if WITH_DQ:
+            # dSᵀ passes through shared memory to be transposed; since the barrier above, no product reads it
+            ds_s.store(gradient)
+            fence_async_shared()
+            barrier()
+            dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none, use_acc=False, is_async=True)
+            dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
+            dk = warpgroup_mma(ds_s, q_s.index(slot), dk_, is_async=True)
+        else:
+            ds = gl.convert_layout(gradient, operand)
+            dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
+            dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
+        if WITH_DQ:
+            dq_ = warpgroup_mma_wait(2, deps=(dq,))
+            x = j * M + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
+            d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+            e = gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.int32)
+            to = ((e - begin * SLOTS) * h + x % h) * D
+            partial = gl.convert_layout(dq_.to(dtype), by_row)
+            gl.store(PARTIAL_DQ + to[:, None] + d[None, :], partial, mask=(x < count)[:, None])
         before = slot
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -135,22 +158,23 @@ def _multiply(
     return dk_, dv_
 
 
-@gluon.jit(do_not_specialize=["r", "seen", "lists", "slots", "L", "queries", "first_query"])
+@gluon.jit(do_not_specialize=["r", "begin", "seen", "lists", "slots", "L", "queries", "first_query"])
 def hopper_selected_dkv(
-    Q, K, V, DOUT, RECORDS, ORDER, PIECE, LISTS, DECISION, SUMS,
-    r, seen, lists, slots, L, T, queries, first_query, scale, qb, ob, kb, kt, kg, vb, vt, vg,
+    Q, K, V, DOUT, RECORDS, ORDER, PIECE, LISTS, DECISION, PARTIAL_DQ, SUMS,
+    r, begin, seen, lists, slots, L, T, queries, first_query, scale, qb, ob, kb, kt, kg, vb, vt, vg,
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
     G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
     SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, GATHERING: gl.constexpr,
-    DECIDE: gl.constexpr, QUERY_RANGE: gl.constexpr,
+    DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
+    """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, D]."""
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = Q.dtype.element_ty
     at = r.to(gl.int64) * slots + gl.program_id(0)
     start = gl.load(PIECE + at) - 1
     if DECIDE:
-        start = gl.where(gl.load(DECISION + r) == 0, start, -1)
+        start = gl.where((gl.load(DECISION + r) == 1) == WITH_DQ, start, -1)
     if start >= 0:
         lst = gl.load(PIECE + (lists // (G * L)).to(gl.int64) * slots + at)
         list_end = gl.load(LISTS + lists + lst)
@@ -190,7 +214,13 @@ def hopper_selected_dkv(
         # the block's K and V stay in shared memory
         i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_key))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_key))
-        inside = (first + i < (b + 1) * T)[:, None]
+        inside = first + i < (b + 1) * T
+        if WITH_DQ:
+            # As in kv_major_dkv: keys that no entry sees may belong to another document; zeros keep what is not finite
+            # there out of dq.
+            seen_last = (gl.load(ORDER + last) // (G * n)).to(gl.int32) + ahead
+            inside = inside & (i <= gl.where(start < forced, BS, seen_last))
+        inside = inside[:, None]
         at_k = K + (first.to(gl.int64) * kt + b64 * kb + g.to(gl.int64) * kg)
         at_v = V + (first.to(gl.int64) * vt + b64 * vb + g.to(gl.int64) * vg)
         k = gl.load(at_k + (i * kt)[:, None] + d[None, :], mask=inside, other=0.0)
@@ -198,12 +228,15 @@ def hopper_selected_dkv(
         tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BS, D], dtype)
         k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
         v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
+        ds_s = k_s  # not used without dq
+        if WITH_DQ:
+            ds_s = gl.allocate_shared_memory(dtype, [BS, M], gl.NVMMASharedLayout.get_default_for([BS, M], dtype))
         fence_async_shared()
         barrier()
         dk, dv = gl.warp_specialize(
             [
-                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, full, empty, steps, partly, wholly, count, ahead,
-                             scale, M, BS, D, STAGES)),
+                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, full, empty, ORDER, PARTIAL_DQ, start, last,
+                             steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES, WITH_DQ)),
                 (_gather, (ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last,
                            steps, QT, QH, OT, OH, G, h, M, n, D, STAGES, LANES)),
             ],

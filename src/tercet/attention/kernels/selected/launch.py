@@ -220,14 +220,26 @@ def selected_forward(
     partial_lse = c.empty(rows, dtype=torch.float32)
     wide = _wide(c, q)
     heads, pairs = _sum_tile(p.h)
+    hopper = _gluon(c, "selected_partials")
     for r, begin, end in p.each_range():
-        args = (
-            q, k, v, saved.order, saved.pieces, saved.lists, decision, partial, partial_lse, r, begin,
-            p.lists, p.slots, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile,
-            s.kv_forward_rows // p.kv_head_tile, s.kv_forward_rows, *sizes, p.segment, wide,
-        )  # fmt: skip
+        tables = (saved.order, saved.pieces, saved.lists, decision, partial, partial_lse, r, begin, p.lists, p.slots)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
-        c.launch(kv_major.kv_major_forward, grid, args, num_warps=s.warps, num_stages=s.kv_forward_stages)
+        if hopper is not None:
+            from tercet.attention.kernels.hopper.selected_dkv import GATHERING, LANES
+            from tercet.attention.kernels.hopper.selected_forward import hopper_selected_forward
+
+            qb, qt, qh, *keys = c.strides
+            args = (
+                q, k, v, *tables, p.L, p.T, scale, qb, *keys, qt, qh, p.G, p.h, hopper.rows, p.n, p.select_block, p.dk,
+                p.segment, hopper.stages, LANES, GATHERING,
+            )  # fmt: skip
+            c.launch(hopper_selected_forward, grid, args, **hopper.gluon_options)
+        else:
+            args = (
+                q, k, v, *tables, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile,
+                s.kv_forward_rows // p.kv_head_tile, s.kv_forward_rows, *sizes, p.segment, wide,
+            )  # fmt: skip
+            c.launch(kv_major.kv_major_forward, grid, args, num_warps=s.warps, num_stages=s.kv_forward_stages)
         total = (end - begin) * p.G
         args = (
             partial, partial_lse, saved.spans, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv),
@@ -278,7 +290,7 @@ def selected_backward(
     wide = _wide(c, q, dout, gates, *(() if records is None else (records,)))
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
-    hopper = _gluon_dkv(c, dout) if records is not None else None
+    hopper = _gluon(c, "selected_key_gradients", dout) if records is not None else None
     for r, begin, end in p.each_range():
         known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
@@ -288,12 +300,13 @@ def selected_backward(
             from tercet.attention.kernels.hopper.selected_dkv import GATHERING, LANES, hopper_selected_dkv
 
             qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
-            args = (
-                q, k, v, dout, records, *tables, sums, r, known, *where[3:], qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
-                hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, LANES, GATHERING,
-                not p.query_major_only, c.query_range,
-            )  # fmt: skip
-            c.launch(hopper_selected_dkv, grid, args, **hopper.gluon_options)
+            for with_dq in (False,) if p.query_major_only else (False, True):
+                args = (
+                    q, k, v, dout, records, *tables, partial, sums, *where, qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
+                    hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, LANES, GATHERING,
+                    not p.query_major_only, with_dq, c.query_range,
+                )  # fmt: skip
+                c.launch(hopper_selected_dkv, grid, args, with_dq, **hopper.gluon_options)
         elif records is not None:
             args = (
                 q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
@@ -301,7 +314,7 @@ def selected_backward(
             )  # fmt: skip
             c.launch(kv_major.kv_major_dkv_transposed, grid, args, wide, num_warps=s.warps, num_stages=s.dkv_stages)
         designs = [(False, s.dkv_rows, s.dkv_stages)] if records is None else []
-        if not p.query_major_only:
+        if not p.query_major_only and hopper is None:
             designs.append((True, s.dkv_dq_rows, s.dkv_dq_stages))
         for with_dq, rows, stages in designs:
             args = (
@@ -328,16 +341,19 @@ def selected_backward(
     return dq, dk, dv
 
 
-def _gluon_dkv(c: Call, dout: Tensor) -> Launch | None:
-    """Launch settings if the Gluon kernel takes this call; else None, and kv_major.py takes it."""
+def _gluon(c: Call, stage: str, *rows: Tensor) -> Launch | None:
+    """Launch settings if the stage's Gluon kernel takes this call; else None, and kv_major.py takes it. `rows`: what it
+    gathers besides q."""
     p, (q, k, v) = c.plan, (c.q, c.k, c.v)
     if not c.settings.gluon or p.select_block != 64 or p.kv_head_tiles > 1:
         return None
     # The kernel addresses rows, and their records of four numbers, with 32 bits from the first token of the batch, and
     # copies 16 bytes at a time, which the compiler must see from the batch strides.
-    if p.N * max(q.stride(1), dout.stride(1), 4 * p.G * p.h) >= 1 << 31 or c.strides[0] % 16 or c.strides[9] % 16:
+    if p.N * max(q.stride(1), *(x.stride(1) for x in rows), 4 * p.G * p.h) >= 1 << 31:
         return None
-    return gluon_launch("selected_key_gradients", q, dout, k, v)
+    if any(_strides(x)[0] % 16 for x in (q, *rows)):
+        return None
+    return gluon_launch(stage, q, *rows, k, v)
 
 
 def _options(warps: int, stages: int, registers: int) -> dict[str, int]:

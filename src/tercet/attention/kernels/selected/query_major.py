@@ -302,32 +302,32 @@ def query_major_dq(
     dk = tl.arange(0, DKP)
     dv = tl.arange(0, DVP)
     key = tl.arange(0, BS)
+    i64 = i.to(tl.int64)
+    b64 = (t // T).to(tl.int64)
+    head = g.to(tl.int64) * h + hh
+    row = i64 * (G * h) + head
+    lse = tl.load(LSE + row, mask=ok, other=float("inf"))
+    delta = tl.load(DELTA + row, mask=ok, other=0.0)
+    if RECORDS is not None:
+        # reloaded after the loop, which is short of registers
+        gate = tl.full([M], 1.0, tl.float32)
+        if GATED:
+            gate = tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0).to(tl.float32)
+        record = RECORDS + row * 4
+        tl.store(record, lse, mask=ok)
+        tl.store(record + 1, gate, mask=ok)
+        tl.store(record + 2, delta, mask=ok)
+        tl.store(record + 3, i.to(tl.float32, bitcast=True), mask=ok)
     run = True
     if F > 0:
         run = tl.load(DECISION + tile * QT // range_tokens) == 0
     if run:
-        i64 = i.to(tl.int64)
-        b64 = (t // T).to(tl.int64)
-        head = g.to(tl.int64) * h + hh
-        row = i64 * (G * h) + head
         q = tl.load(
             Q + (i64 * qt + b64 * qb + head * qh)[:, None] + dk[None, :], mask=in_columns(ok, dk, DK, DKP), other=0.0
         )
         do = tl.load(
             DOUT + (i64 * ot + b64 * ob + head * oh)[:, None] + dv[None, :], mask=in_columns(ok, dv, DV, DVP), other=0.0
         )
-        lse = tl.load(LSE + row, mask=ok, other=float("inf"))
-        delta = tl.load(DELTA + row, mask=ok, other=0.0)
-        if RECORDS is not None:
-            # reloaded after the loop, which is short of registers
-            gate = tl.full([M], 1.0, tl.float32)
-            if GATED:
-                gate = tl.load(GATE + i64 * gt + b64 * gb + head * gh, mask=ok, other=0.0).to(tl.float32)
-            record = RECORDS + row * 4
-            tl.store(record, lse, mask=ok)
-            tl.store(record + 1, gate, mask=ok)
-            tl.store(record + 2, delta, mask=ok)
-            tl.store(record + 3, i.to(tl.float32, bitcast=True), mask=ok)
         slot = g * tiles + tile
         count = tl.load(COUNTS + slot)
         entry = LISTS + slot.to(tl.int64) * (2 * QT * (n + F))

@@ -1,0 +1,143 @@
+"""Partial outputs of scattered selections, in place of kv_major.kv_major_forward. Words: selected/__init__.py.
+
+A program holds a block's K and V and loops over the (entry, head) rows of its piece. As in selected_dkv.py, four warps
+gather the rows' queries, as slots become free, and four others attend. Rows past the end repeat the last entry and are
+not stored.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tercet.attention.kernels.hopper.common import barrier
+from tercet.attention.kernels.hopper.selected_dkv import tokens_of
+
+
+@gluon.jit
+def _gather(
+    ORDER, q_base, q_s, full, empty, start, last, steps,
+    QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """The gathering warps: q."""
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    x = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
+    # load the entries of a step while the copies of the previous step run
+    t = tokens_of(ORDER, x, start, last, h, G * n)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for _ in range(steps):
+        mbarrier.wait(empty.index(slot), phase)
+        at = (t * QT + x % h * QH)[:, None] + d[None, :]
+        async_copy.async_copy_global_to_shared(q_s.index(slot), q_base + at)
+        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+        x += M
+        t = tokens_of(ORDER, x, start, last, h, G * n)
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
+def _attend(
+    k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, last, steps, count, begin, scale,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The attending warps: each row's softmax over the block's keys, and its output."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=outputs, k_width=2)
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = k_s.dtype
+    zeros = gl.zeros([M, BS], gl.float32, layout=scores)
+    none = gl.zeros([M, D], gl.float32, layout=outputs)
+    row = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
+    own = gl.arange(0, M, layout=gl.SliceLayout(1, scores))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for j in range(steps):
+        x = j * M + row
+        y = j * M + own
+        e = gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.int32)
+        f = gl.load(ORDER + gl.minimum(start + y // h, last)).to(gl.int32)
+        mbarrier.wait(full.index(slot), phase)
+        s = warpgroup_mma(q_s.index(slot), k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        score = warpgroup_mma_wait(0, deps=(s,))
+        barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        m = gl.max(score, 1) * scale
+        p = gl.exp2(score * scale - m[:, None])
+        l = gl.sum(p, 1)
+        weights = gl.convert_layout(p.to(dtype), operand)
+        o = warpgroup_mma(weights, v_s, none, use_acc=False, is_async=True)
+        to = (f - begin * SLOTS) * h + y % h
+        gl.store(PARTIAL_LSE + to, m + gl.log2(l), mask=y < count)
+        out = warpgroup_mma_wait(0, deps=(o,))
+        factor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, outputs))
+        out = gl.convert_layout((out * factor[:, None]).to(dtype), by_row)
+        at = ((e - begin * SLOTS) * h + x % h) * D
+        gl.store(PARTIAL + at[:, None] + d[None, :], out, mask=(x < count)[:, None])
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit(do_not_specialize=["r", "begin", "lists", "slots", "L"])
+def hopper_selected_forward(
+    Q, K, V, ORDER, PIECE, LISTS, DECISION, PARTIAL, PARTIAL_LSE, r, begin, lists, slots, L, T, scale, qb, kb, kt, kg,
+    vb, vt, vg, QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
+    BS: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
+    GATHERING: gl.constexpr,
+):  # fmt: skip
+    """Program (piece). PARTIAL: [tokens of the range, G, n, h, D]. Forced entries are query_major_forward's."""
+    by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = Q.dtype.element_ty
+    at = r.to(gl.int64) * slots + gl.program_id(0)
+    start = gl.load(PIECE + at) - 1
+    lst = gl.load(PIECE + (lists // (G * L)).to(gl.int64) * slots + at)
+    # free entries come before forced ones
+    end = gl.minimum(gl.minimum(start + SEGMENT, gl.load(LISTS + lists + lst)), gl.load(LISTS + 3 * lists + lst))
+    if (start >= 0) & (start < end) & (gl.load(DECISION + r) == 1):
+        first = gl.load(LISTS + 2 * lists + lst)
+        g = lst // L % G
+        b = first // T
+        b64 = b.to(gl.int64)
+        count = (end - start) * h
+        steps = (count + M - 1) // M
+        rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], rows)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=128)
+            mbarrier.init(empty.index(i), count=1)
+        q_base = Q + (b64 * qb + g.to(gl.int64) * h * QH)
+        i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_key))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, by_key))
+        inside = (first + i < (b + 1) * T)[:, None]
+        at_k = K + (first.to(gl.int64) * kt + b64 * kb + g.to(gl.int64) * kg)
+        at_v = V + (first.to(gl.int64) * vt + b64 * vb + g.to(gl.int64) * vg)
+        k = gl.load(at_k + (i * kt)[:, None] + d[None, :], mask=inside, other=0.0)
+        v = gl.load(at_v + (i * vt)[:, None] + d[None, :], mask=inside, other=0.0)
+        tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BS, D], dtype)
+        k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
+        v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
+        fence_async_shared()
+        barrier()
+        gl.warp_specialize(
+            [
+                (_attend, (k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, end - 1, steps, count, begin,
+                           scale, G * n, h, M, BS, D, STAGES)),
+                (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, D, STAGES,
+                           LANES)),
+            ],
+            [4], [GATHERING],
+        )  # fmt: skip
