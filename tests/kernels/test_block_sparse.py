@@ -120,3 +120,35 @@ def test_where_every_block_is_read_a_dense_kernel_runs() -> None:
     assert aux.routes == {"dense": "sdpa"}
     assert aux.block_indices[0, -1, 0].tolist() == [0, 1, 2]
     torch.testing.assert_close(out, results(x, "reference")[0], rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------ decode steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dense_below": 70, "qk_norm": True}, {"selector": "learned", "selector_dim": 6, "selector_heads": 2}],
+    ids=str,
+)
+def test_decode_steps_equal_the_references(options: dict[str, object]) -> None:
+    layer = tercet.BlockSparseAttention(16, 3, 1, 8, 6, config=CONFIG, **options)
+    layer.init_weights(0.3, 0.3)
+    lengths, steps = torch.tensor([71, 46]), 6
+    x, more = torch.randn(2, 71, 16), torch.randn(steps, 2, 1, 16)
+    outs, caches = {}, {}
+    for backend in ("reference", "auto"):
+        layer.backend = backend
+        cache = caches[backend] = layer.make_cache(2, 80)
+        layer(x, cache=cache, lengths=lengths)
+        rows = [layer(token, cache=cache, lengths=torch.tensor([1, i % 2])) for i, token in enumerate(more)]
+        outs[backend] = torch.stack([row[:, 0] for row in rows])
+    assert layer.routes == {"selected": "triton"}
+    torch.testing.assert_close(outs["auto"][:, 0], outs["reference"][:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outs["auto"][1::2, 1], outs["reference"][1::2, 1], rtol=1e-5, atol=1e-5)
+    for name, store in caches["auto"]._stores.items():
+        torch.testing.assert_close(store[:, :-1], caches["reference"]._stores[name][:, :-1], rtol=1e-5, atol=1e-6)
+    # learned: the selector's keys are not counted; before dense_below no block key is needed, but it is read
+    t = 76
+    tokens = 2 * 16 + t % 16 + 1
+    keys = 0 if "selector" in options else CONFIG.num_visible(t)
+    assert caches["auto"].reads[0].item() == keys + tokens

@@ -128,9 +128,12 @@ class BlockSparseAttention(DenseAttention):
         reason: str | None = REQUESTED
         if self.backend != "reference":
             if x.shape[1] == 1:
-                reason = "the decode kernels do not run block-sparse attention yet"
+                reason = decode.why_not_token_kernels(self, cache)
             else:
                 reason = decode.why_not_chunk_kernels(self, x, cache, lengths)
+        if reason is None and x.shape[1] == 1:
+            self._branch, self._route = "selected", ("triton", None)
+            return self._decode_token(x, cache, lengths)
         if reason is not None and self.backend == "triton" and any(cache.host_lengths.tokens):
             raise cannot_run(reason)
         new = cache.begin(self.cache_key(), x, lengths)
@@ -157,6 +160,31 @@ class BlockSparseAttention(DenseAttention):
             out = torch.where(early[..., None], decode.cached_dense_attention(q, cache, new), out)
             cache.reads = None if reads is None else torch.where(early, cache.reads, reads)
         return self.o_proj(out.flatten(2))
+
+    def _decode_token(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+        """One token per row on the decode kernels."""
+        from tercet.attention.kernels import decode as kernels
+
+        counts = cache.begin_token(self.cache_key(), x, lengths)
+        with decode.inexact_on_failure(cache):
+            arrived = cache.arrival_counters(kernels.arrivals(cache.batch, self.kv_heads))
+            held = kernels.Held(
+                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived
+            )
+            q, kv = self.q_proj(x), self.kv_proj(x)
+            norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
+            scored = None if self.selector is None else (self.selector.q_proj(x), self.selector.k_proj(x))
+            covered = self.config.select_count * self.config.select_block
+            out, read, cache.block_indices = kernels.nsa_step(
+                q, kv, None, held, counts, self.config, decode.kernel_heads(self), branches=("selected",), shared=True,
+                softmax_gate=False, norms=norms, phi=None, selector=scored,
+                dense_below=self.dense_below if self.dense_below > covered else 0,
+            )  # fmt: skip
+        cache.set_partial_reads(read)
+        return self.o_proj(out)
+
+    def selector_sizes(self) -> tuple[int, int]:
+        return (0, 0) if self.selector is None else (self.selector.heads, self.selector.size)
 
     def _cache_selector(self, x: Tensor, new: NewTokens, cache: BlockSparseCache) -> Scorer | None:
         """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
@@ -210,7 +238,7 @@ class BlockSparseAttention(DenseAttention):
                 rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
                 out, tokens = decode.attend_selected(rows, t, block_indices, cache, config)
                 outs.append(out.flatten(2, 3))
-                reads.append(tokens + read[..., None])
+                reads.append(tokens + read[..., None] if scored is None else tokens)
         cache.reads = torch.cat(reads, dim=1)
         return torch.cat(outs, dim=1).to(q.dtype)
 

@@ -438,6 +438,11 @@ class NSACache(Cache):
             return None
         return self._stores["k_compressed"][:, :count], self._stores["v_compressed"][:, :count]
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether blocks are scored, for which the decode kernels hold scratch."""
+        return self.compresses or self.pools_keys
+
     def selector_keys(self, new: NewTokens) -> Tensor:
         """The selector's keys of the compressed tokens that any of the new tokens can see."""
         return self._stores["selector"][:, : self.config.num_compressed(new.longest)]
@@ -535,6 +540,14 @@ class BlockSparseCache(NSACache):
         """Keys and values of all tokens."""
         k, v = self.selected()
         return k[:, : new.longest], v[:, : new.longest]
+
+    def stores(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """For the decode kernels, which read no values of compressed tokens here."""
+        if self.keeps_selector:
+            scoring = {"selector": (self._stores["selector"], self._stores["selector_tail"])}
+        else:
+            scoring = {"compressed": (self._stores["k_compressed"],) * 2}
+        return {"selected": self.selected(), **scoring}
 
     def block_keys(self, new: NewTokens) -> Tensor:
         """Means of keys that any of the new tokens can see."""

@@ -49,7 +49,7 @@ def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
     from tercet.attention.kernels import decode
 
     reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer), layer.config)
-    if reason is None and layer.config is not None and isinstance(cache, NSACache) and cache.compresses:
+    if reason is None and layer.config is not None and isinstance(cache, NSACache) and cache.keeps_blocks:
         # the kernels' scratch covers the whole capacity: check the capacity that this step would allocate
         reason = decode.too_long(cache.capacity_for(max(cache.host_lengths.tokens) + 1), layer.config)
     return reason

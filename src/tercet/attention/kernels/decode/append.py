@@ -98,6 +98,26 @@ def _pool_selector(new, RING, POOLED, b, g, t, slots, L: tl.constexpr, S: tl.con
         _store(_slot(POOLED, b, slots, first // S, g, G, D), largest, D, DP)
 
 
+@triton.jit
+def _pool_keys(first_half, second_half, KS, KC, b, g, t, slots, pooled_slots, L: tl.constexpr, S: tl.constexpr,
+               G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):  # fmt: skip
+    """The mean of the l stored keys that end with token t, whose halves are given. Nothing if no compressed token ends
+    here."""
+    first = t + 1 - L
+    if (first >= 0) & (first % S == 0):
+        i = tl.arange(0, L)
+        d = tl.arange(0, HP)
+        token = _slot(KS, b, slots, first + i, g, G, D)[:, None] + d[None, :]
+        mask = (i < L - 1)[:, None] & (d < HALF)[None, :]
+        kind = KS.dtype.element_ty
+        low = tl.sum(tl.load(token, mask=mask, other=0.0).to(tl.float32), 0)
+        high = tl.sum(tl.load(token + HALF, mask=mask, other=0.0).to(tl.float32), 0)
+        low = (low[None, :] + first_half.to(kind).to(tl.float32)) / L
+        high = (high[None, :] + second_half.to(kind).to(tl.float32)) / L
+        one = tl.arange(0, 1)
+        _store_halves(_slot(KC, b, pooled_slots, first // S, g, G, D) + one, one == 0, low, high, HALF, HP)
+
+
 @triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "selector_row", "phi"])
 def decode_append_kernel(
     Q, KV, SELECTOR_K, QOUT, FREQS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, POOLED, KSR,
@@ -107,7 +127,7 @@ def decode_append_kernel(
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
-    SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
+    POOL: tl.constexpr, SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_launch(OVERLAP)
     PER_SET: tl.constexpr = G * (DK + DV)
@@ -164,6 +184,12 @@ def decode_append_kernel(
                 slot = t % L
                 _store_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, c1, c2, HALF, HALFP)
                 _store(_slot(VR, b, L + 1, slot, g, G, DV), cv, DV, DVP)
+            if POOL:
+                turned1 = s1 * cos[None, :] - s2 * sin[None, :]
+                turned2 = s2 * cos[None, :] + s1 * sin[None, :]
+                _pool_keys(
+                    turned1, turned2, KS, KC, b, g, t, selected_slots, compressed_slots, L, S, G, DK, HALF, HALFP
+                )
             if SELECTED:
                 _store_rotated(_slot(KS, b, selected_slots, t, g, G, DK) + one, alone, s1, s2, cos, sin, HALF, HALFP)
                 _store(_slot(VS, b, selected_slots, t, g, G, DV), sv, DV, DVP)
@@ -186,7 +212,7 @@ class Held:
     selected: tuple[Tensor, Tensor] | None = None
     window: tuple[Tensor, Tensor] | None = None  # a ring
     compressed: tuple[Tensor, Tensor] | None = None
-    raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens
+    raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens; None: compressed keys are means of selected
     arrived: Tensor | None = None  # int32 [arrivals(…)]: counters of finished programs, 0 between steps
     selector: tuple[Tensor, Tensor] | None = None  # a learned selector's pooled keys, and a ring of its last l keys
 
@@ -228,7 +254,8 @@ def append(
     mlp = weights[0].up is not None
     # cache tensors have one spare slot; dense attention has no compressed tokens
     slots = 0 if held.selected is None else held.selected[0].shape[1]
-    compressed_slots = 0 if held.compressed is None else held.compressed[0].shape[1]
+    pooled = next((pair[0] for pair in (held.compressed, held.selector) if pair is not None), None)
+    compressed_slots = 0 if pooled is None else pooled.shape[1]
     early = overlap_launches(q, batch * groups)
     call(
         decode_append_kernel, (programs + batch * groups,),
@@ -239,7 +266,7 @@ def append(
          groups, per_group, power_of_2(per_group), key_size, value_size, power_of_2(key_size // 2),
          padded(key_size), padded(value_size), selector_size, padded(selector_size), norms is not None,
          counts is not None, mlp, held.selected is not None, held.window is not None, held.raw is not None,
-         selector_k is not None,
+         held.raw is None and held.compressed is not None, selector_k is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
          early),
         num_warps=8 if programs else 4, num_stages=2, launch_pdl=early,

@@ -162,14 +162,14 @@ def decode_prefix_kernel(
 def decode_selected_window_kernel(
     Q, KS, VS, KW, VW, INDICES, LENGTHS, COUNTS, O, LSE, READ,
     slots, window_slots, after, selected_parts, parts, scale,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, DENSE: tl.constexpr, WINDOW: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, N: tl.constexpr, PER: tl.constexpr,
     SELECTED: tl.constexpr, WINDOWED: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The selected blocks, PER of them per program, and the window, PER·N keys per program. AHEAD: the previous launch
-    was not the one that wrote q and the tokens."""
+    """The selected blocks (for a query before DENSE: every block), PER of them per program, and the window, PER·N keys
+    per program. AHEAD: the previous launch was not the one that wrote q and the tokens."""
     part = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
@@ -190,8 +190,14 @@ def decode_selected_window_kernel(
                 pair = b.to(tl.int64) * G + g
                 at = b.to(tl.int64) * slots * G + g
                 end = tl.minimum(tl.minimum(part * PER + PER, COUNT), t // BLOCK + 1)
+                if DENSE > 0:
+                    end = tl.where(t < DENSE, tl.minimum(part * PER + PER, t // BLOCK + 1), end)
                 for slot in tl.range(part * PER, end):
-                    block = tl.load(INDICES + pair * COUNT + slot)
+                    if DENSE > 0:
+                        block = tl.load(INDICES + pair * COUNT + slot, mask=t >= DENSE, other=0)
+                        block = tl.where(t >= DENSE, block, slot)
+                    else:
+                        block = tl.load(INDICES + pair * COUNT + slot)
                     some = block * BLOCK + i <= t
                     row = block.to(tl.int64) * (BLOCK * G)
                     k = _vectors(KS + (at + row) * DK, i, some, G * DK, DK, DKP)
@@ -241,7 +247,7 @@ def attend_prefix(
     keys, values = held or (None, None)
     stored = keys if keys is not None else selector[1]  # type: ignore[index]
     slots, groups = stored.shape[1], stored.shape[2]
-    value_size = size if values is None else values.shape[3]
+    value_size = size if values is None else parts.o.shape[3]
     l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
     early = overlap_launches(q, batch * groups)
     attending = 0 if held is None else splits
@@ -267,9 +273,10 @@ def attend_prefix(
 def attend_selected_window(
     q: Tensor, selected: tuple[Tensor, Tensor] | None, window: tuple[Tensor, Tensor] | None, ring: bool,
     indices: Tensor | None, lengths: Tensor, counts: Tensor | None, parts: Parts,
-    after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig,
+    after: int, selected_parts: int, window_parts: int, per: int, config: NSAConfig, dense_below: int = 0,
 ) -> None:  # fmt: skip
-    """Selected blocks and window, as the parts from `after` on. indices: int32 [B, G, n]."""
+    """Selected blocks and window, as the parts from `after` on. indices: int32 [B, G, n]. Rows that hold fewer than
+    dense_below tokens read every block."""
     batch, heads, size = q.shape
     keys, values = selected or window  # type: ignore[misc]
     ks, vs = selected or (None, None)
@@ -282,9 +289,9 @@ def attend_selected_window(
         decode_selected_window_kernel, (selected_parts + window_parts, groups, batch),
         (q, ks, vs, kw, vw, indices, lengths, counts, parts.o, parts.lse, parts.read),
         (0 if ks is None else ks.shape[1], 0 if kw is None else kw.shape[1], after, selected_parts, parts.count),
-        (size**-0.5 * LOG2E, config.select_block, config.select_count, config.window, groups, heads // groups,
-         padded(heads // groups), size, padded(size), value_size,
-         padded(value_size), window_tile(config), per, ks is not None, kw is not None, ring,
+        (size**-0.5 * LOG2E, config.select_block, config.select_count, dense_below, config.window, groups,
+         heads // groups, padded(heads // groups), size, padded(size), value_size, padded(value_size),
+         window_tile(config), per, ks is not None, kw is not None, ring,
          counts is not None, early, after > 0),
         num_warps=8 if _wide(q.dtype, size, value_size) else 4, num_stages=stages, launch_pdl=early,
     )  # fmt: skip

@@ -71,13 +71,15 @@ def nsa_step(
     q: Tensor, kv: Tensor, gates: Tensor | None, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *,
     branches: tuple[str, ...], shared: bool, softmax_gate: bool, norms: Norms | None,
     phi: tuple[CompressionWeights, CompressionWeights] | None, tied: bool = False,
-    selector: tuple[Tensor, Tensor] | None = None, per: int | None = None, splits: int | None = None,
+    selector: tuple[Tensor, Tensor] | None = None, dense_below: int = 0, per: int | None = None,
+    splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
 
     q, kv, gates (logits; None for one branch without a gate): projections of x, [B, 1, …]. counts: int32 [B], 0 for
     rows without a new token. tied: kv has no keys of the compressed branch, which compresses those of the selected one.
-    selector: projections of a learned selector, queries and keys; its keys are not counted as read."""
+    selector: projections of a learned selector, queries and keys; its keys are not counted as read. dense_below: rows
+    with fewer tokens read every block."""
     batch, device = q.shape[0], q.device
     selector_q, selector_k = (None, None) if selector is None else (x.flatten(1) for x in selector)
     rotated = append(
@@ -90,9 +92,11 @@ def nsa_step(
     attend = held.compressed is not None and ("compressed" in branches or (select and not learned))
     split = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile_keys(rotated, heads.value_size))
     a = split if attend else 0
+    slots = max(config.select_count, config.num_blocks(dense_below))
     if per is None:
-        per = _blocks_per_part(device, pairs, config)
-    selected_parts = -(-config.select_count // per) if select else 0
+        alone = gates is None and branches == ("selected",)
+        per = _blocks_per_part(device, pairs, slots, 0 if alone else -(-config.window // window_tile(config)))
+    selected_parts = -(-slots // per) if select else 0
     window_parts = -(-config.window // (per * window_tile(config))) if "window" in branches else 0
     parts = empty_parts(rotated, heads.groups, heads.value_size, a + selected_parts + window_parts)
     scores = indices = None
@@ -121,7 +125,7 @@ def nsa_step(
         selected = held.selected if selected_parts else None
         attend_selected_window(
             rotated, selected, window, ring, indices, held.lengths, counts, parts, a, selected_parts,
-            window_parts, per, config,
+            window_parts, per, config, dense_below,
         )  # fmt: skip
     ends, flat_gates = (a, a + selected_parts, parts.count), None if gates is None else gates.flatten(1)
     out = merge_parts(parts, flat_gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
@@ -152,12 +156,11 @@ def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
     return max(1, min(MOST_SPLITS, -(-keys // tile), 2 * _multiprocessors(device) // pairs))
 
 
-def _blocks_per_part(device: torch.device, pairs: int, config: NSAConfig) -> int:
+def _blocks_per_part(device: torch.device, pairs: int, blocks: int, window_tiles: int) -> int:
     """Blocks per program: one while multiprocessors are idle, four where programs would queue; more if the merge could
     not hold that many parts."""
-    programs = pairs * (config.select_count + -(-config.window // window_tile(config)))
-    per = 1 if programs <= 4 * _multiprocessors(device) else 4
-    while -(-config.select_count // per) + -(-config.window // (per * window_tile(config))) > MOST_SPLITS:
+    per = 1 if pairs * (blocks + window_tiles) <= 4 * _multiprocessors(device) else 4
+    while -(-blocks // per) + -(-window_tiles // per) > MOST_SPLITS:
         per *= 2
     return per
 
