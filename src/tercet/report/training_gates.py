@@ -321,6 +321,8 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         gate.add_evidence("documents", f"{last.documents:,} (epoch {run.steps[-1].epoch if run.steps else 0})")
         gate.add_evidence("padding", f"{last.padding:,} of {last.real_tokens + last.padding:,} tokens")
         gate.add_evidence("bad records", f"{last.bad_records:,} skipped, {last.left_out:,} empty")
+        if last.exercises:
+            gate.add_evidence("retrieval exercises", f"{last.exercises:,}")
         if last.bad_records > limits.bad_records * max(1, last.documents):
             gate.fail(
                 f"{last.bad_records} bad records in {last.documents} documents", "inspect them: tercet data inspect"

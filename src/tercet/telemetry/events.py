@@ -246,6 +246,7 @@ class ResourcesObserved(Event):
     padding: int
     bad_records: int
     left_out: int
+    exercises: int = 0  # of data.retrieval
     # Seconds per step of forward and backward together, with CUDA graphs; None otherwise.
     passes_seconds: float | None = None
 

@@ -49,6 +49,8 @@ class Counts(Protocol):
     def skipped(self) -> int: ...
     @property
     def left_out(self) -> int: ...
+    @property
+    def exercises(self) -> int: ...
 
 
 class Observer:
@@ -179,6 +181,7 @@ class Observer:
             padding=counts.padding if counts else 0,
             bad_records=counts.skipped if counts else 0,
             left_out=counts.left_out if counts else 0,
+            exercises=counts.exercises if counts else 0,
         )
 
     def _write_profile(self, step: int) -> None:
