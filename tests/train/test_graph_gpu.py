@@ -264,5 +264,24 @@ def test_a_run_with_graphs_resumes_to_the_same_losses(tmp_path: Path) -> None:
     assert told["resumed"][6] == told["off"][6]
 
 
+@pytest.mark.parametrize("how", ["off", "on"])
+def test_a_run_with_stages_resumes_between_them_to_the_same_losses(tmp_path: Path, how: str) -> None:
+    """At a stage's start blocks are compiled and graphs captured as in a new process."""
+    sizes = SIZES | {
+        "train__stages": f"{LENGTH // 2}:3,{LENGTH}:3:rope_theta=50000",
+        "train__tokens_per_step": 2 * 4 * LENGTH,
+        "train__micro_batch": 4,
+        "train__val_tokens": 4 * LENGTH,
+        "train__cuda_graph": how,
+        "data__shuffle_sequences": 10,
+        "run__deterministic": True,
+    }
+    assert train(small(run__dir=str(tmp_path / "straight"), **sizes), origins={}) == 0
+    between = tmp_path / "straight" / "checkpoints" / "step-00000003"
+    assert train(small(run__dir=str(tmp_path / "resumed"), **sizes), origins={}, resume=str(between)) == 0
+    told = [losses(tmp_path / name) for name in ("straight", "resumed")]
+    assert told[1] == {step: loss for step, loss in told[0].items() if step > 3}
+
+
 if __name__ == "__main__":
     _fall_back()

@@ -54,10 +54,10 @@ class Watchdog:
 
     def limit(self) -> float:
         """Seconds without progress that count as a stall."""
-        c = self._config
-        if not self._intervals:
+        c, intervals = self._config, list(self._intervals)  # a copy: the main thread may clear them
+        if not intervals:
             return c.stall_start_seconds
-        return max(c.stall_seconds, c.stall_factor * statistics.median(self._intervals))
+        return max(c.stall_seconds, c.stall_factor * statistics.median(intervals))
 
     def __enter__(self) -> Self:
         # The C signal handler writes to this socket at once, even while the main thread hangs in a C call and would
