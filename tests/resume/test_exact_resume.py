@@ -92,6 +92,12 @@ KILLED = {
         "train__val_every": 4,
     },
     "text files, one log line per 5 steps": {"data__source": "python-source", "checkpoint__every": 2, "log__every": 5},
+    "stages of other lengths, shuffled sequences": {
+        "train__stages": "32:5,64:5:rope_theta=50000,128:4",
+        "data__synthetic__length": 50,
+        "data__shuffle_sequences": 7,
+        "train__val_tokens": 128,
+    },
 }
 
 

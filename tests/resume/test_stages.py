@@ -12,14 +12,18 @@ from safetensors.torch import load_file
 from fork_server import ForkServer
 from runs import losses, rows, small
 from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import load_tokenizer
 from tercet.inference.load import load_model
 from tercet.interop.huggingface.export import as_transformers_model
+from tercet.parallel.strategy import Single
 from tercet.report.facts import key_figures
 from tercet.report.integrity import contradictions
 from tercet.report.plots import loss_plot
 from tercet.report.read import read_run, unlogged_passes
 from tercet.telemetry.events import StageStarted, StepLogged, Validated, events_file, read_events
 from tercet.train.manifest import complete_checkpoints
+from tercet.train.trainer import train
+from tercet.train.validate import Validation
 
 # 4, 3 and 2 steps; the second stage has another RoPE base, the third another step size
 STAGES = "32:4,64:3:rope_theta=50000,128:2:tokens_per_step=256"
@@ -120,3 +124,24 @@ def test_the_report_takes_each_stage_into_account(straight: Path) -> None:
     assert plot is not None
     assert "Stages of 32 → 64 → 128 tokens" in plot.caption
     assert "next stage" in plot.svg
+
+
+def test_validation_reads_sequences_of_the_length_of_its_stage(straight: Path) -> None:
+    logged = {e.step: e.loss for e in read_events(events_file(straight)) if isinstance(e, Validated)}
+    config = config_of(straight, train__val_tokens=128)
+    model = load_model(straight / "checkpoints" / "step-00000007", device="cpu")
+    at_length = {}
+    for stage in config.stages:
+        validation = Validation(stage, Single(), load_tokenizer("byte", ""))
+        at_length[stage.data.seq_len] = validation.loss(model, torch.device("cpu"))[0]
+    assert at_length[64] == pytest.approx(logged[7], abs=1e-6)
+    assert abs(at_length[32] - logged[7]) > 1e-4
+
+
+def test_a_stage_trains_with_its_rope_theta(tmp_path: Path) -> None:
+    told = []
+    for stages in ("64:2,64:2", "64:2,64:2:rope_theta=50"):
+        folder = tmp_path / stages
+        assert train(config_of(folder, stages, 4), origins={}) == 0
+        told.append(losses(folder))
+    assert [told[0][step] == told[1][step] for step in (1, 2, 3, 4)] == [True, True, False, False]
