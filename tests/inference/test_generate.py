@@ -225,13 +225,16 @@ def test_on_a_terminal_each_line_is_answered(folder, monkeypatch, capsys):
 
 
 def test_keys_are_shown_per_layer_beside_those_of_dense_attention(folder, capsys):
-    assert main(["generate", folder, "--prompt", "a" * 59, "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    words = ["generate", folder, "--max-new-tokens", "5", "--temperature", "0", "--context", "128"]
+    assert main([*words, "--prompt", "a" * 99]) == 0
     err = capsys.readouterr().err
     nsa = language_model().config.nsa
-    t = 59 + 3  # the position of the last token read
+    t = 99 + 3  # the position of the last token read
     selected = (nsa.select_count - 1) * nsa.select_block + t % nsa.select_block + 1
     read = nsa.num_compressed(t + 1) + selected + nsa.window
     assert f"read {read} keys per layer and KV head, dense attention reads {t + 1}" in err
+    assert main([*words, "--prompt", "a"]) == 0
+    assert "keys" not in capsys.readouterr().err  # of six tokens, each branch reads all
 
 
 @pytest.mark.parametrize(

@@ -147,12 +147,17 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
 
 
 def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
-    """Keys per layer and KV head that the last step read, beside those that dense attention reads."""
+    """Keys per layer and KV head that the last step read, beside those that dense attention reads.
+
+    Empty for a context so short that the three branches together read as many, some of them more than once.
+    """
     config = model.config
     if timing.keys_read is None or rows > 1 or set(config.attention_kinds) == {"dense"}:
         return ""
     read = timing.keys_read / (config.layers * config.kv_heads)
     dense = timing.prompt_tokens + timing.new_tokens
+    if read >= dense:
+        return ""
     return f"; the last step read {read:,.0f} keys per layer and KV head, dense attention reads {dense:,}"
 
 

@@ -10,7 +10,7 @@ from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
 from tercet.report import render, side_by_side
 from tercet.report.dense_baseline import baseline_mismatch
-from tercet.report.gates import Thresholds
+from tercet.report.gates import GO, NOT_TESTED, Thresholds
 from tercet.report.read import Run, read_run
 from tercet.report.verdict import Verdict, judge
 from tercet.terminal import printable
@@ -24,11 +24,12 @@ def report(
     target_tokens_per_s: float | None = None,
     min_dense_ratio: float = Thresholds.dense_ratio,
     min_steps: int = Thresholds.min_steps,
+    require_go: bool = False,
 ) -> int:
     """Judge runs and write a page for each; with several runs, also a comparison page.
 
-    The headline says whether a run is healthy; GO also needs every production gate. The exit code is that of the worst
-    verdict: 0 GO, 3 NO-GO, 4 NOT TESTED.
+    The headline says whether a run is healthy; GO also needs every production gate. Exit codes: 3 if a run is NO-GO,
+    otherwise 0; with --require-go, 4 if a run is neither.
 
     Args:
         runs: Run folders; finished, crashed or still running.
@@ -37,6 +38,7 @@ def report(
         target_tokens_per_s: Require this throughput instead of comparing with a dense baseline.
         min_dense_ratio: Required throughput as a multiple of the dense baseline's.
         min_steps: Steps a verdict needs; can be raised but not lowered.
+        require_go: For scripts: exit with code 4 unless every run is GO; 3 if one is NO-GO.
     """
     if min_steps < Thresholds.min_steps:
         raise UsageError(
@@ -59,7 +61,9 @@ def report(
             print(printable(_summary(run, verdict, pages[-1])))
     if len(loaded) > 1:
         _write_comparison(loaded, verdicts, pages, out or Path("comparison"))
-    return max((v.exit_code for v in verdicts), key=(0, 4, 3).index)
+    accepted = (GO,) if require_go else (GO, NOT_TESTED)
+    codes = [0 if v.verdict in accepted else v.exit_code for v in verdicts]
+    return max(codes, key=(0, 4, 3).index)
 
 
 def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
