@@ -15,7 +15,7 @@ import pytest
 
 import tercet
 from tercet import cli
-from tercet.config.flags import FORMER_FLAGS
+from tercet.config.flags import OTHER_NAMES
 from tercet.config.load import load, write_config
 from tercet.errors import TercetError
 
@@ -253,20 +253,21 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, said):
     assert said in err
 
 
-@pytest.mark.parametrize("name", FORMER_FLAGS)
-def test_flags_of_the_earlier_scripts_are_answered(capsys, name):
-    code, _, err = run(capsys, "train", "--preset", "tiny", f"--{name.replace('_', '-')}", "1")
-    assert code == 2
-    assert f"it is now {FORMER_FLAGS[name]}" in err
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_flags_of_other_trainers_are_answered(capsys, name):
+    for flag in (f"--{name.replace('_', '-')}", f"--model.{name}"):
+        code, _, err = run(capsys, "train", "--preset", "tiny", flag, "1")
+        assert code == 2
+        assert f"unknown option {flag}: use {OTHER_NAMES[name]}" in err
 
 
-def test_answers_to_former_flags_name_flags_that_exist():
+def test_answers_to_other_names_name_flags_that_exist():
     import re
 
     from tercet.config.keys import all_keys
 
-    for answer in FORMER_FLAGS.values():
-        assert set(re.findall(r"--([a-z_]+\.[a-z_]+)", answer)) <= set(all_keys())
+    for answer in OTHER_NAMES.values():
+        assert set(re.findall(r"--([a-z_.]+)", answer)) <= set(all_keys())
 
 
 def test_a_file_and_flags_complete_each_other(capsys, tmp_path):

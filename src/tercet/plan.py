@@ -24,7 +24,7 @@ from tercet.telemetry.hardware import (
     measured_cpu_flops,
     peak_flops,
 )
-from tercet.telemetry.units import duration, quantity, size
+from tercet.telemetry.units import duration, plural, quantity, size
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,9 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
     per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)
     rows = {
-        "model": f"{model.layers} layers ({mix}), dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
-        f" of {model.head_dim}, ffn {model.ffn_dim}, vocabulary {model.vocab_size:,}",
+        "model": f"{plural(model.layers, 'layer')} ({mix}), dim {model.dim}, {plural(model.heads, 'head')} over "
+        f"{plural(model.kv_heads, 'KV head')} of {model.head_dim}, ffn {model.ffn_dim}, "
+        f"vocabulary {model.vocab_size:,}",
         "parameters": f"{quantity(p.total)}: embedding {quantity(p.embedding)}, attention {quantity(p.attention)}, "
         f"ffn {quantity(p.ffn)}, norms {quantity(p.norms)}, {head}",
         **_step_rows(config),

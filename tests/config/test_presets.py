@@ -136,9 +136,9 @@ def test_an_unknown_gpu_is_a_usage_error(name):
         find_device("auto", name)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(mode):
-    gpu = find_device("auto", "8GB")
+@pytest.mark.parametrize(("mode", "memory"), [("none", "16GB"), ("full", "8GB")])
+def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(mode, memory):
+    gpu = find_device("auto", memory)
     flags = {"train.micro_batch": 32, "train.tokens_per_step": 65536, "train.activation_checkpointing": mode}
     flags |= {"model.dim": 1024}
     config = load("m7c", flags=flags).config
@@ -153,3 +153,8 @@ def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(mode):
         assert changed.fits
         assert changed.memory.total == fix.memory
     assert make_plan(config, find_device("auto", "H200")).fits
+
+
+def test_more_gpus_are_advised_with_the_largest_batch_that_they_can_share():
+    fixes = [fix.flags for fix in make_plan(load("m7c").config, find_device("auto", "4090")).fixes]
+    assert {"parallel.strategy": "fsdp", "parallel.world_size": 2, "train.micro_batch": 16} in fixes

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import tercet
 from kernels.conftest import INTERPRETING
-from kernels.offline import compiling
+from kernels.offline import SHARED_KIB, compiling
 from tercet.attention.kernels import decode, table
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -120,6 +120,26 @@ def test_everything_compiles(
     monkeypatch.setattr(table, "PDL_MOST_PAIRS", 10**6)
     with compiling(capability) as found:
         steps(shape, dtype, plain=plain, selector=selector)
-    assert all(c.shared <= (163 if capability == 80 else 227) * 1024 for c in found), found
+    assert all(c.shared <= SHARED_KIB[capability] * 1024 for c in found), found
     if capability == 90 and dtype == torch.bfloat16 and max(SHAPES[shape][4:6]) <= 128:
         assert [c for c in found if c.stack > 2 * TABLE] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "shape", "dtype"),
+    [
+        *((86, shape, torch.bfloat16) for shape in SHAPES),
+        (86, "C", torch.float32),
+        (89, "C", torch.bfloat16),
+        (89, "paper", torch.bfloat16),
+        (120, "C", torch.bfloat16),
+        (120, "paper", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_decoding_fits_the_shared_memory_of_small_gpus(capability: int, shape: str, dtype: torch.dtype) -> None:
+    with compiling(capability, resources=False) as found:
+        steps(shape, dtype, plain=True)
+    assert len(found) >= 8
+    assert [c for c in found if c.shared > SHARED_KIB[capability] * 1024] == []

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from tercet.attention import kernels
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import table
 from tercet.attention.kernels.ops import flat
 from tercet.attention.kernels.tma import describable
@@ -68,6 +70,47 @@ def test_settings_of_the_selected_branch_follow_from_dtype_and_sizes() -> None:
     assert found(64, 64, torch.bfloat16, 128) == "head > 128 or select_block > 64"
     assert found(192, 128, torch.bfloat16, 64) == "head > 128 or select_block > 64"
     assert found(96, 128, torch.bfloat16, 64) == "head ≤ 128"
+
+
+A6000, A100, H200 = 99 * 1024, 163 * 1024, 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "block", "rows"),
+    [
+        # rows per tile with 99, 163 and 227 KiB of shared memory; 0: not even the smallest tiles fit
+        ((64, 64), torch.bfloat16, 64, (64, 64, 64)),
+        ((128, 128), torch.bfloat16, 64, (64, 64, 64)),
+        ((192, 128), torch.bfloat16, 64, (32, 64, 64)),
+        ((256, 256), torch.float16, 64, (16, 64, 64)),
+        ((128, 128), torch.bfloat16, 128, (32, 64, 64)),
+        ((256, 256), torch.bfloat16, 128, (0, 16, 64)),
+        ((128, 128), torch.float32, 64, (16, 32, 32)),
+        ((192, 128), torch.float32, 64, (0, 32, 32)),
+        ((256, 256), torch.float32, 128, (0, 0, 0)),
+    ],
+)
+def test_tiles_of_the_selected_branch_fit_the_gpu_or_are_refused(sizes, dtype, block, rows) -> None:
+    for shared, most in zip((A6000, A100, H200), rows, strict=True):
+        reason = table.too_large(shared, dtype, *sizes, block)
+        assert (reason is None) == (most > 0)
+        if reason is not None:
+            assert f"select_block={block} with Dk={sizes[0]}" in reason
+            assert f"has {shared // 1024}" in reason
+            continue
+        settings = table.selected_settings(*sizes, dtype, block, shared)
+        assert (settings.tile_rows, settings.dkv_rows, settings.dkv_dq_rows, settings.kv_forward_rows) == (most,) * 4
+        assert table.selected_bytes(most, *sizes, dtype, block) <= shared
+
+
+def test_a_call_too_large_for_the_gpu_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr("tercet.attention.kernels.shared_memory", lambda device: A6000)
+    monkeypatch.setattr("tercet.attention.kernels.interpreting", lambda: True)
+    q, k = torch.empty(1, 4, 2, 192, dtype=torch.float32), torch.empty(1, 4, 1, 192, dtype=torch.float32)
+    v = torch.empty(1, 4, 1, 128)
+    assert "in float32 takes 124 KiB" in kernels.unsupported(q, k, v, k, v, k, v, NSAConfig())
+    assert kernels.unsupported(q, k, v, None, None, k, v, NSAConfig()) is None  # only the selected branch needs it
+    assert kernels.unsupported(*(x.half() for x in (q, k, v, k, v, k, v)), NSAConfig()) is None
 
 
 def test_expanded_tokens_are_copied_before_tma_reads_them() -> None:

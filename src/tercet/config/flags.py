@@ -26,8 +26,8 @@ from tercet.config.load import ConfigError, as_none, explain
 
 T = TypeVar("T")
 
-# Flags of the scripts before Tercet, with their replacements; guessing by spelling would mislead here.
-FORMER_FLAGS = {
+# What earlier scripts and other trainers call our flags; guessing by spelling would mislead here.
+OTHER_NAMES = {
     "dataset": "--data.source (synthetic, python-source, fineweb-edu, or your own files)",
     "precision": "--train.precision bf16|fp32",
     "steps": "--train.steps (optimizer updates)",
@@ -36,6 +36,24 @@ FORMER_FLAGS = {
     "accum_batches": "--train.tokens_per_step (accumulation is derived from it)",
     "no_gc": "--train.activation_checkpointing none",
     "ddp": "--parallel.strategy ddp",
+    "learning_rate": "--train.lr",
+    "max_steps": "--train.steps (optimizer updates)",
+    "max_iters": "--train.steps (optimizer updates)",
+    "num_steps": "--train.steps (optimizer updates)",
+    "epochs": "--train.steps: one epoch is the tokens of the data / --train.tokens_per_step",
+    "num_train_epochs": "--train.steps: one epoch is the tokens of the data / --train.tokens_per_step",
+    "block_size": "--data.seq_len (of attention: --model.nsa.select_block)",
+    "context_length": "--data.seq_len",
+    "max_seq_len": "--data.seq_len",
+    "gradient_accumulation_steps": "--train.tokens_per_step (accumulation is derived from it)",
+    "grad_clip": "--train.clip",
+    "out_dir": "--run.dir",
+    "output_dir": "--run.dir",
+    "checkpoint_dir": "--run.dir",
+    "n_layer": "--model.layers",
+    "n_head": "--model.heads",
+    "n_embd": "--model.dim",
+    "hidden_size": "--model.dim",
 }
 
 # TOML strings have these escapes; shells leave them as they are.
@@ -319,8 +337,8 @@ def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
     if "train.lr" in options:  # a configuration command
         if name in all_keys():
             raise ConfigError(f"{name} is a table and has no flag: set it in a file given with --config")
-        if name in FORMER_FLAGS:
-            raise ConfigError(f"unknown option {flag}: it is now {FORMER_FLAGS[name]}")
+        if leaf in OTHER_NAMES:
+            raise ConfigError(f"unknown option {flag}: use {OTHER_NAMES[leaf]}")
     near = re.sub(r"(?<=mean )|(?<= or )", "--", suggestion(name, [n for n, o in options.items() if not o.positional]))
     raise ConfigError(f"unknown option {flag}: {near or '--help lists all options'}")
 

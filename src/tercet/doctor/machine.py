@@ -21,6 +21,7 @@ from tercet.config.sections import LogConfig
 from tercet.errors import TercetError
 from tercet.telemetry.hardware import host_total_gib, peak_flops
 from tercet.telemetry.sinks import import_tensorboard, import_wandb, tensorboard_wanted
+from tercet.telemetry.units import plural
 
 OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
 
@@ -116,7 +117,8 @@ def device(wanted: str = "auto") -> Finding:
 
     if not torch.cuda.is_available():
         threads, memory = torch.get_num_threads(), host_total_gib()
-        seen = f"CPU, {os.cpu_count()} cores, {threads} threads, {memory or 0:.1f} GiB of memory"
+        cores = plural(os.cpu_count() or 1, "core")
+        seen = f"CPU, {cores}, {plural(threads, 'thread')}, {memory or 0:.1f} GiB of memory"
         if wanted == "cuda":
             return Finding("device", FAILED, f"{seen}; torch sees no CUDA device", _no_cuda_fix(torch.version.cuda))
         if shutil.which("nvidia-smi"):

@@ -126,7 +126,7 @@ def _fixes(config: RunConfig, precision: str, available: int) -> Iterator[Fix]:
         [{"data.seq_len": length >> n} for n in range(1, length.bit_length()) if length >> n >= 256],
         [{"model.layers": n} for n in range(layers - 1, 0, -1)],
     ):
-        candidates = [flags | more for more in ({}, smallest) for flags in group]
+        candidates = [flags | more for more in ({}, *batches, smallest) for flags in group]
         yield from _first_that_fits(config, candidates, precision, available)
 
 

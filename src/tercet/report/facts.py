@@ -12,12 +12,11 @@ from typing import Any
 
 from tercet.config.keys import flatten_table
 from tercet.report.dense_baseline import baseline_mismatch, loss_mismatch
-from tercet.report.gates import plural
 from tercet.report.read import Run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.sinks import mean_of_last
-from tercet.telemetry.units import duration, quantity
+from tercet.telemetry.units import duration, plural, quantity
 
 # The page of a long run shows at most this many events.
 MAX_NOTABLE_EVENTS = 200

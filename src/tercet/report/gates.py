@@ -124,8 +124,3 @@ class GateBuilder:
         return Gate(
             self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, fix, tuple(reasons), short
         )  # fmt: skip
-
-
-def plural(count: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -25,10 +25,10 @@ from tercet.report.figure import (
     label_step_axis,
     plain_log_ticks,
 )
-from tercet.report.gates import plural
 from tercet.report.read import Run
 from tercet.telemetry.events import CheckpointSaved, HealthFired, StepsSkipped
 from tercet.telemetry.sinks import smoothing_window
+from tercet.telemetry.units import plural
 
 PHASES = (
     ("data", ORANGE),

@@ -11,7 +11,7 @@ from typing import Any
 
 from tercet import hints
 from tercet.report.dense_baseline import baseline_mismatch, dense_baseline_command, slow_routes
-from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds, plural
+from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.integrity import checkpoint_problem
 from tercet.report.read import Run
 from tercet.telemetry.events import (
@@ -26,6 +26,7 @@ from tercet.telemetry.events import (
     StepsSkipped,
 )
 from tercet.telemetry.sinks import mean_of_last
+from tercet.telemetry.units import plural
 
 PARITY = "kernel parity"  # the doctor's check
 DIED = "died"  # a process that left no end event

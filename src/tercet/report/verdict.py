@@ -22,12 +22,12 @@ from tercet.report.gates import (
     Gate,
     GateBuilder,
     Thresholds,
-    plural,
 )
 from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
 from tercet.telemetry.health import health_findings
+from tercet.telemetry.units import plural
 
 HEALTHY, UNHEALTHY, UNKNOWN = "healthy", "unhealthy", "unknown"
 # With fewer steps nobody can say whether the loss falls.

@@ -33,3 +33,8 @@ def duration(seconds: float) -> str:
 def size(count: float) -> str:
     """Bytes as MiB or GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

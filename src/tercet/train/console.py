@@ -31,7 +31,7 @@ from tercet.telemetry.events import EventLog, RunEnded, read_events
 from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
-from tercet.telemetry.units import duration, quantity, size
+from tercet.telemetry.units import duration, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
@@ -55,7 +55,8 @@ def header_lines(
         options.append(f"{train.activation_checkpointing} activation checkpointing")
     if config.run.deterministic:
         options.append("deterministic")
-    sizes = f"{model.layers} layers of {kinds}, dim {model.dim}, {model.heads} heads over {model.kv_heads} KV heads"
+    heads = f"{plural(model.heads, 'head')} over {plural(model.kv_heads, 'KV head')}"
+    sizes = f"{plural(model.layers, 'layer')} of {kinds}, dim {model.dim}, {heads}"
     tokens = quantity(config.total_tokens)
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters: {sizes}"),

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from tercet.errors import TercetError
+from tercet.telemetry.units import plural
 
 
 def pick_device(name: str, local_rank: int = 0, *, share: bool = False, flag: str = "--run.device") -> torch.device:
@@ -33,7 +34,7 @@ def pick_device(name: str, local_rank: int = 0, *, share: bool = False, flag: st
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"CPU ({platform.machine()}, {plural(torch.get_num_threads(), 'thread')})"
 
 
 def set_arithmetic(*, deterministic: bool, threads: int | None) -> None:

@@ -34,7 +34,7 @@ from tercet.attention.kernels.autograd import (
     selected_attention,
     window_attention,
 )
-from tercet.attention.kernels.table import unsupported_blocks
+from tercet.attention.kernels.table import shared_memory, too_large, unsupported_blocks
 
 __all__ = [
     "Layout",
@@ -79,6 +79,10 @@ def unsupported(
             return f"{name}={x.shape[-1]} is more than 256"
     if any(v.shape[-1] != values[0].shape[-1] for v in values):
         return "the branches' values differ in size"
+    if k_selected is not None and v_selected is not None:
+        sizes = q.shape[-1], v_selected.shape[-1]
+        if (reason := too_large(shared_memory(q.device), q.dtype, *sizes, config.select_block)) is not None:
+            return reason
     heads = q.shape[2] // max(1, keys[0].shape[2]) if keys else 1
     if heads > 128:
         return f"{heads} heads per group are more than 128"

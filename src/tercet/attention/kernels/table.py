@@ -10,7 +10,7 @@ its two designs runs then depends on the selection itself (selected/__init__.py)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ DKV = ("compressed_key_gradients", "window_key_gradients")
 
 TABLE: tuple[Row, ...] = (
     # float32 is for checks, not for speed: its tiles are four times the bytes of a bf16 pair
+    Row(DKV, "", (), (256,), Launch(rows=16, keys=32, stages=1), float32=True),
     Row(ALL, "", (), (64, 128, 256), Launch(rows=32, keys=32, stages=1), float32=True),
     # Hopper, in Gluon
     Row(FORWARD, "hopper.forward", (9,), (64, 128), Launch(), gluon=True, query_range=False),
@@ -98,8 +99,10 @@ TABLE: tuple[Row, ...] = (
     Row(("window_key_gradients",), "", (9, 10), (64,), Launch(rows=32, stages=3, tma=True)),
     Row(DKV, "", (9, 10), (128,), Launch(rows=32, stages=3, tma=True)),
     Row(DKV, "", (9, 10), (256,), Launch(rows=32, warps=8, stages=1)),
-    # Ampere and the rest: no TMA, less shared memory. Conservative; compiled in the tests, never timed.
+    # Ampere and the rest: no TMA, and as little as 99 KiB of shared memory (sm_86, sm_89, sm_120). Conservative;
+    # compiled in the tests, never timed.
     Row(ALL, "", (), (64, 128), Launch()),
+    Row(DKV, "", (), (256,), Launch(rows=32, keys=32, warps=8, stages=1)),
     Row(ALL, "", (), (256,), Launch(keys=32, warps=8, stages=1)),
 )
 
@@ -142,6 +145,9 @@ def triton_launch(stage: str, q: Tensor, v: Tensor) -> Launch:
 
 
 # ------------------------------------------------------------ the selected branch
+
+FEWEST_ROWS = 16  # of a tile: what tensor cores multiply
+HOPPER_SHARED = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -201,14 +207,29 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
 
 
 @lru_cache(maxsize=64)
-def selected_settings(dk: int, dv: int, dtype: torch.dtype, select_block: int) -> SelectedSettings:
+def selected_settings(
+    dk: int, dv: int, dtype: torch.dtype, select_block: int, shared: int = HOPPER_SHARED
+) -> SelectedSettings:
+    """`shared`: bytes that one program may use. With less than Hopper's, tiles have fewer rows where they must."""
     holds = {
         "float32": dtype == torch.float32,
         "head > 128 or select_block > 64": max(dk, dv) > 128 or select_block > 64,
         "head ≤ 64": max(dk, dv) <= 64,
         "head ≤ 128": True,
     }
-    return next(settings for condition, settings in SELECTED if holds[condition])
+    settings = next(settings for condition, settings in SELECTED if holds[condition])
+    rows = settings.tile_rows
+    while rows > FEWEST_ROWS and selected_bytes(rows, dk, dv, dtype, select_block) > shared:
+        rows //= 2
+    if rows == settings.tile_rows:
+        return settings
+    return replace(settings, tile_rows=rows, kv_forward_rows=rows, dkv_rows=rows, dkv_dq_rows=rows)
+
+
+def selected_bytes(rows: int, dk: int, dv: int, dtype: torch.dtype, select_block: int) -> int:
+    """Upper bound on the shared memory of the selected branch's backward, which takes the most: queries and their
+    gradients, a block's keys and values, and scores in float32."""
+    return (rows + select_block) * (padded(dk) + padded(dv)) * dtype.itemsize + rows * select_block * 4
 
 
 # ------------------------------------------------------------ decode
@@ -240,8 +261,11 @@ def _major(device: int) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes that one program may use. The interpreter has Hopper's limit, so that it rejects what Hopper would."""
     if device.type != "cuda":
-        return 227 * 1024
+        return HOPPER_SHARED
     return _shared_memory(torch.cuda.current_device() if device.index is None else device.index)
+
+
+shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tercet.attention.hardware
 
 
 @lru_cache(maxsize=64)
@@ -258,6 +282,18 @@ def unsupported_blocks(config: NSAConfig) -> str | None:
     if not 16 <= config.select_block <= 128:
         return f"select_block={config.select_block} is not within 16 … 128"
     return None
+
+
+def too_large(shared: int, dtype: torch.dtype, dk: int, dv: int, select_block: int) -> str | None:
+    """Why the smallest tiles of these sizes exceed the shared memory of one program; None if they fit."""
+    name = str(dtype).removeprefix("torch.")
+    needed = selected_bytes(FEWEST_ROWS, dk, dv, dtype, select_block)
+    if needed <= shared:
+        return None
+    return (
+        f"a block of select_block={select_block} with Dk={dk}, Dv={dv} in {name} takes {needed // 1024} KiB of shared "
+        f"memory, and this GPU has {shared // 1024}"
+    )
 
 
 # ------------------------------------------------------------ as a page
@@ -310,6 +346,8 @@ def render() -> str:
     for field in fields(SelectedSettings):
         values = " | ".join(str(getattr(settings, field.name)) for _, settings in SELECTED)
         lines.append(f"| {field.name} | {values} |")
+    fewer = "With less shared memory than Hopper's, rows are halved, down to 16, until a tile fits"
+    lines += ["", f"{fewer} (`table.selected_settings`)."]
     decode = "Decode uses the same kernels everywhere. On sm_90 and newer the launches of a step overlap"
     lines += ["", f"{decode} for up to", f"{PDL_MOST_PAIRS} (row, KV head) pairs."]
     return "\n".join(lines) + "\n"

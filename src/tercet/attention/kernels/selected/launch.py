@@ -54,7 +54,8 @@ class Call:
         cu = None if documents is None else documents.cu
         self.first_query = 0 if documents is None else documents.first_query
         self.query_range = Q != T
-        self.settings = settings or selected_settings(dk, dv, q.dtype, config.select_block)
+        shared = table.shared_memory(q.device)
+        self.settings = settings or selected_settings(dk, dv, q.dtype, config.select_block, shared)
         self.plan = make_plan(
             (B, Q, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
             (config.select_block, config.select_initial, config.select_local), self.settings,
@@ -117,7 +118,7 @@ def selected_saved_like(
     """
     B, Q, H, dk, T, G, dv, n = map(int, (*q.shape, *v.shape[1:], block_indices.shape[-1]))
     cu = None if documents is None else documents.cu
-    settings = settings or selected_settings(dk, dv, q.dtype, config.select_block)
+    settings = settings or selected_settings(dk, dv, q.dtype, config.select_block, table.shared_memory(q.device))
     p = make_plan(
         (B, Q, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
         (config.select_block, config.select_initial, config.select_local), settings,
