@@ -125,21 +125,20 @@ def test_everything_compiles(
         assert [c for c in found if c.stack > 2 * TABLE] == []
 
 
+SMALL = [
+    *((86, shape, torch.bfloat16, "compressed") for shape in SHAPES),
+    (86, "C", torch.float32, "compressed"),
+    *((86, "C", torch.bfloat16, selector) for selector in SELECTORS),
+    *((capability, shape, torch.bfloat16, "compressed") for capability in (89, 120) for shape in ("C", "paper")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("capability", "shape", "dtype"),
-    [
-        *((86, shape, torch.bfloat16) for shape in SHAPES),
-        (86, "C", torch.float32),
-        (89, "C", torch.bfloat16),
-        (89, "paper", torch.bfloat16),
-        (120, "C", torch.bfloat16),
-        (120, "paper", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_decoding_fits_the_shared_memory_of_small_gpus(capability: int, shape: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("capability", "shape", "dtype", "selector"), SMALL, ids=str)
+def test_decoding_fits_the_shared_memory_of_small_gpus(
+    capability: int, shape: str, dtype: torch.dtype, selector: str
+) -> None:
     with compiling(capability, resources=False) as found:
-        steps(shape, dtype, plain=True)
+        steps(shape, dtype, plain=True, selector=selector)
     assert len(found) >= 8
     assert [c for c in found if c.shared > SHARED_KIB[capability] * 1024] == []

@@ -270,7 +270,7 @@ def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plot
     text = Tags(page).text
     assert code == 0
     assert "model.attention" in text
-    assert "1 keys differ" in text
+    assert "1 key differs" in text
     assert len(json.loads((tmp_path / "both" / "verdict.json").read_text())) == 2
     assert not [t for t, _ in Tags(page).tags if t in ("script", "img")]
     assert text.count('<script>alert("x")</script>') >= 8  # in the plots' legends too

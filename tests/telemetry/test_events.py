@@ -184,9 +184,11 @@ def test_a_terminal_keeps_the_history_and_fits_its_width(columns: int, monkeypat
         screen.advance(step)
         screen(logged(step))
     screen(events.CheckpointSaved(step=9, path="runs/x/checkpoints/step-9", bytes=9, seconds=1.0, blocked_seconds=1.0))
+    screen(events.Sampled(step=9, prompt="x", text="y" * 300 + "\n\nz"))
     screen.doing("validating 3/8 …")
     screen.end()
     assert max(map(len, out.lines())) <= columns
+    assert "".join(line[4:] for line in out.lines() if line.startswith("  | ")) == "x" + "y" * 300 + "z"
     history = [line for line in out.lines() if line.startswith("step ")]
     assert len(history) == 100
     assert all("loss 0.3" in line and "eta" in line for line in history)

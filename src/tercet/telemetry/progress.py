@@ -168,8 +168,10 @@ class Screen:
             over += "" if event.seq_len is None else f" in sequences of {event.seq_len}"
             self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
         elif isinstance(event, Sampled):
-            body = "\n".join("  | " + line for line in (event.prompt + event.text).split("\n"))
-            self.say(f"sample after step {event.step}:\n{body}")
+            width = max(40, self._console.width) - 4 if self._console.is_terminal else sys.maxsize
+            lines = printable(event.prompt + event.text).split("\n")
+            cut = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
+            self.say("\n".join([f"sample after step {event.step}:", *("  | " + line for line in cut)]))
         elif isinstance(event, CheckpointSaved):
             self.say(
                 f"checkpoint of step {event.step}: {event.path} "
