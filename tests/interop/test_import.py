@@ -109,6 +109,40 @@ def test_a_model_with_sliding_windows_becomes_one_with_window_attention(tmp_path
         import_model(tmp_path / "dense", tmp_path / "other")
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_block_sparse_import_is_the_same_model_below_dense_below_cached_and_not(family, tmp_path, backend):
+    theirs, folder = family
+    options = {"attention": "block-sparse", "nsa": replace(NSA, select_count=4), "dense_below": 50}
+    imported = import_model(folder, tmp_path / "out", **options)
+    assert imported.exact_length == 50
+    assert imported.run.run.name == "model-block-sparse"
+    model = tercet.load_model(tmp_path / "out")
+    for layer in model.attention_layers():
+        layer.backend = backend
+    tokens = torch.randint(1, 99, (2, 50))
+    caches = [layer.make_cache(2) for layer in model.attention_layers()]
+    with torch.no_grad():
+        right = theirs(tokens).logits
+        torch.testing.assert_close(model(tokens), right, rtol=1e-3, atol=1e-4)
+        cached = [model(part, cache=caches) for part in (tokens[:, :20], tokens[:, 20:49], tokens[:, 49:])]
+        torch.testing.assert_close(torch.cat(cached, 1), right, rtol=1e-3, atol=1e-4)
+        longer = torch.randint(1, 99, (1, 100))
+        assert not torch.allclose(model(longer), theirs(longer).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_block_sparse_options_that_contradict_each_other_are_refused(tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    for chosen, words in (
+        ({"dense_below": 5}, "--dense_below needs --attention block-sparse"),
+        ({"selector": "learned"}, "--selector needs --attention block-sparse"),
+        ({"attention": "block-sparse,nsa,dense"}, "cannot be mixed"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            import_model(tmp_path / "dense", tmp_path / "out", **chosen)
+    pattern = import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse*2,dense", selector="learned")
+    assert pattern.run.model.attention_kinds == ("nsa", "nsa", "dense")
+
+
 @pytest.mark.parametrize("chosen", [{"nsa": NSA}, RECOMMENDED], ids=["paper", "recommended"])
 @pytest.mark.parametrize("cover", ["selected", "window"])
 def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover, chosen):

@@ -20,6 +20,8 @@ def hf(
     compress_selected_keys: bool = False,
     cover: Literal["selected", "window"] = "selected",
     gate_logit: float = 8.0,
+    dense_below: int = 0,
+    selector: Literal["compressed", "learned"] = "compressed",
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> int:
@@ -29,12 +31,16 @@ def hf(
         source: Folder with config.json and safetensors.
         out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
-        attention: nsa; dense to keep dense attention; window; or a pattern of layers such as nsa*11,dense.
+        attention: nsa; block-sparse, which adds nothing to the model; dense; window; or a pattern of layers such as
+            nsa*11,dense.
         compression: How a block of keys and values is compressed: mlp (learnt, starts as the mean) or mean.
         compress_selected_keys: Compress the keys of the selected branch instead of separate keys.
         cover: The branch whose gates start open; up to its reach, the import equals the dense model.
         gate_logit: Gate bias: sigmoid(gate_logit) for the open branch, sigmoid(-gate_logit) for the others. Higher is
             closer to the dense model; lower learns to use the other branches sooner.
+        dense_below: With block-sparse: queries at positions below this read everything.
+        selector: With block-sparse: what scores the blocks, means of their keys (compressed) or new projections
+            (learned).
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
         seed: Random seed for newly initialized weights.
     """
@@ -52,11 +58,15 @@ def hf(
         compress_selected_keys=compress_selected_keys,
         cover=cover,
         gate_logit=gate_logit,
+        dense_below=dense_below,
+        selector=selector,
         seq_len=seq_len,
         seed=seed,
     )
     if imported.exact_length is not None:
-        gates = f"gates start with the {cover} branch open: " if "nsa" in imported.run.model.attention_kinds else ""
+        model = imported.run.model
+        gated = "nsa" in model.attention_kinds and model.gate != "none"
+        gates = f"gates start with the {cover} branch open: " if gated else ""
         print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
     print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml')}")
     print(f"To use it as it is:  {hints.generate(out)}")

@@ -11,6 +11,8 @@ self_attn.k_proj, v_proj              attention.kv_proj: k and v once for dense,
 self_attn.q_norm, k_norm (Qwen3)      attention.q_norm, k_norms of all branches
 (none)                                gate: zero weights, biases that open one branch and close the others
 (none)                                φ: newly initialized, which is the mean of a block
+
+A block-sparse layer has a dense layer's weights, and a newly initialized selector if it is learned.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Block, Transformer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+BLOCK_SPARSE = "block-sparse"
 Cover = Literal["selected", "window"]
 
 
@@ -38,13 +41,32 @@ class ForeignModelError(UsageError):
 def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover) -> int | None:
     """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always."""
     nsa = config.nsa
+    blocks = max(config.dense_below, nsa.select_count * nsa.select_block)
     reach = {
-        "nsa": nsa.window if cover == "window" else nsa.select_count * nsa.select_block,
+        "nsa": nsa.window if cover == "window" and config.gate != "none" else blocks,
         "dense": None,
         "window": None if _sliding_window(hf_config) else nsa.window,
     }
     limits = [limit for kind in set(config.attention_kinds) if (limit := reach[kind]) is not None]
     return min(limits, default=None)
+
+
+def attention_options(attention: str, dense_below: int, selector: str) -> dict[str, Any]:
+    """Model settings for an `--attention`, in which block-sparse may stand wherever nsa may."""
+    kinds = [part.partition("*")[0].strip() for part in attention.split(",")]
+    if BLOCK_SPARSE not in kinds:
+        for name, given in (("dense_below", dense_below), ("selector", selector != "compressed")):
+            if given:
+                raise UsageError(f"--{name} needs --attention {BLOCK_SPARSE}: other imports have none")
+        return {"attention": attention}
+    if "nsa" in kinds:
+        raise UsageError(
+            f"--attention {attention}: {BLOCK_SPARSE} and nsa cannot be mixed in one model; use one of them"
+        )
+    return {
+        "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "shared_kv": True,
+        "branches": ("selected",), "compression": "mean", "dense_below": dense_below, "selector": selector,
+    }  # fmt: skip
 
 
 def _sliding_window(hf_config: Mapping[str, Any]) -> int | None:

@@ -48,6 +48,8 @@ DEFAULT_OPTIONS: dict[str, Any] = {
     "compress_selected_keys": False,
     "cover": "selected",
     "gate_logit": 8.0,
+    "dense_below": 0,
+    "selector": "compressed",
 }
 
 
@@ -68,6 +70,8 @@ def import_model(
     compress_selected_keys: bool = False,
     cover: dense_weights.Cover = "selected",
     gate_logit: float = 8.0,
+    dense_below: int = 0,
+    selector: Literal["compressed", "learned"] = "compressed",
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> Imported:
@@ -88,15 +92,17 @@ def import_model(
         "compress_selected_keys": compress_selected_keys,
     }
     if hf_config.get("model_type") == "tercet":
-        given = {**options, "cover": cover, "gate_logit": gate_logit}
+        given = {**options, "cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
         unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
         if unused:
             raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}")
         model = _load_export(source, hf_config)
     else:
-        config = _dense_model_config(hf_config, options)
+        config = _dense_model_config(
+            hf_config, options | dense_weights.attention_options(attention, dense_below, selector)
+        )
         dense_weights.check_sizes(config, shapes(source))  # before a model of this size is built
-        torch.manual_seed(seed)  # for φ, which the checkpoint does not have
+        torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
         model = Transformer(config)
         dense_weights.load_dense_weights(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
         exact_length = dense_weights.exact_length(config, hf_config, cover)
@@ -147,8 +153,9 @@ def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int)
     from safetensors.torch import save_file
 
     batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
+    kind = dense_weights.BLOCK_SPARSE if model.config.gate == "none" else "nsa"
     values: dict[str, Any] = {
-        "run.name": f"{source.resolve().name}-nsa",
+        "run.name": f"{source.resolve().name}-{kind}",
         "run.seed": seed,
         "data.seq_len": seq_len,
         "train.micro_batch": batch,
