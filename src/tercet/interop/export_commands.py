@@ -8,16 +8,33 @@ from typing import Literal
 from tercet.inference.arguments import check_empty, check_model
 
 
-def hf(run: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> int:
+def hf(
+    run: Path,
+    out: Path,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    format: Literal["tercet", "llama", "qwen2", "qwen3", "mistral"] = "tercet",
+) -> int:
     """Export a model to a Hugging Face folder. transformers can load it wherever tercet is installed.
 
     Args:
         run: A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.
         out: The folder to write; must be empty or not exist.
         dtype: Type of the weights; float32 is exact.
+        format: tercet; or, for a dense or block-sparse model, a family that transformers loads without tercet, with
+            dense attention.
     """
     check_empty(out)
     check_model(run)
+    if format != "tercet":
+        from tercet.interop.huggingface.export_dense import SELECTOR_WEIGHTS, export_dense
+
+        export_dense(run, out, format, dtype=dtype)
+        print(f"Wrote {out}. To load it with transformers alone:")
+        print("  from transformers import AutoModelForCausalLM")
+        print(f"  model = AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        if (out / SELECTOR_WEIGHTS).exists():
+            print(f"Weights of the learned selectors are in {SELECTOR_WEIGHTS}, which transformers does not read.")
+        return 0
     from tercet.interop.huggingface.export import export
 
     export(run, out, dtype=dtype)
