@@ -42,7 +42,9 @@ def test_the_flag_takes_stages_with_spaces_or_commas() -> None:
     for words in (["1024:700,8192:250"], ["1024:700", "8192:250"], ["1024:700", ",8192:250"]):
         given = parse(["--train.stages", *words], options=Sources, values={}, prog="tercet train").overrides
         assert [s.seq_len for s in with_stages(given["train.stages"]).train.stages] == [1024, 8192]
-    assert with_stages(("none",), train__steps=5).train.stages == ()
+    with pytest.raises(ConfigError, match="expected one or more values"):
+        parse(["--train.stages"], options=Sources, values={}, prog="tercet train")
+    assert with_stages("none", train__steps=5).train.stages == ()
 
 
 def test_steps_are_the_sum_of_the_stages_whatever_the_preset_says() -> None:
@@ -100,7 +102,7 @@ def test_every_stage_is_checked_before_the_run() -> None:
         ("1024", "is not SEQ_LEN:STEPS: write 1024:700"),
         ("1024:700:500000", "not a field of a stage: after SEQ_LEN:STEPS give micro_batch="),
         ("1024:700:theta=5", "not a field of a stage"),
-        ("1024:many", "must be an integer"),
+        ("1024:many", "0.steps: must be an integer"),
         ("1024:0", "must be at least 1"),
     ],
 )

@@ -211,11 +211,11 @@ def value_type(annotation: Any) -> ValueType | None:
     if annotation in (bool, int, float, str, Path) or origin is Literal:
         return ValueType(annotation)
     if is_table(annotation) and hasattr(annotation, "parse"):  # a table with a compact form
-        return ValueType(str)
+        return ValueType(str, unwrap=True)
     if origin in (tuple, list):
         item = value_type(parts[0])
         fixed = origin is tuple and parts[-1] is not Ellipsis
-        return item and ValueType(item.item, origin, len(parts) if fixed else None)
+        return item and ValueType(item.item, origin, len(parts) if fixed else None, unwrap=item.unwrap)
     if origin in (typing.Union, types.UnionType):
         kinds = [value_type(part) for part in parts if part is not type(None)]
         widest = next((kind for kind in kinds if kind and kind.container), kinds[0])

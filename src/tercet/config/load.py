@@ -238,7 +238,9 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
         if key is None:
             problems.setdefault(path, f"{path}: {message}" if path else message)
             continue
-        problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {in_our_words(message)}")
+        inside = path.removeprefix(f"{key}.")  # a field of a table in a list; for a union, a type
+        rule = f"{inside}: {in_our_words(message)}" if inside[:1].isdigit() else in_our_words(message)
+        problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {rule}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
 

@@ -107,8 +107,8 @@ class TrainConfig(Section):
     """Optimizer updates in the whole run; with train.stages, their sum. Schedules, logs and checkpoints count in these
     steps."""
     stages: tuple[StageConfig, ...] = ()
-    """Stages of growing sequence length, as [[train.stages]] tables or as SEQ_LEN:STEPS, such as 1024:700 8192:250.
-    Further fields follow by name: 8192:250:rope_theta=500000:micro_batch=2:tokens_per_step=65536. none: one stage of
+    """Stages of other sequence lengths, as SEQ_LEN:STEPS (1024:700 8192:250) or as [[train.stages]] tables. Fields
+    after STEPS: micro_batch, tokens_per_step and rope_theta, as in 8192:250:rope_theta=500000. none: one stage of
     data.seq_len."""
     tokens_per_step: int = Field(default=65536, ge=1)
     """Tokens per optimizer update, over all ranks and accumulated micro-batches."""
