@@ -149,8 +149,9 @@ def test_projection_flops_match_the_matmuls_that_run(changes, monkeypatch):
     monkeypatch.setattr("tercet.model.layer._has_any_global_hook", lambda: False)
 
     config, length = ModelConfig(**{**SIZES, **changes}), 48
+    model = Transformer(config).eval()  # in training, a sample of queries is projected again to teach the selectors
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        Transformer(config)(torch.zeros(1, length, dtype=torch.int64))
+        model(torch.zeros(1, length, dtype=torch.int64))
     ops = counter.get_flop_counts()["Global"]
     ran = ops[torch.ops.aten.mm] + ops.get(torch.ops.aten.addmm, 0)
     assert ran == forward_flops(config, length) - _attended(config, length)

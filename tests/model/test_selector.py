@@ -11,7 +11,8 @@ import torch
 
 import tercet
 from layer_oracle import linear
-from tercet.model.selector import BlockSelector, block_lse, sample_queries
+from tercet.attention.layout import Packing
+from tercet.model.selector import BlockSelector, block_lse, measure_choice, sample_queries
 from tercet.model.transformer import ModelConfig, Transformer
 
 NSA = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=4, window=8)
@@ -236,6 +237,33 @@ def test_a_selector_learns_to_choose_what_attention_reads() -> None:
     possible = last["selector_best"] - last["selector_random"]
     assert possible > 0.1
     assert gained > 0.4 * possible
+
+
+@pytest.mark.parametrize("bounds", [[0, 160], [0, 9, 90, 160]], ids=["whole", "packed"])
+def test_the_attention_that_a_choice_captures_is_measured_whatever_chose(bounds: list[int]) -> None:
+    config = tercet.NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=5, window=8)
+    q, k = torch.randn(1, 160, 4, 8, dtype=torch.float64), torch.randn(1, 160, 2, 8, dtype=torch.float64)
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    packing = Packing(cu, 160, 40, config) if len(bounds) > 2 else None
+    blocks = tercet.select_blocks(torch.rand(1, 160, 2, 20), config=config, cu_seqlens=cu)
+    rows = torch.arange(3, 160, 7)
+    found = measure_choice(q, k, rows, blocks, packing, config)
+
+    wanted, count = np.zeros(3), 0
+    for t in rows.tolist():
+        first = max(bound for bound in bounds if bound <= t)
+        free = range(1, (t - first) // 8 - 1)  # not the first, the current or the one before it
+        for g in range(2) if len(free) else ():
+            logits = q[0, t, 2 * g : 2 * g + 2] @ k[0, first : t + 1, g].T / math.sqrt(8)
+            p = logits.softmax(-1).mean(0)
+            mass = np.array([p[8 * j : 8 * j + 8].sum() for j in free])
+            mass /= mass.sum()
+            chosen = [j in blocks[0, t, g].tolist() for j in free]
+            wanted += mass[chosen].sum(), np.sort(mass)[-2:].sum(), min(1, 2 / len(free))
+            count += 1
+    assert [float(x) for x in found[1:4]] == pytest.approx(wanted / count, rel=1e-5)
+    assert int(found.queries) == count
+    assert math.isnan(found.kl)  # nothing is learned
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

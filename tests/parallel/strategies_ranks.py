@@ -290,8 +290,9 @@ def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
         abs(a[key] - b[key])
         for a, b in zip(got["stats"], expected["stats"], strict=True)
         for key in b
-        if key.startswith("selector_")
+        if key.startswith("selector_") and key in a  # cp measures the choice of learned selectors only
     ]
+    assert all("selector_kl" in a for a, b in zip(got["stats"], expected["stats"], strict=True) if "selector_kl" in b)
     return {
         "loss": abs(got["losses"][0] - expected["losses"][0]),
         "norm": abs(got["norms"][0] - expected["norms"][0]) / expected["norms"][0],

@@ -252,13 +252,16 @@ def test_a_layer_with_two_problems_counts_once_and_a_stuck_selection_is_always_n
 def test_selectors_that_choose_at_random_are_no_go(healthy, tmp_path):
     ran, limits = on_gpu(healthy, tmp_path / "run"), Thresholds(40, lone_branch_layers=1.0)
 
-    def gate_of(*mass):
-        event = SelectorsObserved(
-            step=60, layer=[0, 1], kl=[0.1, 0.1], mass=[*mass], best=[0.7, 0.7], random=[0.3, 0.3]
-        )
-        return selection_gate(dataclasses.replace(ran, events={0: [*ran.events[0], event]}), [], limits)
+    def gate_of(*mass, kl=0.1, best=0.7):
+        event = SelectorsObserved(step=60, layer=[0, 1], kl=[kl] * 2, mass=[*mass], best=[best] * 2, random=[0.3, 0.3])
+        others = [e for e in ran.events[0] if not isinstance(e, SelectorsObserved)]
+        return selection_gate(dataclasses.replace(ran, events={0: [*others, event]}), [], limits)
 
     assert gate_of(0.6, 0.5).verdict == "GO"
     told = gate_of(0.6, 0.31)
     assert told.verdict == "NO-GO"
     assert "layers 1 choose no better than at random" in told.sentence
+    not_learned = gate_of(0.6, 0.31, kl=None)
+    assert not_learned.verdict == "GO"
+    assert any("at random 30% to 30%" in value for _, value in not_learned.evidence)
+    assert gate_of(0.3, 0.3, best=0.3).verdict == "GO"  # all blocks fit: nothing to choose

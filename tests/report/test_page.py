@@ -51,6 +51,12 @@ def page(healthy):
     return render.html_page(healthy, verdict(healthy))
 
 
+def test_the_page_shows_how_well_blocks_are_chosen(page):
+    (figure,) = re.findall(r'id="choice">(.*?)</figure>', page, re.S)
+    assert figure.count("<svg") == 2
+    assert "best possible" in figure
+
+
 def test_the_page_loads_nothing_external(page):
     for tag, attrs in Tags(page).tags:
         assert tag not in ("script", "iframe", "object", "embed")

@@ -358,3 +358,24 @@ def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tm
     observed = [e for e in read_events(events_file(whole)) if isinstance(e, SelectorsObserved)]
     assert [e.layer for e in observed] == [[0, 1]] * 6
     assert all(0 <= mass <= best <= 1 for e in observed for mass, best in zip(e.mass, e.best, strict=True))
+    assert all(kl is not None for e in observed for kl in e.kl)
+
+
+@pytest.mark.parametrize(("mode", "gate"), [("none", "sigmoid"), ("selective", "sigmoid"), ("full", "none")])
+def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
+    tmp_path: Path, mode: str, gate: str
+) -> None:
+    changes = {"model__layers": 3, "model__attention": "window,nsa,dense", "train__activation_checkpointing": mode}
+    if gate == "none":  # block-sparse
+        changes |= {"model__gate": "none", "model__branches": ("selected",)}
+        changes |= {"model__shared_kv": True, "model__compression": "mean"}
+    often, never = tmp_path / "often", tmp_path / "never"
+    train(small(run__dir=str(often), log__every=1, **changes), origins={})
+    train(small(run__dir=str(never), log__every=6, **changes), origins={})
+    assert losses(often)[6] == losses(never)[6]
+    observed = [e for e in read_events(events_file(often)) if isinstance(e, SelectorsObserved)]
+    assert len(observed) == 6
+    for e in observed:
+        assert (e.layer, e.kl) == ([1], [None])
+        assert 0 < e.random[0] < e.best[0] <= 1
+        assert 0 <= e.mass[0] <= e.best[0]

@@ -113,12 +113,15 @@ class BlockSparseAttention(DenseAttention):
             selector=scored, select=wanted,
         )  # fmt: skip
         self.stats.update(None, block_indices, packing)
-        if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
-            loss, captured = self.selector.loss_of_rows(
-                x, scored[1], q, k, taught, block_indices, packing, measure=self.stats.enabled
-            )
-            self.stats.update_selector(captured)
-            out = attach_loss(out, loss * self.selector.weight)
+        if taught is not None and block_indices is not None:
+            if self.selector is None or scored is None:
+                self.stats.update_choice(q, k, taught, block_indices, packing)
+            else:
+                loss, captured = self.selector.loss_of_rows(
+                    x, scored[1], q, k, taught, block_indices, packing, measure=self.stats.enabled
+                )
+                self.stats.update_selector(captured)
+                out = attach_loss(out, loss * self.selector.weight)
         return self.o_proj(out.flatten(2))
 
     # ------------------------------------------------------------ new tokens after a cache

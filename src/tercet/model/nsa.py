@@ -174,12 +174,16 @@ class NativeSparseAttention(AttentionLayer):
             output=(self.o_proj.weight, self.o_proj.bias) if fuse_output else None, selector=scored,
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
-        if self.selector is not None and scored is not None and taught is not None and block_indices is not None:
-            loss, captured = self.selector.loss_of_rows(
-                x, scored[1], inputs.q, inputs.k_selected, taught, block_indices, packing, measure=self.stats.enabled
-            )
-            self.stats.update_selector(captured)
-            out = attach_loss(out, loss * self.selector.weight)
+        if taught is not None and block_indices is not None:
+            if self.selector is None or scored is None:
+                self.stats.update_choice(inputs.q, inputs.k_selected, taught, block_indices, packing)
+            else:
+                loss, captured = self.selector.loss_of_rows(
+                    x, scored[1], inputs.q, inputs.k_selected, taught, block_indices, packing,
+                    measure=self.stats.enabled,
+                )  # fmt: skip
+                self.stats.update_selector(captured)
+                out = attach_loss(out, loss * self.selector.weight)
         return out if fuse_output else self.o_proj(out.flatten(2))
 
     def can_fuse(self, x: Tensor) -> bool:

@@ -41,9 +41,10 @@ class TaughtQueries(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """How good a choice is; means over the sampled queries that have one. fp32 scalars on the device."""
+    """How good a choice is; means over the sampled queries that have one. Scalars on the device."""
 
     kl: Tensor
+    """Divergence of a learned selector from its teacher; NaN if the selector is not learned."""
     mass: Tensor
     """Share of the teacher's attention to free blocks that the chosen blocks receive."""
     best: Tensor
@@ -125,12 +126,7 @@ class BlockSelector(nn.Module):
     ) -> tuple[Tensor, Captured | None]:
         """`loss` on some queries of whole sequences. x: the layer's input; selector_k: keys from `forward`; q [B, T, H,
         Dk], k: those of the selected branch; rows: int64 [S], flat indices of queries."""
-        length = q.shape[1]
-        if packing is None:
-            queries = TaughtQueries(rows % length, rows, rows // length * selector_k.shape[1], length)
-        else:
-            first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
-            queries = TaughtQueries(packing.position[rows], rows, first_key, packing.max_seqlen)
+        queries = _locate(rows, q.shape[1], selector_k.shape[1], packing)
         x, q, block_indices = (each.flatten(0, 1)[rows] for each in (x.detach(), q, block_indices))
         return self.loss(x, q, block_indices, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure)
 
@@ -150,41 +146,22 @@ class BlockSelector(nn.Module):
         x, q, block_indices: of these queries, [S, dim], [S, H, Dk], [S, G, n]; selector_k, k: rows of keys that hold at
         least what they see, [rows, G, size].
         """
-        config, (position, key_row, first_key, longest) = self.config, queries
-        j = torch.arange(config.num_blocks(longest), device=q.device)
-        current = (position // config.select_block)[:, None]
-        free = (j >= config.select_initial) & (j <= current - config.select_local)
-        with torch.no_grad():
-            chosen = None
-            if measure or self.teacher == "selected":
-                chosen = _chosen(block_indices, j.shape[0])
-            lse = block_lse(q.detach(), k.detach(), key_row, position, j.shape[0], config)
-            if self.teacher == "selected" and chosen is not None:
-                lse = lse.masked_fill(~chosen[:, :, None], -torch.inf)
-            mass = lse.softmax(-1).mean(2) * free[:, None]
-            total = mass.sum(-1, keepdim=True)
-            counted = total[..., 0] > 0
-            mass = mass / torch.where(total > 0, total, 1)
-            count = counted.sum()
+        chosen = None
+        if measure or self.teacher == "selected":
+            chosen = _chosen(block_indices, self.config.num_blocks(queries.longest))
+        teacher = _teach(q, k, queries, self.config, among=chosen if self.teacher == "selected" else None)
+        blocks = torch.arange(teacher.free.shape[-1], device=q.device)
         selector_q = self.queries(x)
         with torch.autocast(q.device.type, enabled=False):
-            student = self._block_probabilities(selector_q, selector_k, position, first_key, j)
-            student = student * free[:, None] + 1e-12
+            student = self._block_probabilities(selector_q, selector_k, queries.position, queries.first_key, blocks)
+            student = student * teacher.free[:, None] + 1e-12
             student = student.log() - student.sum(-1, keepdim=True).log()
-        kl = (torch.special.xlogy(mass, mass) - mass * student).sum()
+        kl = (torch.special.xlogy(teacher.mass, teacher.mass) - teacher.mass * student).sum()
         # over all sampled queries, also those without a choice: ranks and micro-batches then weigh the same
-        loss = kl / counted.numel()
+        loss = kl / teacher.counted.numel()
         if not measure or chosen is None:
             return loss, None
-        with torch.no_grad():
-            each = 1 / count.clamp(min=1).double()
-            mass = mass.double()
-            slots = min(config.select_count - config.select_initial - config.select_local, j.shape[0])
-            best = mass.topk(slots, -1).values.sum() * each
-            possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]
-            random = (possible * counted).sum(dtype=torch.float64) * each
-            captured = (mass * chosen).sum() * each
-        return loss, Captured(kl.detach() * each, captured, best, random, count)
+        return loss, _capture(teacher, chosen, kl.detach(), self.config)
 
     def _block_probabilities(self, q: Tensor, k: Tensor, position: Tensor, first_key: Tensor, j: Tensor) -> Tensor:
         """The student: mean over heads of the softmax over visible keys, pooled over blocks (Eq. 9). [S, G, NB]"""
@@ -229,6 +206,62 @@ def sample_queries(tokens: Tensor, every: int) -> Tensor:
     weights = torch.arange(1, every + 1, device=tokens.device) * 40503
     place = (flat[: count * every].view(count, every).long() * weights).sum(1) % every
     return torch.arange(count, device=tokens.device) * every + place
+
+
+@torch.no_grad()
+def measure_choice(
+    q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor, packing: Packing | None, config: NSAConfig
+) -> Captured:
+    """How good the choice of some queries was, whatever chose: the teacher is that of a learned selector.
+
+    q [B, T, H, Dk], k: those of the selected branch; block_indices [B, T, G, n]; rows: int64 [S], flat indices.
+    """
+    queries = _locate(rows, q.shape[1], 0, packing)
+    q, block_indices = q.flatten(0, 1)[rows], block_indices.flatten(0, 1)[rows]
+    teacher = _teach(q, k.flatten(0, 1), queries, config)
+    return _capture(teacher, _chosen(block_indices, teacher.free.shape[-1]), q.new_full((), torch.nan), config)
+
+
+def _locate(rows: Tensor, length: int, compressed: int, packing: Packing | None) -> TaughtQueries:
+    """Queries at these flat indices of sequences of `length` tokens and `compressed` compressed tokens."""
+    if packing is None:
+        return TaughtQueries(rows % length, rows, rows // length * compressed, length)
+    first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
+    return TaughtQueries(packing.position[rows], rows, first_key, packing.max_seqlen)
+
+
+class _Teacher(NamedTuple):
+    """What sampled queries attend to."""
+
+    mass: Tensor  # fp32 [S, G, NB]: over free blocks, sums to 1; 0 for queries that have none
+    counted: Tensor  # bool [S, G]: queries with free blocks
+    free: Tensor  # bool [S, NB]: blocks of the past that are not forced
+
+
+@torch.no_grad()
+def _teach(q: Tensor, k: Tensor, queries: TaughtQueries, config: NSAConfig, *, among: Tensor | None = None) -> _Teacher:
+    """q: of the sampled queries [S, H, Dk]; k: rows of keys [rows, G, Dk]; among: only these blocks count."""
+    j = torch.arange(config.num_blocks(queries.longest), device=q.device)
+    current = (queries.position // config.select_block)[:, None]
+    free = (j >= config.select_initial) & (j <= current - config.select_local)
+    lse = block_lse(q.detach(), k.detach(), queries.key_row, queries.position, j.shape[0], config)
+    if among is not None:
+        lse = lse.masked_fill(~among[:, :, None], -torch.inf)
+    mass = lse.softmax(-1).mean(2) * free[:, None]
+    total = mass.sum(-1, keepdim=True)
+    return _Teacher(mass / torch.where(total > 0, total, 1), total[..., 0] > 0, free)
+
+
+@torch.no_grad()
+def _capture(teacher: _Teacher, chosen: Tensor, kl: Tensor, config: NSAConfig) -> Captured:
+    mass, counted, free = teacher.mass.double(), teacher.counted, teacher.free
+    count = counted.sum()
+    each = 1 / count.clamp(min=1).double()
+    slots = min(config.select_count - config.select_initial - config.select_local, free.shape[-1])
+    best = mass.topk(slots, -1).values.sum() * each
+    possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]
+    random = (possible * counted).sum(dtype=torch.float64) * each
+    return Captured(kl * each, (mass * chosen).sum() * each, best, random, count)
 
 
 def _chosen(block_indices: Tensor, blocks: int) -> Tensor:

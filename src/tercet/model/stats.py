@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import Packing
-from tercet.model.selector import Captured
+from tercet.model.selector import Captured, measure_choice
 
 # A (token, head) whose largest share of the gates is above this counts as collapsed.
 COLLAPSE_SHARE = 0.95
@@ -40,8 +40,9 @@ class AttentionStats:
                        forced blocks, which move with the token, and tokens whose every block fits: a selection that
                        never changes then has overlap 1
     selector_kl        of a learned selector: KL divergence from its teacher, over the queries that teach it
-    selector_mass      share of the teacher's attention to free blocks that the chosen ones receive; selector_best is
-                       that of the best choice, selector_random that of a random one
+    selector_mass      share of the teacher's attention to free blocks that the chosen ones receive, on sampled queries,
+                       whatever chose them; selector_best is that of the best choice, selector_random that of a random
+                       one
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -79,10 +80,21 @@ class AttentionStats:
         if captured is None or not self.enabled or _recomputing():
             return
         with _hidden_from_checkpointing():
-            *means, queries = captured
-            count = queries.double()
-            before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)
-            self._add(torch.cat((before, torch.stack(means).double() * count, count[None])))
+            self._add_captured(captured)
+
+    @torch.no_grad()
+    def update_choice(self, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor, packing: Packing | None) -> None:
+        """Count the attention that a choice captures which was not learned. See `selector.measure_choice`."""
+        if not self.enabled or _recomputing():
+            return
+        with _hidden_from_checkpointing():
+            self._add_captured(measure_choice(q, k, rows, block_indices, packing, self.config))
+
+    def _add_captured(self, captured: Captured) -> None:
+        *means, queries = captured
+        count = queries.double()
+        before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)
+        self._add(torch.cat((before, torch.stack([mean.double() for mean in means]) * count, count[None])))
 
     def _add(self, sums: Tensor) -> None:
         self._sums = sums if self._sums is None else self._sums + sums
@@ -148,7 +160,8 @@ class AttentionStats:
             if weight:
                 means[name] = value / weight
         if queries := selector[-1]:
-            means |= {name: value / queries for name, value in zip(_SELECTOR, selector, strict=False)}
+            # the KL divergence is NaN where nothing is learned
+            means |= {n: value / queries for n, value in zip(_SELECTOR, selector, strict=False) if value == value}
         return means
 
     def read_distances(self) -> list[int]:

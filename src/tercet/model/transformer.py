@@ -28,6 +28,10 @@ from tercet.model.window import WindowAttention
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
 
+# Queries of a sequence, at least, on which statistics measure how well blocks are chosen.
+MEASURED_QUERIES = 8
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)). The unit of compilation, sharding and activation checkpointing."""
 
@@ -117,9 +121,7 @@ class Transformer(nn.Module):
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
         rope = self._rope_cache(tokens, packing) if cache is None else None
-        taught = None
-        if self.training and cache is None and self.config.selector == "learned":
-            taught = sample_queries(tokens, self.taught_every)
+        taught = self._sample_queries(tokens, packing) if self.training and cache is None else None
         for i, block in enumerate(self.blocks):
             x = block(x, packing, rope=rope, taught=taught) if cache is None else block(x, packing, cache[i], lengths)
         return self.norm(x)
@@ -149,6 +151,19 @@ class Transformer(nn.Module):
                 for bounds in (documents.cu_seqlens, documents.compressed_cu_seqlens):
                     torch._dynamo.maybe_mark_dynamic(bounds, 0)
         return packing
+
+    def _sample_queries(self, tokens: Tensor, packing: Any) -> Tensor | None:
+        """The queries that teach learned selectors in this pass, or measure how well blocks are chosen."""
+        if self.config.selector == "learned":
+            return sample_queries(tokens, self.taught_every)
+        # a context-parallel rank does not see all of the sequence
+        layers = self.attention_layers() if packing is None or isinstance(packing, Packing) else []
+        sparse = (NativeSparseAttention, BlockSparseAttention)
+        if not any(isinstance(layer, sparse) and layer.stats.enabled for layer in layers):
+            return None
+        # by length, not by tokens: the sample is then the same however sequences are spread over ranks
+        length = tokens.shape[1] if packing is None else packing.max_seqlen
+        return sample_queries(tokens, max(1, min(self.taught_every, length // MEASURED_QUERIES)))
 
     def _rope_cache(self, tokens: Tensor, packing: Any) -> RopeCache | None:
         """cos/sin shared by all layers; None for a context-parallel shard, which has its own positions."""

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.read import Run, is_fastest, unlogged_passes
+from tercet.report.read import Run, is_fastest, last_choices, unlogged_passes
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
 # Share of what can be gained over a random choice that counts as learned.
 _LEARNED = 0.05
+# Where the best choice captures hardly more than a random one, there is nothing to learn: (nearly) all blocks fit.
+_NO_CHOICE = 1e-3
 _SELECTION_FIXES = {
     "gate_collapse": "lower train.lr, or try model.gate=softmax",
     "dead_branch": "remove the branch (model.branches), or check that its keys receive gradients",
@@ -135,25 +137,23 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
 
 
 def _judge_selectors(run: Run, gate: GateBuilder) -> None:
-    """Learned selectors must capture more attention than a random choice would, in the mean of the last readings."""
-    readings = [e for e in run.of(SelectorsObserved) if e.layer][-5:]
-    if not readings:
+    """Learned selectors must capture more attention than a random choice would, in the mean of the last readings. The
+    compressed branch's choice is shown only: it has no loss of its own that would make it better than random."""
+    if (choices := last_choices(run)) is None:
         return
-    layers = readings[-1].layer
-    readings = [e for e in readings if e.layer == layers]
-
-    def mean(name: str, at: int) -> float:
-        return sum(getattr(e, name)[at] for e in readings) / len(readings)
-
-    rows = [(mean("mass", i), mean("best", i), mean("random", i)) for i in range(len(layers))]
-    mass, best, random = ([row[column] for row in rows] for column in range(3))
+    layers, mass, best, random = choices
+    learned = None not in run.of(SelectorsObserved)[-1].kl
     gate.add_evidence(
         "attention captured",
         f"{min(mass):.0%} to {max(mass):.0%} across layers; at random {min(random):.0%} to {max(random):.0%}, at best "
         f"{min(best):.0%} to {max(best):.0%}",
     )
-    lost = [layer for layer, (m, b, r) in zip(layers, rows, strict=True) if m - r <= _LEARNED * (b - r)]
-    if lost:
+    lost = [
+        layer
+        for layer, m, b, r in zip(layers, mass, best, random, strict=True)
+        if b - r > _NO_CHOICE and m - r <= _LEARNED * (b - r)
+    ]
+    if lost and learned:
         gate.fail(
             f"the learned selectors of layers {', '.join(map(str, lost))} choose no better than at random",
             "raise train.selector.lr, or lower train.selector.every",

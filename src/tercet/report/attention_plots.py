@@ -1,4 +1,4 @@
-"""Plots of sparse attention: gate shares, gates and selection over time, distances of the selected blocks."""
+"""Plots of sparse attention: gates and selection over time, distances of the selected blocks, quality of the choice."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tercet.report.figure import BLUE, GREEN, ORANGE, RED, Plot, draw, integer_ticks, label_step_axis
-from tercet.report.read import Run
-from tercet.telemetry.events import LayersObserved
+from tercet.report.figure import BLUE, GREEN, LINE, ORANGE, RED, Plot, draw, integer_ticks, label_step_axis
+from tercet.report.read import Run, last_choices
+from tercet.telemetry.events import LayersObserved, SelectorsObserved
 
 BRANCHES = ("compressed", "selected", "window")
 HEATMAP_COLUMNS = 120  # more would be finer than a screen resolves
@@ -139,6 +139,51 @@ def selection_plot(run: Run) -> Plot | None:
     height = 2.2 + 0.08 * min(len(layers), 20)
     svg = draw(by_layer, height=height) + draw(over_all, height=height)
     return Plot("selection", "Selection map and distances", caption, svg, wide=True)
+
+
+def choice_plot(run: Run) -> Plot | None:
+    """How much of the attention the chosen blocks capture: over time, and by layer at the end."""
+    readings = [e for e in run.of(SelectorsObserved) if e.layer]
+    choices = last_choices(run)
+    if choices is None:
+        return None
+    layers, *last = choices
+    rows = (("mass", BLUE, "chosen"), ("best", GREEN, "best possible"), ("random", ORANGE, "random"))
+
+    def over_time(figure: Any) -> None:
+        axes = figure.subplots()
+        x = [e.step for e in readings]
+        for name, colour, label in rows:
+            bands = [getattr(e, name) for e in readings]
+            axes.fill_between(x, list(map(min, bands)), list(map(max, bands)), color=colour, alpha=0.22, linewidth=0)
+            axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label, marker=_marker(x))
+        label_step_axis(axes, "share of attention")
+        axes.set_ylim(0, 1.05)
+        axes.legend(loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0))
+
+    def by_layer(figure: Any) -> None:
+        axes = figure.subplots()
+        mass, best, random = last
+        axes.vlines(layers, random, best, color=LINE, linewidth=1)
+        for values, (_, colour, label) in zip((mass, best, random), rows, strict=True):
+            axes.plot(layers, values, "o", color=colour, markersize=4, label=label)
+        axes.set_xlabel("layer")
+        axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+        axes.set_ylim(0, 1.05)
+        integer_ticks(axes.xaxis)
+
+    caption = (
+        "Share of a query's attention to blocks other than the forced ones that the chosen blocks receive, beside the "
+        "best and a random choice of as many: mean and range over layers, and by layer in the last readings. Measured "
+        "on a sample of queries."
+    )
+    svg = draw(over_time, height=2.4) + draw(by_layer, height=2.4)
+    return Plot("choice", "How well blocks are chosen", caption, svg, wide=True)
+
+
+def _marker(x: list[int]) -> str | None:
+    """A single reading has no line to draw."""
+    return "o" if len(x) == 1 else None
 
 
 def _sparse_samples(run: Run) -> list[LayersObserved]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tercet.report.attention_plots import gate_share_plot, gate_trend_plot, selection_plot
+from tercet.report.attention_plots import choice_plot, gate_share_plot, gate_trend_plot, selection_plot
 from tercet.report.dense_baseline import baseline_mismatch, loss_mismatch
 from tercet.report.figure import (
     BLUE,
@@ -56,6 +56,7 @@ def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
         gate_share_plot(run),
         gate_trend_plot(run),
         selection_plot(run),
+        choice_plot(run),
     ]
     return [plot for plot in plots if plot is not None]
 

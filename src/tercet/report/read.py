@@ -30,6 +30,7 @@ from tercet.telemetry.events import (
     RoutesCounted,
     RunEnded,
     RunStarted,
+    SelectorsObserved,
     StageStarted,
     StepLogged,
     Validated,
@@ -315,6 +316,21 @@ _KERNELS = ("triton",)
 def is_fastest(branch: str, route: str) -> bool:
     """Whether no faster route exists for this branch."""
     return route in _FASTEST.get(branch, _KERNELS)
+
+
+def last_choices(run: Run) -> tuple[list[int], list[float], list[float], list[float]] | None:
+    """(layers, attention captured by their blocks, by the best choice, by a random one), means of the last readings;
+    None if nothing was measured."""
+    readings = [e for e in run.of(SelectorsObserved) if e.layer][-5:]
+    if not readings:
+        return None
+    layers = readings[-1].layer
+    readings = [e for e in readings if e.layer == layers]
+
+    def means(name: str) -> list[float]:
+        return [sum(values) / len(readings) for values in zip(*(getattr(e, name) for e in readings), strict=True)]
+
+    return layers, means("mass"), means("best"), means("random")
 
 
 def unlogged_passes(run: Run) -> str:

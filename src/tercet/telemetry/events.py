@@ -195,12 +195,12 @@ class LayersObserved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorsObserved(Event):
-    """How well learned selectors choose, in one step. Lists are over the layers that have one."""
+    """How well blocks are chosen, in one step, on sampled queries. Lists are over the layers that choose."""
 
     kind: ClassVar[str] = "selectors"
     measured: ClassVar[bool] = True
     layer: list[int]
-    kl: list[float]  # divergence from the teacher
+    kl: list[float | None]  # divergence from the teacher; None: the selector is not learned
     mass: list[float]  # share of the teacher's attention to free blocks that the chosen ones receive
     best: list[float]  # what the best choice would receive
     random: list[float]  # what a random choice would receive

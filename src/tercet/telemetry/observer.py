@@ -269,7 +269,7 @@ class LayerProbe:
             distances=[distances.get(id(m), []) for m in self.layers],
             **columns,
         )
-        learned = {i: means[id(m)] for i, m in enumerate(self.layers) if "selector_kl" in means.get(id(m), {})}
+        choices = {i: means[id(m)] for i, m in enumerate(self.layers) if "selector_mass" in means.get(id(m), {})}
         names = ("kl", "mass", "best", "random")
-        measured: dict[str, Any] = {name: [row[f"selector_{name}"] for row in learned.values()] for name in names}
-        return layers, SelectorsObserved(step=step, layer=[*learned], **measured) if learned else None
+        measured: dict[str, Any] = {name: [row.get(f"selector_{name}") for row in choices.values()] for name in names}
+        return layers, SelectorsObserved(step=step, layer=[*choices], **measured) if choices else None

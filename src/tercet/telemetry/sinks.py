@@ -314,9 +314,10 @@ def scalars(event: Event) -> dict[str, float]:
         return {name: v for name, v in rows.items() if v is not None}
     if isinstance(event, SelectorsObserved):
         columns = {name: getattr(event, name) for name in ("kl", "mass", "best", "random")}
-        return {
+        named = {
             f"selectors/{n}/{i}": v for n, column in columns.items() for i, v in zip(event.layer, column, strict=True)
         }
+        return {name: v for name, v in named.items() if v is not None}
     if isinstance(event, ResourcesObserved):
         values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
         named = {k: v for k, v in values.items() if k.endswith(("_seconds", "_gib")) and v is not None}
