@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import runpy
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -652,6 +653,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-48": lambda: gpu_plans("L40S"),
     "gpu-80": lambda: gpu_plans("H100"),
     "gpu-141": lambda: gpu_plans("H200"),
+    **runpy.run_path(str(ROOT / "scripts" / "retrieval_tables.py"))["TABLES"],
 }
 
 
