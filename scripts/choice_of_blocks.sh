@@ -31,7 +31,7 @@ flags_of() { # variant -> preset and flags
     done
     # Always set these: the preset already has some of them.
     flags+=" --model.nsa.compress_block $block --model.compression $phi --model.$keys"
-    [ $preset = m7c-dense ] || flags+=" --train.cuda_graph on"
+    [ $preset = m7c-dense ] && flags+=" --train.cuda_graph off" || flags+=" --train.cuda_graph on"
     echo "$preset$flags"
 }
 

@@ -31,8 +31,9 @@ def test_documented_commands_give_the_recorded_configuration(name: str) -> None:
     recorded = load(file=QUALITY / f"{name}-config.toml").config
     found = differences(load(preset=given.pop("preset"), flags=given).config, recorded).keys()
     # Dense attention does not read the block settings, and its preset has other values than the recorded run.
-    # The default of log.tensorboard was true when they ran; it is auto now.
-    assert found - (BLOCK_SETTINGS if name == "dense" else set()) == {"run.dir", "log.tensorboard"}
+    # The defaults of log.tensorboard and train.cuda_graph were true and off when they ran; they are auto now.
+    changed = {"run.dir", "log.tensorboard", "train.cuda_graph"}
+    assert found - (BLOCK_SETTINGS if name == "dense" else set()) == changed
 
 
 def test_the_three_quality_runs_differ_in_the_documented_settings_only() -> None:

@@ -6,22 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from runs import losses, small
-from stepping import SteppedModel
+from stepping import SimulatedClock, SteppedModel
 from tercet.errors import TercetError
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
+from tercet.report.facts import collect_facts
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.telemetry.events import (
     GraphCaptureFailed,
+    GraphChosen,
     HealthFired,
     Noted,
     ResourcesObserved,
@@ -29,7 +32,7 @@ from tercet.telemetry.events import (
     events_file,
     read_events,
 )
-from tercet.train import console, state
+from tercet.train import console, state, step
 from tercet.train import cuda_graph as graph
 from tercet.train import trainer as loop
 from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
@@ -248,7 +251,16 @@ def test_micro_batches_of_different_shapes_are_an_error() -> None:
 
 
 @pytest.fixture
-def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
+    """Graphs on a CPU. The returned clock says that the host is the slower side."""
+    clock = SimulatedClock(host=60e-3, device=8e-3)
+
+    def run_eager(*args: Any) -> Tensor:
+        clock.step()
+        return step.run_eager(*args)
+
+    monkeypatch.setattr(graph, "run_eager", run_eager)
+    monkeypatch.setattr(state, "CudaClock", lambda device: clock)
     for module in (state, console):
         monkeypatch.setattr(module, "uses_cuda_graph", lambda config, device: config.train.cuda_graph != "off")
     built = StepGraph.__init__
@@ -257,6 +269,7 @@ def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         "__init__",
         lambda self, model, precision, **how: built(self, model, precision, FakeCapturer(model), **how),
     )
+    return clock
 
 
 def test_a_run_with_graphs_equals_an_eager_run_and_resumes(tmp_path: Path, graphs_anywhere: None) -> None:
@@ -351,16 +364,16 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
     monkeypatch.setattr(FakeCapturer, "capture", capture)
     told = {}
     for how in ("off", "auto"):
-        run = small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action)
+        run = small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action, train__steps=12)
         if how == "auto" and action == "halt":
-            with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 1: .*ValueError: no"):
+            with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 9: .*ValueError: no"):
                 train(run, origins={})
             return
         assert train(run, origins={}) == 0
         told[how] = losses(tmp_path / how)
     assert told["auto"] == told["off"]
     events = list(read_events(events_file(tmp_path / "auto")))
-    assert [e.step for e in events if isinstance(e, GraphCaptureFailed)] == [1]
+    assert [e.step for e in events if isinstance(e, GraphCaptureFailed)] == [9]
     fired = [e.sentence for e in events if isinstance(e, HealthFired) and e.rule == "fallback"]
     assert len(fired) == 1
     assert "train.cuda_graph=auto fell back to eager execution" in fired[0]
@@ -413,8 +426,14 @@ def test_graphs_are_refused_without_a_gpu_or_with_several_ranks(
         with pytest.raises(TercetError, match=refusal) as refused:
             uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
         assert "--train.cuda-graph off" in str(refused.value)
-    assert uses_cuda_graph(small(train__cuda_graph="auto", **changes), where) == (refusal is None)
-    assert not uses_cuda_graph(small(**changes), where)
+    assert uses_cuda_graph(small(**changes), where) == (refusal is None)  # auto is the default
+    assert not uses_cuda_graph(small(train__cuda_graph="off", **changes), where)
+
+
+def test_a_deterministic_run_does_not_choose_by_timing() -> None:
+    gpu = torch.device("cuda")
+    assert not uses_cuda_graph(small(run__deterministic=True), gpu)
+    assert uses_cuda_graph(small(run__deterministic=True, train__cuda_graph="on"), gpu)
 
 
 def test_the_first_error_of_a_capture_is_reported() -> None:
@@ -447,3 +466,72 @@ def test_every_stage_of_a_run_captures_its_own_graphs(tmp_path: Path, graphs_any
     notes = [e for e in read_events(events_file(tmp_path / "on")) if isinstance(e, Noted)]
     captured = {e.step for e in notes if "captured passes" in e.text}
     assert captured >= {1, 3, 5}
+
+
+@pytest.mark.parametrize("graph_is_faster", [True, False])
+def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
+    tmp_path: Path, graphs_anywhere: SimulatedClock, graph_is_faster: bool
+) -> None:
+    clock = graphs_anywhere
+    clock.device = 8e-3 if graph_is_faster else 200e-3
+    clock.queue = clock.device
+    folder, steps = tmp_path / "run", {"checkpoint__every": 10, "log__every": 5}
+    run = small(run__dir=str(folder), train__steps=14, **steps)
+    assert run.train.cuda_graph == "auto"
+    train(run, origins={})
+    (chosen,) = [e for e in read_events(events_file(folder)) if isinstance(e, GraphChosen)]
+    assert chosen.graph == graph_is_faster
+    assert "1 × 128 tokens" in chosen.shape
+    assert ("replay a CUDA graph" if graph_is_faster else "run eagerly") in chosen.sentence
+    assert chosen.sentence in {row["text"] for row in collect_facts(read_run(folder), []).notable_events}
+    clock.device = clock.queue = 208e-3 - clock.device  # a new measurement would choose the other way
+    resumed = tmp_path / "resumed"
+    waits = clock.waits
+    train(
+        small(run__dir=str(resumed), train__steps=14, **steps),
+        origins={},
+        resume=str(folder / "checkpoints" / "step-00000010"),
+    )
+    assert clock.waits == waits
+    noted = list(read_events(events_file(resumed)))
+    assert not [e for e in noted if isinstance(e, GraphChosen)]
+    captured = [e.step for e in noted if isinstance(e, Noted) and "captured passes" in e.text]
+    assert captured[:1] == ([11] if graph_is_faster else [])
+    assert losses(resumed)[14] == losses(folder)[14]
+
+
+def test_every_stage_of_a_run_makes_its_own_choice(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
+    stages = {"train__stages": "64:10,32:10", "train__steps": 20, "checkpoint__every": 0}
+    train(small(run__dir=str(tmp_path), log__every=10, **stages), origins={})
+    chosen = [e for e in read_events(events_file(tmp_path)) if isinstance(e, GraphChosen)]
+    assert [(e.step, e.graph) for e in chosen] == [(9, True), (19, True)]
+
+
+def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
+    """Until train.selector.all_until every block teaches. A graph of such a step would go on teaching that way."""
+    selector = {"model__selector": "learned", "train__selector__teacher": "selected", "train__selector__every": 4}
+    told = {}
+    for how in ("off", "auto"):
+        run = small(
+            run__dir=str(tmp_path / how),
+            train__cuda_graph=how,
+            train__steps=22,
+            train__selector__all_until=12,
+            checkpoint__every=0,
+            log__every=9,
+            **selector,
+        )
+        train(run, origins={})
+        told[how] = losses(tmp_path / how)
+    (chosen,) = [e for e in read_events(events_file(tmp_path / "auto")) if isinstance(e, GraphChosen)]
+    assert chosen.step == 12 + 8
+    assert told["auto"] == told["off"]
+
+
+def test_a_cpu_run_says_why_it_is_eager_only_if_asked_for_auto(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for origin in ("default", "flag"):
+        run = small(run__dir=str(tmp_path / origin), train__steps=1)
+        train(run, origins={"train.cuda_graph": origin})
+        assert ("train.cuda_graph=auto on a cpu" in capsys.readouterr().out) == (origin == "flag")

@@ -24,6 +24,7 @@ from runs import losses, small
 from stepping import SteppedModel
 from tercet.train.cuda_graph import CudaGraphCapturer, Graph, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
+from tercet.train.graph_choice import STEPS_TO_DECIDE, CudaClock, GraphChoice
 from tercet.train.state import capture_rng
 from tercet.train.step import IGNORED_TARGET, MicroBatch
 from tercet.train.trainer import train
@@ -77,10 +78,10 @@ def validated(run: SteppedModel, batch: MicroBatch) -> Tensor:
         return run.model(batch.tokens, batch.cu_seqlens, batch.targets, max_seqlen=batch.max_seqlen).total
 
 
-def packed(seed: int, documents: int) -> MicroBatch:
+def packed(seed: int, documents: int, sequences: int = SEQUENCES) -> MicroBatch:
     """Documents end within sequences and at their ends."""
     draw = torch.Generator().manual_seed(seed)
-    total = SEQUENCES * LENGTH
+    total = sequences * LENGTH
     tokens = torch.randint(1, 256, (1, total + 1), generator=draw)
     inner = torch.randperm(total - 1, generator=draw)[:documents] + 1
     bounds = torch.cat((inner, torch.arange(0, total + 1, LENGTH))).unique().to(torch.int32)
@@ -281,6 +282,20 @@ def test_a_run_with_stages_resumes_between_them_to_the_same_losses(tmp_path: Pat
     assert train(small(run__dir=str(tmp_path / "resumed"), **sizes), origins={}, resume=str(between)) == 0
     told = [losses(tmp_path / name) for name in ("straight", "resumed")]
     assert told[1] == {step: loss for step, loss in told[0].items() if step > 3}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("sequences", "expected"), [(1, True), (64, False)])
+def test_small_steps_choose_the_graph_and_large_ones_do_not(sequences: int, expected: bool) -> None:
+    run = on_gpu(graphs=False)
+    choice = GraphChoice(CudaClock(run.device), "GPU")
+    run.use_graphs(choice=choice)
+    for i in range(STEPS_TO_DECIDE + 4):
+        run.step([packed(i, 3, sequences)])
+    (decision,) = choice.take_decisions()
+    assert decision.graph == expected, decision
+    assert run.graph is not None
+    assert len(run.graph.take_messages()) == expected
 
 
 if __name__ == "__main__":

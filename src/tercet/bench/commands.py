@@ -158,7 +158,7 @@ def train(
         plain: Packed kinds to measure with one row per document too.
         statistics: Collect gate and selection statistics in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
-        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: capture where possible; off.
+        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: where the host is slower; off.
         settings: More configuration keys, e.g. model.nsa.window=512,model.shared_kv=true. train.init_from=RUN measures
             trained weights on the data of data.source, instead of fresh weights on random tokens.
         device: auto, cuda or cpu.

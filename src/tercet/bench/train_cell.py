@@ -27,6 +27,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.loader import build_loader
 from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
+from tercet.train.graph_choice import STEPS_TO_DECIDE
 from tercet.train.step import MicroBatch, autocast, loss_sum
 
 # ‖Δ‖/‖reference‖ of the operator's output and gradients in bf16
@@ -37,6 +38,8 @@ _SAME_LOSS = 2e-3
 _CHECKED_TOKENS = 1 << 18
 # Warm-up steps: the first compiles, and memory allocation is stable after the third
 _WARM = 3
+# With train.cuda_graph=auto: the graph is captured, if at all
+_WARM_AUTO = STEPS_TO_DECIDE + _WARM
 
 
 def configured(cell: dict[str, Any], steps: int) -> RunConfig:
@@ -62,7 +65,7 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
         bench = Bench(config, Path(folder))
         bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
         expected = _uncompiled_loss(bench)
-        warm = min(steps, _WARM) if repeats else steps
+        warm = _warm_ups(config, steps) if repeats else steps
         first = bench.interval(watched=True, steps=warm)  # compiles
         if bench.device.type == "cuda" and repeats:
             torch.cuda.reset_peak_memory_stats(bench.device)
@@ -102,10 +105,14 @@ def kernel_times(cell: dict[str, Any], repeats: int = 2) -> list[dict[str, Any]]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder))
         bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
-        bench.interval(watched=False, steps=_WARM)
+        bench.interval(watched=False, steps=_warm_ups(config, _WARM))
         found = profile(lambda: bench.interval(watched=False, steps=1), repeats)
         bench.close()
     return [{"kernel": name, "ms": ms, "launches": launches} for ms, launches, name in found]
+
+
+def _warm_ups(config: RunConfig, most: int) -> int:
+    return _WARM_AUTO if config.train.cuda_graph == "auto" else min(most, _WARM)
 
 
 def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBatch:

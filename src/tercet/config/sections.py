@@ -143,9 +143,9 @@ class TrainConfig(Section):
     block indices are always kept."""
     compile: Switch = "auto"
     """torch.compile each block. auto: on a GPU only (on a CPU it costs half a minute for no gain)."""
-    cuda_graph: Switch = "off"
-    """Capture forward and backward as a CUDA graph, for steps where the host is slower than the GPU. on: fail if
-    capture is impossible. auto: fall back to eager execution and log it."""
+    cuda_graph: Switch = "auto"
+    """Capture forward and backward as a CUDA graph. auto: if the first steps show that the host is slower than the GPU;
+    stay eager where capture is impossible. on: fail if capture is impossible."""
 
     val_every: int = Field(default=250, ge=0)
     """Steps between validations; 0: only at the end."""

@@ -277,6 +277,8 @@ def _describe(event: Event, rank: int) -> tuple[str, str, str] | None:
         return "", "saved", f"{event.path}, {size}, training blocked for {event.blocked_seconds:.2f} s"
     if isinstance(event, events.Validated):
         return "", "validation", f"loss {event.loss:.4f} over {event.tokens:,} tokens"
+    if isinstance(event, events.GraphChosen):
+        return "", "CUDA graph", event.sentence
     if isinstance(event, events.Noted):
         return "", "note", event.text
     return None

@@ -156,6 +156,24 @@ class Noted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphChosen(Event):
+    """With train.cuda_graph=auto: whether steps of `shape` run as CUDA graphs from here on, and the measured times."""
+
+    kind: ClassVar[str] = "graph_choice"
+    graph: bool
+    shape: str
+    host_seconds: float  # to launch forward and backward of a step
+    behind_seconds: float  # how much later the GPU has run them
+
+    @property
+    def sentence(self) -> str:
+        host, behind = 1e3 * self.host_seconds, 1e3 * self.behind_seconds
+        times = f"launching takes {host:.2f} ms, the GPU is done {behind:.2f} ms later"
+        which = "replay a CUDA graph" if self.graph else "run eagerly"
+        return f"train.cuda_graph=auto: steps of {self.shape} {which} ({times})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphCaptureFailed(Event):
     """With train.cuda_graph=auto, capture failed: this process continues with eager execution."""
 
@@ -299,6 +317,7 @@ KINDS: dict[str, type[Event]] = {
         CheckpointSaved,
         CheckpointFailed,
         Noted,
+        GraphChosen,
         GraphCaptureFailed,
         RunEnded,
         LayersObserved,

@@ -19,6 +19,7 @@ from tercet.telemetry.events import (
     CheckpointSaved,
     DoctorReported,
     Event,
+    GraphChosen,
     HealthFired,
     Noted,
     Sampled,
@@ -195,6 +196,8 @@ class Screen:
             for check, verdict, finding, fix in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
                 if verdict == "warning":
                     self.say(f"warning: doctor: {check}: {finding}: {fix}", "bold yellow")
+        elif isinstance(event, GraphChosen):
+            self.say(event.sentence, wrap=True)
         elif isinstance(event, Noted):
             self.say(event.text)
 

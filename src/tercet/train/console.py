@@ -50,7 +50,7 @@ def header_lines(
     if uses_compile(config, device):
         options.append("compiled blocks")
     if uses_cuda_graph(config, device):
-        options.append("CUDA graphs")
+        options.append("CUDA graphs if the host is slower" if train.cuda_graph == "auto" else "CUDA graphs")
     if train.activation_checkpointing != "none":
         options.append(f"{train.activation_checkpointing} activation checkpointing")
     if config.run.deterministic:

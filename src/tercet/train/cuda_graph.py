@@ -35,6 +35,7 @@ from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.parallel.strategy import Single
+from tercet.train.graph_choice import GraphChoice
 from tercet.train.step import MicroBatch, autocast, loss_sum, run_eager
 
 MIN_CAPACITY = 16
@@ -194,14 +195,21 @@ def _documents(batch: MicroBatch) -> int | None:
 class StepGraph:
     """A StepExecutor that captures a model's passes on first use and replays them.
 
-    `may_fail`: if they cannot be captured, fall back to eager execution and report it in `take_failures`; otherwise
-    that is an error.
+    `choice`: decides which steps run as graphs; all without one. `may_fail`: if they cannot be captured, fall back to
+    eager execution and report it in `take_failures`; otherwise that is an error.
     """
 
     def __init__(
-        self, model: nn.Module, precision: str, capturer: GraphCapturer | None = None, *, may_fail: bool = False
+        self,
+        model: nn.Module,
+        precision: str,
+        capturer: GraphCapturer | None = None,
+        *,
+        may_fail: bool = False,
+        choice: GraphChoice | None = None,
     ) -> None:
         self._model, self._precision, self._may_fail = model, precision, may_fail
+        self.choice = choice
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = device = self._trained[0].device
         self._capturer = capturer or CudaGraphCapturer(device)
@@ -242,13 +250,20 @@ class StepGraph:
         return failures
 
     def run(
-        self, batches: Sequence[MicroBatch], scale: Tensor, phase: Callable[[str], AbstractContextManager[None]]
+        self,
+        batches: Sequence[MicroBatch],
+        scale: Tensor,
+        phase: Callable[[str], AbstractContextManager[None]],
+        progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
-        """See StepExecutor. Only capturing waits for the device."""
+        """See StepExecutor. Only capturing waits for the device, and the choice once."""
+        if self.choice is not None and not self.choice.uses_graph(batches):
+            with self.choice.measured():
+                return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
         with_stats = any(s.enabled for s in self._stats)
         self._scale.copy_(scale)
         if not self._try_prepare(batches, with_stats):
-            return run_eager(self._model, batches, scale, self._precision, Single(), phase)
+            return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
         assert self._shape is not None
         grads = self._grads[with_stats]
         total, stat_sums = torch.zeros_like(self._loss), None
@@ -287,6 +302,8 @@ class StepGraph:
             return True
         # The exception is gone here, and with it the frames that kept tensors alive.
         self._gave_up = True
+        if self.choice is not None:
+            self.choice.refuse()
         self._failures.append(failure)
         gc.collect()
         self._clear()

@@ -24,6 +24,8 @@ from tercet.parallel.strategy import Strategy
 from tercet.parse import one_line_errors
 from tercet.train import manifest, resume
 from tercet.train.cuda_graph import StepGraph
+from tercet.train.device import device_name
+from tercet.train.graph_choice import CudaClock, GraphChoice
 from tercet.train.interval import Interval
 from tercet.train.optim import build_optimizer
 from tercet.train.step import NonFiniteGuard
@@ -59,6 +61,7 @@ class TrainState:
             "interval": self.interval.state_dict(),
             "parent": self.parent,
             "graph_room": 0 if self.graph is None else self.graph.capacity,
+            "graph_choices": {} if self.graph is None or self.graph.choice is None else self.graph.choice.made,
             # The learning-rate schedule follows from config and step; it has no state.
             "config": config.model_dump(mode="json"),
         }
@@ -85,7 +88,9 @@ def build_state(
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
     if use_graph:
-        state.graph = StepGraph(model, config.train.precision, may_fail=config.train.cuda_graph == "auto")
+        auto = config.train.cuda_graph == "auto"
+        choice = GraphChoice(CudaClock(device), device_name(device)) if auto else None
+        state.graph = StepGraph(model, config.train.precision, may_fail=auto, choice=choice)
     if start is not None:
         _load_checkpoint(state, start, strategy)
     elif config.train.init_from is not None:
@@ -168,21 +173,24 @@ def uses_compile(config: RunConfig, device: torch.device) -> bool:
 
 
 def uses_cuda_graph(config: RunConfig, device: torch.device) -> bool:
-    """Whether passes run as CUDA graphs: on request, or with `auto` where that is possible."""
-    setting, strategy = config.train.cuda_graph, config.parallel.strategy
-    if setting == "off":
+    """Whether passes may run as CUDA graphs: on request, or with `auto` where nothing prevents it."""
+    if config.train.cuda_graph == "off":
         return False
-    problem = None
-    if device.type != "cuda":
-        problem = f"on a {device.type}: CUDA graphs need a GPU; use --train.cuda-graph off, or auto"
-    elif strategy != "single":
-        problem = (
-            f"with parallel.strategy={strategy}: communication between ranks cannot be captured; "
-            "use --train.cuda-graph off, or --parallel.strategy single"
-        )
-    if problem is not None and setting == "on":
-        raise UsageError(f"train.cuda_graph=on {problem}")
+    problem = cuda_graph_problem(config, device)
+    if problem is not None and config.train.cuda_graph == "on":
+        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda-graph off, or auto")
     return problem is None
+
+
+def cuda_graph_problem(config: RunConfig, device: torch.device) -> str | None:
+    """Why passes cannot run as CUDA graphs."""
+    if device.type != "cuda":
+        return f"on a {device.type}: CUDA graphs need a GPU"
+    if config.parallel.strategy != "single":
+        return f"with parallel.strategy={config.parallel.strategy}: communication between ranks cannot be captured"
+    if config.run.deterministic and config.train.cuda_graph == "auto":
+        return "with run.deterministic: the last bits would depend on a measured time"
+    return None
 
 
 def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy: Strategy) -> None:
@@ -196,7 +204,10 @@ def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy:
         state.guard.load_state_dict(saved["guard"])
         state.interval.load_state_dict(saved["interval"])
         if state.graph is not None:
-            state.graph.capacity = int(saved.get("graph_room", 0))  # missing in old checkpoints
+            # missing in old checkpoints
+            state.graph.capacity = int(saved.get("graph_room", 0))
+            if state.graph.choice is not None:
+                state.graph.choice.made |= saved.get("graph_choices", {})
         if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
             restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
 

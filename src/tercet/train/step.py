@@ -86,7 +86,11 @@ class StepExecutor(Protocol):
     """Alternative executor for forward and backward, e.g. CUDA graph replay (cuda_graph.py)."""
 
     def run(
-        self, batches: Sequence[MicroBatch], scale: Tensor, phase: Callable[[str], AbstractContextManager[None]]
+        self,
+        batches: Sequence[MicroBatch],
+        scale: Tensor,
+        phase: Callable[[str], AbstractContextManager[None]],
+        progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Returns the summed loss of all micro-batches; leaves the gradients of loss × scale in `.grad`."""
 
@@ -141,7 +145,7 @@ def train_step(
     if executor is None:
         total = run_eager(model, batches, scale, precision, strategy, phase, progress)
     else:
-        total = executor.run(batches, scale, phase)
+        total = executor.run(batches, scale, phase, progress)
     with phase("communication"):
         mean = strategy.all_sum(total) / targets
     with phase("optimizer"):

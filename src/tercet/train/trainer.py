@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tercet import hints
 from tercet.config.schema import RunConfig
@@ -46,7 +46,7 @@ from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
 from tercet.train.stages import Stages, check_stage_data
-from tercet.train.state import TrainState, build_state, set_teacher
+from tercet.train.state import TrainState, build_state, cuda_graph_problem, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
 
@@ -104,6 +104,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
         for line in config_lines(config, origins or {}, folder.path):
             screen.say(line, "dim")
+        asked = (origins or {}).get("train.cuda_graph", "default") != "default"
+        if asked and config.train.cuda_graph == "auto" and (problem := cuda_graph_problem(config, device)):
+            messages.append(f"train.cuda_graph=auto {problem}; steps run eagerly")
         for message in messages:
             screen.say(message)
         strategy.publish_status(lambda: (beat.step, beat.doing))
@@ -274,7 +277,7 @@ class Trainer:
             guard=state.guard,
             strategy=self.strategy,
             observer=self.observer,
-            executor=state.graph,
+            executor=state.graph if step >= config.selector.all_until else None,  # a graph holds one teacher
             progress=self.screen.micro_batch,
         )
         self.observer.after_step(step)
@@ -286,6 +289,9 @@ class Trainer:
         state.interval.add(step, result)
         self._recent[step] = batches
         self.screen.advance(step)
+        if state.graph is not None and state.graph.choice is not None:
+            for decision in state.graph.choice.take_decisions():
+                self.log.emit(events.GraphChosen(step=step, **asdict(decision)))
         for reason in state.graph.take_failures() if state.graph is not None else ():
             self._log_graph_failure(reason)
 

@@ -1,0 +1,157 @@
+"""train.cuda_graph=auto: measure the first steps, and use CUDA graphs where the host is slower than the GPU.
+
+The first steps of a batch shape run eagerly. After warm-up, each step notes when the host has launched all passes, and
+marks that point in the GPU's queue. If the GPU reaches the mark at almost the same time, it was waiting for launches,
+and a graph helps. If it is behind, the host was waiting, or will be, and a graph would only cost memory.
+
+Host times alone do not tell: a host that is ahead is held up by the full launch queue and seems as slow as the GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tercet.train.step import MicroBatch
+
+# Steps that compile or allocate memory
+_WARM_UPS = 3
+_MEASURED = 5
+# The GPU waits for the host if it is behind by less than this share of the host's time for a pass.
+_WAITING_BELOW = 0.1
+# Steps after which a graph has been captured, if it is going to be
+STEPS_TO_DECIDE = _WARM_UPS + _MEASURED + 2
+
+
+class Clock(Protocol):
+    """Host time, and points in the device's queue."""
+
+    def now(self) -> float:
+        """Seconds on the host."""
+
+    def mark(self) -> Any:
+        """A mark after the work launched so far."""
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has reached it; does not wait."""
+
+    def between(self, first: Any, last: Any) -> float:
+        """Seconds on the device between two marks that it has reached."""
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+
+
+class CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        return first.elapsed_time(last) / 1e3
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether steps of a shape run as graphs, and the medians that say so."""
+
+    graph: bool
+    shape: str
+    host_seconds: float  # to launch forward and backward of a step
+    behind_seconds: float  # how much later the device has run them
+
+
+@dataclass(frozen=True)
+class _Step:
+    started: float
+    launched: float
+    end: Any  # mark after the last launch
+
+
+class GraphChoice:
+    """One decision per device and batch shape. Waits for the device once, before the measured steps."""
+
+    def __init__(self, clock: Clock, device: str) -> None:
+        self.made: dict[str, bool] = {}  # saved in checkpoints: a resumed run repeats the decisions
+        self._clock, self._device = clock, device
+        self._decisions: list[Decision] = []
+        self._shape, self._passes = "", 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._warm_ups = 0
+        self._idle: tuple[float, Any] | None = None  # a point that host and device passed at the same time
+        self._steps: list[_Step] = []
+
+    def uses_graph(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether the step runs as a graph; if not, run it within `measured`."""
+        shape = _shape(batches[0])
+        if shape != self._shape:
+            self._shape, self._passes = shape, len(batches)
+            self._restart()
+        if len(self._steps) == _MEASURED and self._clock.reached(self._steps[-1].end):
+            self._decide()
+        return self.made.get(self._key, False)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Wraps the launches of an eager step."""
+        if self._key in self.made or len(self._steps) == _MEASURED:
+            yield
+        elif self._warm_ups < _WARM_UPS:
+            self._warm_ups += 1
+            yield
+        else:
+            if self._idle is None:
+                self._clock.wait()
+                self._idle = self._clock.now(), self._clock.mark()
+            started = self._clock.now()
+            yield
+            self._steps.append(_Step(started, self._clock.now(), self._clock.mark()))
+
+    def refuse(self) -> None:
+        """The current shape cannot be captured: its steps stay eager."""
+        self.made[self._key] = False
+
+    def take_decisions(self) -> list[Decision]:
+        """Decisions since the last call."""
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    @property
+    def _key(self) -> str:
+        return f"{self._device}: {self._shape}"
+
+    def _decide(self) -> None:
+        assert self._idle is not None
+        time_0, mark_0 = self._idle
+        host = statistics.median(s.launched - s.started for s in self._steps)
+        behind = statistics.median(self._clock.between(mark_0, s.end) - (s.launched - time_0) for s in self._steps)
+        graph = behind < _WAITING_BELOW * host / self._passes
+        self.made[self._key] = graph
+        self._decisions.append(Decision(graph, self._shape, host, max(0.0, behind)))
+        self._restart()
+
+
+def _shape(batch: MicroBatch) -> str:
+    size = " × ".join(map(str, batch.tokens.shape)) + " tokens"
+    return size if batch.max_seqlen is None else f"{size} in documents of at most {batch.max_seqlen}"
