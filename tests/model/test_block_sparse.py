@@ -15,6 +15,7 @@ import layer_oracle
 import oracle
 import tercet
 from cases import cu
+from tercet.config.load import load
 from tercet.model import cost
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
@@ -149,6 +150,12 @@ def test_a_models_parameters_are_counted_and_equal_a_dense_ones():
     model, dense = make_model(), make_model(attention="dense")
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in dense.named_parameters()}
     assert cost.parameters(model.config).total == sum(p.numel() for p in model.parameters())
+
+
+def test_no_gate_implies_the_other_settings_of_the_mode():
+    assert ModelConfig(gate="none") == ModelConfig(**BLOCK_SPARSE)
+    found = load("m7c", flags={"model.gate": "none", "model.compress_selected_keys": False}).config.model
+    assert (found.shared_kv, found.branches, found.compression) == (True, ("selected",), "mean")
 
 
 @pytest.mark.parametrize(

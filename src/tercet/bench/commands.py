@@ -89,6 +89,7 @@ def decode(
     model_contexts: str = "2048,8192,32768,65536,262144",
     steps: int = 64,
     selector: Literal["compressed", "learned"] | None = None,
+    settings: str = "",
     profile: bool = False,
 ) -> int:
     """Time decoding against dense attention: the whole model and, on a GPU, the attention step alone.
@@ -103,6 +104,7 @@ def decode(
         model_contexts: Prompt lengths of the whole model; empty to skip it.
         steps: Tokens generated per timing.
         selector: What scores the blocks; default: as in the preset, and compressed for the attention step.
+        settings: More configuration keys of the whole model, e.g. model.gate=none,model.compress_selected_keys=false.
         profile: Also print the time of each kernel of the attention step.
     """
     from tercet.bench.decode import HEADS, main
@@ -115,7 +117,7 @@ def decode(
         attention=attention, preset=preset,
         model_batches=_numbers("--model-batches", model_batches),
         model_contexts=_numbers("--model-contexts", model_contexts), steps=steps, profile=profile,
-        selector=selector,
+        selector=selector, settings=_settings(settings),
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ _DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTI
 def main(
     *, batches: list[int], contexts: list[int], heads: str, attention: bool, preset: str, model_batches: list[int],
     model_contexts: list[int], steps: int, profile: bool = False, selector: str | None = None,
+    settings: dict[str, str] | None = None,
 ) -> int:  # fmt: skip
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
         raise UsageError(
@@ -50,9 +51,11 @@ def main(
     result: dict[str, Any] = {"bench": "decode", "device": name, "torch": torch.__version__}
     if selector is not None:
         result["selector"] = selector
+    if settings:
+        result["settings"] = settings
     correct = True
     if model_contexts:
-        result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector)
+        result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector, settings)
     if attention and not cuda:
         print("attention step skipped: it needs a GPU")
     elif attention:

@@ -19,18 +19,23 @@ _WARM = 8192
 
 
 def model_rows(
-    preset: str, batches: list[int], contexts: list[int], steps: int, selector: str | None = None
+    preset: str,
+    batches: list[int],
+    contexts: list[int],
+    steps: int,
+    selector: str | None = None,
+    settings: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     from tercet.config.load import load
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = load(preset=preset).config.model
+    config = load(preset=preset, flags=settings).config.model
     if selector is not None:
         config = config.model_copy(update={"selector": selector})
     print(
-        f"model {preset}, selector {config.selector}, {str(dtype).removeprefix('torch.')}, random weights and prompts; "
-        "first token at batch 1"
+        f"model {preset}, gate {config.gate}, selector {config.selector}, {str(dtype).removeprefix('torch.')}, "
+        "random weights and prompts; first token at batch 1"
     )
     print(
         f"{'kind':>6} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -19,6 +19,8 @@ NSA_ONLY = (
 )  # fmt: skip
 
 MOST_LAYERS = 1024
+# What gate = none means: one set of keys and values, and blocks selected by their means.
+BLOCK_SPARSE: dict[str, Any] = {"shared_kv": True, "branches": ("selected",), "compression": "mean"}
 
 
 def read_pattern(pattern: str) -> tuple[AttentionKind, ...]:
@@ -148,6 +150,14 @@ class ModelConfig(BaseModel):
     def _known_branches(cls, branches: tuple[str, ...]) -> tuple[str, ...]:
         return check_branches(branches)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _block_sparse_defaults(cls, values: Any) -> Any:
+        """gate = none leaves no choice for these: they need not be given."""
+        if isinstance(values, dict) and values.get("gate") == "none":
+            return {**BLOCK_SPARSE, **values}
+        return values
+
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         check_group_size(self.heads, self.kv_heads)
@@ -163,10 +173,9 @@ class ModelConfig(BaseModel):
             if self.dense_below:
                 raise ValueError(f"dense_below={self.dense_below} needs gate=none: only block-sparse attention has it")
             return
-        needed = {"shared_kv": True, "branches": ("selected",), "compression": "mean"}
-        for name, value in needed.items():
+        for name, value in BLOCK_SPARSE.items():
             if getattr(self, name) != value:
-                shown = {True: "true", ("selected",): '["selected"]', "mean": "mean"}[value]  # type: ignore[index]
+                shown = {True: "true", ("selected",): '["selected"]', "mean": "mean"}[value]
                 raise ValueError(
                     f"gate=none is block-sparse attention, one set of keys and values and no gates: it needs "
                     f"{name}={shown}, not {getattr(self, name)}"

@@ -64,8 +64,8 @@ def attention_options(attention: str, dense_below: int, selector: str) -> dict[s
             f"--attention {attention}: {BLOCK_SPARSE} and nsa cannot be mixed in one model; use one of them"
         )
     return {
-        "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "shared_kv": True,
-        "branches": ("selected",), "compression": "mean", "dense_below": dense_below, "selector": selector,
+        "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "compression": "mean",
+        "dense_below": dense_below, "selector": selector,
     }  # fmt: skip
 
 
