@@ -52,6 +52,29 @@ def test_a_window_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, p
     assert layer.routes == {"window": "triton"}
 
 
+@pytest.mark.parametrize("dense_below", [0, 66, 100])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_block_sparse_layer_compiles_to_one_graph(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, dense_below: int
+) -> None:
+    kernels = pytest.importorskip("tercet.attention.kernels")
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+    indices = torch.zeros(1, 70, 2, CONFIG.select_count, dtype=torch.int32)
+    monkeypatch.setattr(kernels, "select_by_keys", lambda q, keys, *_: indices + (keys.sum() > 1e9))
+    monkeypatch.setattr(kernels, "attend_selected", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
+    layer = tercet.BlockSparseAttention(32, 4, 2, 8, config=CONFIG, dense_below=dense_below)
+    layer.stats.enabled = dense_below == 100
+    x = torch.randn(1, 70, 32)
+    bounds = torch.tensor([0, 3, 70], dtype=torch.int32)
+    documents = Packing(bounds, 70, 70 // CONFIG.compress_stride, CONFIG) if packed else None
+    if documents is not None:
+        documents.first_tokens(66)  # as the model does, once for all layers
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+    assert layer.routes == ({"dense": "sdpa"} if dense_below == 100 else {"selected": "triton"})
+
+
 def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
