@@ -140,5 +140,5 @@ def test_decoding_fits_the_shared_memory_of_small_gpus(
 ) -> None:
     with compiling(capability, resources=False) as found:
         steps(shape, dtype, plain=True, selector=selector)
-    assert len(found) >= 8
+    assert len(found) >= 5
     assert [c for c in found if c.shared > SHARED_KIB[capability] * 1024] == []

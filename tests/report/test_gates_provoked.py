@@ -13,8 +13,9 @@ import tercet.train.step as step_module
 from tercet.report.attention_gates import selection_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
+from tercet.report.training_gates import data_gate
 from tercet.report.verdict import judge
-from tercet.telemetry.events import CheckpointFailed, HealthFired, SelectorsObserved
+from tercet.telemetry.events import CheckpointFailed, HealthFired, SelectorsObserved, StepLogged
 from tercet.train import manifest
 from watched import FEW, copy, dense_baseline, even_clock, gate, run, verdict
 
@@ -261,7 +262,25 @@ def test_selectors_that_choose_at_random_are_no_go(healthy, tmp_path):
     told = gate_of(0.6, 0.31)
     assert told.verdict == "NO-GO"
     assert "layers 1 choose no better than at random" in told.sentence
+    limits = Thresholds(500, lone_branch_layers=1.0)
+    assert gate_of(0.6, 0.31).verdict == "NOT TESTED"  # selectors start at random: a short run cannot fail by it
+    limits = Thresholds(40, lone_branch_layers=1.0)
     not_learned = gate_of(0.6, 0.31, kl=None)
     assert not_learned.verdict == "GO"
     assert any("at random 30% to 30%" in value for _, value in not_learned.evidence)
     assert gate_of(0.3, 0.3, best=0.3).verdict == "GO"  # all blocks fit: nothing to choose
+
+
+def test_waiting_for_the_first_batch_is_not_starvation(healthy):
+    def data_gate_of(*waiting):
+        waits = iter(waiting)
+        events = [
+            dataclasses.replace(e, data_seconds=next(waits) * e.step_seconds) if isinstance(e, StepLogged) else e
+            for e in healthy.events[0]
+        ]
+        return data_gate(dataclasses.replace(healthy, events={0: events}), [], Thresholds(40))
+
+    intervals = len(healthy.steps)
+    assert intervals > 2
+    assert data_gate_of(0.9, *[0.05] * (intervals - 1)).verdict == "GO"
+    assert "20% of the time was spent waiting" in data_gate_of(0.9, *[0.2] * (intervals - 1)).sentence

@@ -125,7 +125,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
             gate.add_evidence(rule.replace("_", " "), f"{sentence}: {layers} of {len(sparse)} layers")
         else:
             gate.fail(sentence, fix)
-    _judge_selectors(run, gate)
+    _judge_selectors(run, gate, limits)
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
         gate.fail("the gates are not finite", "see the numerics gate")
     if len(samples) < limits.readings:
@@ -136,9 +136,10 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     return gate.build(_healthy_layers(sorted(i for i in affected if i is not None), len(sparse), limits))
 
 
-def _judge_selectors(run: Run, gate: GateBuilder) -> None:
-    """Learned selectors must capture more attention than a random choice would, in the mean of the last readings. The
-    compressed branch's choice is shown only: it has no loss of its own that would make it better than random."""
+def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
+    """Learned selectors must capture more attention than a random choice would, in the mean of the last readings; they
+    start at random, so a short run is not judged by it. The compressed branch's choice is shown only: it has no loss of
+    its own that would make it better than random."""
     if (choices := last_choices(run)) is None:
         return
     layers, mass, best, random = choices
@@ -153,7 +154,7 @@ def _judge_selectors(run: Run, gate: GateBuilder) -> None:
         for layer, m, b, r in zip(layers, mass, best, random, strict=True)
         if b - r > _NO_CHOICE and m - r <= _LEARNED * (b - r)
     ]
-    if lost and learned:
+    if lost and learned and run.step >= limits.min_steps:
         gate.fail(
             f"the learned selectors of layers {', '.join(map(str, lost))} choose no better than at random",
             "raise train.selector.lr, or lower train.selector.every",
