@@ -12,6 +12,7 @@ import torch
 import tercet
 from layer_oracle import linear
 from tercet.attention.layout import Packing
+from tercet.model.rope import Rotary
 from tercet.model.selector import BlockSelector, block_lse, measure_choice, sample_queries
 from tercet.model.transformer import ModelConfig, Transformer
 
@@ -34,6 +35,16 @@ def make_model(**options: object) -> Transformer:
     return model.train()
 
 
+def turned(x: np.ndarray, position: int, layer: tercet.NativeSparseAttention) -> np.ndarray:
+    """The first channels of x rotated, pair by pair."""
+    x, size = x.copy(), 0 if layer.selector.rotary is None else layer.selector.rotary.size
+    for i in range(size // 2):
+        angle = position * layer.rotary.theta ** (-2 * i / size)
+        a, b = x[i], x[i + size // 2]
+        x[i], x[i + size // 2] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+    return x
+
+
 def chosen_by_loops(layer: tercet.NativeSparseAttention, x: torch.Tensor, bounds: list[int]) -> np.ndarray:
     """Selected blocks [T, G, n] as docs/nsa.md defines them, in float64 and without shared code."""
     cfg, selector = layer.config, layer.selector
@@ -46,13 +57,14 @@ def chosen_by_loops(layer: tercet.NativeSparseAttention, x: torch.Tensor, bounds
                 scores = np.zeros(current + 1)
                 for head in range(selector.heads):
                     at = (g * selector.heads + head) * selector.size
-                    q = linear(selector.q_proj, tokens[first + t])[at : at + selector.size]
+                    q = turned(linear(selector.q_proj, tokens[first + t])[at : at + selector.size], t, layer)
                     logits = []
                     while len(logits) * cfg.compress_stride + cfg.compress_block <= t + 1:
                         start = first + len(logits) * cfg.compress_stride
                         keys = linear(selector.k_proj, tokens[start : start + cfg.compress_block])
                         pooled = keys[:, g * selector.size : (g + 1) * selector.size].max(0)
-                        logits.append(q @ pooled / math.sqrt(selector.size))
+                        last = len(logits) * cfg.compress_stride + cfg.compress_block - 1
+                        logits.append(q @ turned(pooled, last, layer) / math.sqrt(selector.size))
                     p = np.exp(np.array(logits) - max(logits, default=0.0))
                     for i, share in enumerate(p / p.sum() if len(p) else p):
                         for token in range(i * cfg.compress_stride, i * cfg.compress_stride + cfg.compress_block):
@@ -65,12 +77,12 @@ def chosen_by_loops(layer: tercet.NativeSparseAttention, x: torch.Tensor, bounds
 
 
 @pytest.mark.parametrize("bounds", [None, BOUNDS])
-@pytest.mark.parametrize("compress_block", [4, 8])
-def test_blocks_are_chosen_as_defined(bounds: torch.Tensor | None, compress_block: int) -> None:
+@pytest.mark.parametrize(("compress_block", "rotary"), [(4, 0), (8, 0), (8, 6), (4, 16)])
+def test_blocks_are_chosen_as_defined(bounds: torch.Tensor | None, compress_block: int, rotary: int) -> None:
     config = tercet.NSAConfig(
         compress_block=compress_block, compress_stride=4, select_block=8, select_count=5, window=8
     )
-    layer = make_layer(config).double()
+    layer = make_layer(config, selector_rotary=rotary).double()
     x = torch.randn(1, 160, 32, dtype=torch.float64)
     seen = []
     layer.stats.update = lambda gates, block_indices, packing: seen.append(block_indices)  # type: ignore[method-assign]
@@ -133,7 +145,7 @@ def test_an_update_with_the_loss_leaves_all_other_parameters_the_same_bits() -> 
 
 
 def test_gradients_of_the_loss_are_those_of_finite_differences() -> None:
-    selector = BlockSelector(8, 1, 2, 4, NSA).double()
+    selector = BlockSelector(8, 1, 2, 4, NSA, Rotary(2)).double()
     selector.init_weights(0.5)
     x, q, k = (torch.randn(1, 72, *size, dtype=torch.float64) for size in ((8,), (2, 4), (1, 4)))
     indices = torch.arange(4, dtype=torch.int32).expand(1, 72, 1, 4)
@@ -198,9 +210,9 @@ def test_sampled_queries_are_spread_over_the_batch_and_depend_on_it_alone() -> N
     assert sample_queries(tokens[:, :3], 64).shape == (1,)
 
 
-@pytest.mark.parametrize("chunks", [[1] * 60, [30, 30], [13, 1, 1, 20, 25]])
-def test_a_cache_gives_the_results_of_the_whole_sequence(chunks: list[int]) -> None:
-    layer = make_layer().double().eval()
+@pytest.mark.parametrize(("chunks", "rotary"), [([1] * 60, 0), ([30, 30], 8), ([13, 1, 1, 20, 25], 8)])
+def test_a_cache_gives_the_results_of_the_whole_sequence(chunks: list[int], rotary: int) -> None:
+    layer = make_layer(selector_rotary=rotary).double().eval()
     x = torch.randn(2, 60, 32, dtype=torch.float64)
     cache = layer.make_cache(2)
     parts = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]

@@ -162,7 +162,8 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
     attention, tie = "nsa,window,dense,nsa" if settings.pop("mixed", False) else "nsa", settings.pop("tie", True)
     if settings.pop("selector", None):
         # at the usual init_std teacher and student are uniform, and the gradient is what rounding leaves of it
-        selector = {"model__selector": "learned", "train__selector__every": 8, "model__init_std": 0.3}
+        selector = {"model__selector": "learned", "model__selector_rotary": 8, "train__selector__every": 8,
+                    "model__init_std": 0.3}  # fmt: skip
     else:
         selector = {}
     context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1

@@ -18,7 +18,7 @@ from tercet.model.cache import BlockSparseCache, NewTokens
 from tercet.model.config import AttentionKind
 from tercet.model.dense import DenseAttention
 from tercet.model.rope import RopeCache
-from tercet.model.selector import SELECTORS, BlockSelector, attach_loss
+from tercet.model.selector import attach_loss, build_selector
 from tercet.model.stats import AttentionStats
 
 Scorer = tuple[Tensor, Tensor]
@@ -52,6 +52,7 @@ class BlockSparseAttention(DenseAttention):
         selector: str = "compressed",
         selector_heads: int = 1,
         selector_dim: int = 64,
+        selector_rotary: int = 0,
         backend: str = "auto",
         **dense: Any,
     ) -> None:
@@ -61,10 +62,8 @@ class BlockSparseAttention(DenseAttention):
         self.config = NSAConfig() if config is None else config
         check_config(self.config)
         self.dense_below, self.backend = dense_below, backend
-        if selector not in SELECTORS:
-            raise ValueError(f"selector={selector!r} is unknown: pick one of {', '.join(SELECTORS)}")
-        self.selector = (
-            BlockSelector(dim, kv_heads, selector_heads, selector_dim, self.config) if selector == "learned" else None
+        self.selector = build_selector(
+            selector, dim, kv_heads, selector_heads, selector_dim, self.config, self.rotary, selector_rotary
         )
         self.stats = AttentionStats(self.config)
         self._branch = "selected"
@@ -107,7 +106,7 @@ class BlockSparseAttention(DenseAttention):
         # without a choice, blocks are selected only to count them or to teach the selector
         wanted = self.stats.enabled or (self.selector is not None and taught is not None)
         chooses = wanted or longest > self.reads_all_below
-        scored = self.selector(x, packing) if self.selector is not None and chooses else None
+        scored = self.selector(x, packing, rope) if self.selector is not None and chooses else None
         out, block_indices, self._branch, self._route = run_block_sparse(
             q, k, v, config=self.config, dense_below=self.dense_below, packing=packing, backend=self.backend,
             selector=scored, select=wanted,
@@ -193,15 +192,7 @@ class BlockSparseAttention(DenseAttention):
         """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
         if self.selector is None:
             return None
-        queries, keys = self.selector.project(x)
-        blocks = cache.append_selector(new, keys)
-        if new.fresh:
-            pooled = self.selector.pool(keys)
-            cache.append_compressed(new, selector=pooled[:, : new.emitted])
-            return queries, pooled
-        if blocks is not None:
-            cache.append_compressed(new, selector=self.selector.pool_blocks(blocks))
-        return queries, cache.selector_keys(new).to(queries.dtype)
+        return self.selector.append(x, new, cache)
 
     def _prefill(
         self, new: NewTokens, cache: BlockSparseCache, q: Tensor, k: Tensor, v: Tensor, scored: Scorer | None

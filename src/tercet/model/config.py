@@ -15,7 +15,7 @@ Branch = Literal["compressed", "selected", "window"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = (
     "nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches",
-    "selector", "selector_heads", "selector_dim", "dense_below",
+    "selector", "selector_heads", "selector_dim", "selector_rotary", "dense_below",
 )  # fmt: skip
 
 MOST_LAYERS = 1024
@@ -113,6 +113,9 @@ class ModelConfig(BaseModel):
     """Query heads of a learned selector, per KV head."""
     selector_dim: int = Field(default=64, ge=1)
     """Size of one head of a learned selector."""
+    selector_rotary: int = Field(default=0, ge=0)
+    """Channels of each head of a learned selector that are rotated by position, as RoPE rotates attention; the others
+    compare content alone. An even number of at most selector_dim."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
     dense_below: int = Field(default=0, ge=0)
@@ -165,6 +168,11 @@ class ModelConfig(BaseModel):
         self._check_block_sparse()
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
+        if self.selector_rotary % 2 or self.selector_rotary > self.selector_dim:
+            raise ValueError(
+                f"selector_rotary={self.selector_rotary} is not an even number of at most "
+                f"selector_dim={self.selector_dim}: use {min(self.selector_rotary, self.selector_dim) // 2 * 2}"
+            )
         layer_kinds(self.attention, self.layers)
         return self
 

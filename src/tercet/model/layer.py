@@ -91,6 +91,11 @@ class AttentionLayer(nn.Module):
         """Whether φ, if the layer has one, is fully described by its weights, which is all the decode kernels read."""
         return True
 
+    def selector_rotates(self) -> bool:
+        """Whether a learned selector's channels are rotated by position."""
+        selector = getattr(self, "selector", None)
+        return selector is not None and selector.rotary is not None
+
     def selector_sizes(self) -> tuple[int, int]:
         """Heads per KV head of a learned selector, and their size; zeros without one."""
         return 0, 0

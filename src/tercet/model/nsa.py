@@ -20,7 +20,7 @@ from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
-from tercet.model.selector import SELECTORS, BlockSelector, attach_loss
+from tercet.model.selector import attach_loss, build_selector
 from tercet.model.stats import AttentionStats
 
 GATES = ("sigmoid", "softmax")
@@ -70,7 +70,8 @@ class NativeSparseAttention(AttentionLayer):
     rope_theta, rope_scaling  RoPE base, and a divisor for all positions
     qk_norm      RMS-normalise each head of q and k
     selector     what scores the blocks: "compressed" (the compressed branch, as in the paper) or "learned" (separate
-                 projections with `selector_heads` heads of `selector_dim` per KV head)
+                 projections with `selector_heads` heads of `selector_dim` per KV head, of which RoPE rotates the
+                 first `selector_rotary` channels)
     branches     omit branches, for ablations
     backend      "auto", "reference" or "triton"
     bias         biases in the projections
@@ -103,6 +104,7 @@ class NativeSparseAttention(AttentionLayer):
         selector: str = "compressed",
         selector_heads: int = 1,
         selector_dim: int = 64,
+        selector_rotary: int = 0,
     ) -> None:
         check_shared_keys(shared_kv, compress_selected_keys)
         value_sets = 1 if shared_kv else len(BRANCHES)
@@ -118,10 +120,8 @@ class NativeSparseAttention(AttentionLayer):
         self.gate = Gate(dim, heads, gate)
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
-        if selector not in SELECTORS:
-            raise ValueError(f"selector={selector!r} is unknown: pick one of {', '.join(SELECTORS)}")
-        self.selector = (
-            BlockSelector(dim, kv_heads, selector_heads, selector_dim, self.config) if selector == "learned" else None
+        self.selector = build_selector(
+            selector, dim, kv_heads, selector_heads, selector_dim, self.config, self.rotary, selector_rotary
         )
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
@@ -167,7 +167,7 @@ class NativeSparseAttention(AttentionLayer):
     ) -> Tensor:
         rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
         inputs = self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
-        scored = None if self.selector is None else self.selector(x, packing)
+        scored = None if self.selector is None else self.selector(x, packing, rope)
         fuse_output = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._route = run_nsa(
             inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
@@ -333,15 +333,7 @@ class NativeSparseAttention(AttentionLayer):
         """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
         if self.selector is None or not cache.keeps_selector:
             return None
-        queries, keys = self.selector.project(x)
-        blocks = cache.append_selector(new, keys)
-        if new.fresh:
-            pooled = self.selector.pool(keys)
-            cache.append_compressed(new, selector=pooled[:, : new.emitted])
-            return queries, pooled
-        if blocks is not None:
-            cache.append_compressed(new, selector=self.selector.pool_blocks(blocks))
-        return queries, cache.selector_keys(new).to(queries.dtype)
+        return self.selector.append(x, new, cache)
 
     def _prefill(
         self, new: NewTokens, cache: NSACache, q: Tensor, raw_k: Tensor, keys: dict[str, Tensor],

@@ -20,6 +20,8 @@ class RopeCache(NamedTuple):
     tokens: CosSin
     compressed: CosSin | None
     """At the positions of the compressed tokens; None if no layer has any."""
+    selector: tuple[CosSin, CosSin] | None = None
+    """Of learned selectors, at the tokens and at the compressed tokens; None if they rotate nothing."""
 
 
 class Rotary:

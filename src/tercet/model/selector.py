@@ -20,6 +20,8 @@ from tercet.attention.first_order import first_order
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing, move_rows
 from tercet.attention.reference import block_importance, compute_dtype
+from tercet.model.cache import NewTokens, NSACache
+from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rotate
 
 SELECTORS = ("compressed", "learned")
 TEACHERS = ("all", "selected")
@@ -59,13 +61,16 @@ class BlockSelector(nn.Module):
     """Scores of blocks for each KV group from the layer's input; see docs/nsa.md.
 
     heads, size  query heads per group, and their size
+    rotary       RoPE of the first `rotary.size` channels, so that nearness can count; the others compare content alone
     teacher      "all": every block of the past; "selected": only the blocks that were read
     weight       factor of the loss; it only scales the gradient of these parameters
     """
 
-    def __init__(self, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig) -> None:
+    def __init__(
+        self, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rotary: Rotary | None = None
+    ) -> None:
         super().__init__()
-        self.kv_heads, self.heads, self.size, self.config = kv_heads, heads, size, config
+        self.kv_heads, self.heads, self.size, self.config, self.rotary = kv_heads, heads, size, config, rotary
         self.q_proj = nn.Linear(dim, kv_heads * heads * size, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * size, bias=False)
         self.teacher, self.weight = "all", 1.0
@@ -75,10 +80,40 @@ class BlockSelector(nn.Module):
         for proj in (self.q_proj, self.k_proj):
             nn.init.normal_(proj.weight, std=std)
 
-    def forward(self, x: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, packing: Packing | None = None, rope: RopeCache | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Queries and pooled keys of x [B, T, dim], which is detached."""
         q, k = self.project(x)
-        return q, self.pool(k, packing)
+        k = self.pool(k, packing)
+        if self.rotary is None:
+            return q, k
+        known = None if rope is None else rope.selector
+        tokens, compressed = known or selector_rope(self.rotary, x, packing, self.config)
+        return self._rotate(q, tokens), self._rotate(k, compressed)
+
+    def append(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor]:
+        """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
+        queries, keys = self.project(x)
+        blocks = cache.append_selector(new, keys)
+        if new.fresh:
+            pooled = self.pool(keys)
+            cache.append_compressed(new, selector=pooled[:, : new.emitted])
+        else:
+            if blocks is not None:
+                cache.append_compressed(new, selector=self.pool_blocks(blocks))
+            pooled = cache.selector_keys(new).to(queries.dtype)
+        # the cache holds keys as they are pooled
+        index = torch.arange(pooled.shape[1], device=x.device)
+        return self.at(queries, new.positions), self.at(pooled, compressed_positions(index, self.config))
+
+    def at(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, T, heads, size], rotated at the positions."""
+        return x if self.rotary is None else self._rotate(x, self.rotary.cos_sin(positions))
+
+    def _rotate(self, x: Tensor, cos_sin: CosSin) -> Tensor:
+        rotated = 2 * cos_sin[0].shape[-1]
+        return torch.cat((rotate(x[..., :rotated], cos_sin), x[..., rotated:]), dim=-1)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of every token: [B, T, G·heads, size], [B, T, G, size]."""
@@ -151,7 +186,7 @@ class BlockSelector(nn.Module):
             chosen = _chosen(block_indices, self.config.num_blocks(queries.longest))
         teacher = _teach(q, k, queries, self.config, among=chosen if self.teacher == "selected" else None)
         blocks = torch.arange(teacher.free.shape[-1], device=q.device)
-        selector_q = self.queries(x)
+        selector_q = self.at(self.queries(x)[None], queries.position)[0]
         with torch.autocast(q.device.type, enabled=False):
             student = self._block_probabilities(selector_q, selector_k, queries.position, queries.first_key, blocks)
             student = student * teacher.free[:, None] + 1e-12
@@ -175,6 +210,24 @@ class BlockSelector(nn.Module):
         p = logits.masked_fill(~visible, -1e30).softmax(-1)
         p = torch.where(visible, p, 0).mean(2)
         return block_importance(p, first_key[:, None], j.shape[0], config).transpose(0, 1)
+
+
+def build_selector(
+    kind: str, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int
+) -> BlockSelector | None:
+    """The selector of a layer; None if the compressed branch selects. rope: the layer's; rotated: channels."""
+    if kind not in SELECTORS:
+        raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
+    if kind == "compressed":
+        return None
+    rotary = Rotary(rotated, rope.theta, rope.scaling) if rotated else None
+    return BlockSelector(dim, kv_heads, heads, size, config, rotary)
+
+
+def selector_rope(rotary: Rotary, x: Tensor, packing: Packing | None, config: NSAConfig) -> tuple[CosSin, CosSin]:
+    """cos/sin of a selector's rotated channels, at the tokens x [B, T, ...] and at their compressed tokens."""
+    tokens = rotary.of_tokens(x, None if packing is None else packing.position)
+    return tokens, rotary.of_compressed(x, packing, config)
 
 
 def attach_loss(out: Tensor, loss: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tercet.model.layer import check_lengths_have_cache
 from tercet.model.loss import Loss, cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
-from tercet.model.selector import sample_queries
+from tercet.model.selector import sample_queries, selector_rope
 from tercet.model.window import WindowAttention
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
@@ -170,7 +170,12 @@ class Transformer(nn.Module):
         if packing is not None and not isinstance(packing, Packing):
             return None
         sparse = "nsa" in self.config.attention_kinds and self.config.gate != "none"
-        return rope_cache(self.rotary, tokens, packing, self.config.nsa if sparse else None)
+        cache = rope_cache(self.rotary, tokens, packing, self.config.nsa if sparse else None)
+        selectors = (getattr(layer, "selector", None) for layer in self.attention_layers())
+        rotary = next((selector.rotary for selector in selectors if selector is not None), None)
+        if rotary is None:
+            return cache
+        return cache._replace(selector=selector_rope(rotary, tokens, packing, self.config.nsa))
 
     @overload
     def forward(
@@ -230,5 +235,6 @@ def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAt
         selector=config.selector,
         selector_heads=config.selector_heads,
         selector_dim=config.selector_dim,
+        selector_rotary=config.selector_rotary,
         **({"dense_below": config.dense_below} if config.gate == "none" else {}),
     )

@@ -298,8 +298,9 @@ def _fetch_selector(selector: BlockSelector, x: Tensor, shard: ContextShard) -> 
     queries, keys = selector.project(x)
     none = keys[..., :0]
     raw, _ = _start_fetch(shard.fetch("raw"), keys, none)()
-    pooled = selector.pool_blocks(raw[:, shard.compressed_tokens[0]])
-    return queries, _start_fetch(shard.fetch("compressed"), pooled, pooled[..., :0])()[0]
+    index, position = shard.compressed_tokens
+    pooled = selector.at(selector.pool_blocks(raw[:, index]), position)
+    return selector.at(queries, shard.position), _start_fetch(shard.fetch("compressed"), pooled, pooled[..., :0])()[0]
 
 
 def _teach(

@@ -126,6 +126,8 @@ def start_stage(state: TrainState, config: RunConfig) -> None:
     for module in state.model.modules():
         if isinstance(module, AttentionLayer | Transformer):
             module.rotary.theta = config.model.rope_theta
+        if isinstance(module, BlockSelector) and module.rotary is not None:
+            module.rotary.theta = config.model.rope_theta
         if isinstance(module, Transformer):
             module.config = config.model
     _configure_selectors(state.model, config)
