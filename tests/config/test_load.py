@@ -218,3 +218,9 @@ def test_every_key_has_a_help_text():
 
 def test_defaults_are_a_valid_configuration():
     assert flatten(load().config) == flatten(RunConfig())
+
+
+def test_settings_of_muon_need_muon():
+    with pytest.raises(ConfigError, match=r"muon.lr=0.02 has no effect with optimizer=adamw"):
+        load("tiny", None, {"train.muon.lr": 0.02})
+    assert load("tiny", None, {"train.muon.lr": 0.02, "train.optimizer": "muon"}).config.train.muon.lr == 0.02

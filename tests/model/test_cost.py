@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.config.load import load
+from tercet.config.sections import TrainConfig
 from tercet.model.config import ModelConfig
 from tercet.model.cost import (
     activation_bytes_per_token,
@@ -17,10 +18,12 @@ from tercet.model.cost import (
     flops_per_token,
     forward_flops,
     memory,
+    optimizer_numbers,
     pairs,
     parameters,
 )
 from tercet.model.transformer import Transformer
+from tercet.train.optim import build_optimizer
 
 BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ("selected",), "compression": "mean"}
 SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 40, "vocab_size": 37}
@@ -247,3 +250,14 @@ def test_memory_shrinks_with_checkpointing_and_shards():
         none.total
         == none.weights + none.gradients + none.optimizer + none.compute_copies + none.activations + none.loss
     )
+
+
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
+@pytest.mark.parametrize("attention", ["nsa", "window,dense"])
+def test_muon_keeps_one_number_per_hidden_weight(attention, selector):
+    config = ModelConfig(
+        dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, attention=attention, selector=selector
+    )
+    optimizer = build_optimizer(Transformer(config), TrainConfig(optimizer="muon"))
+    kept = sum(p.numel() * (1 if "parts" in g else 2) for g in optimizer.param_groups for p in g["params"])
+    assert optimizer_numbers(config, "muon") == kept < optimizer_numbers(config, "adamw")

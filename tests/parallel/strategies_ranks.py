@@ -47,6 +47,10 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "ddp, learned selector": ({"strategy": "ddp", "selector": "learned"}, "selective", 3),
     "fsdp, learned selector": ({"strategy": "fsdp", "selector": "learned"}, "full", 1),
     "cp, learned selector": ({"strategy": "cp", "selector": "learned"}, "selective", 1),
+    "ddp, muon": ({"strategy": "ddp", "optimizer": "muon"}, "none", 1),
+    "fsdp, muon": ({"strategy": "fsdp", "optimizer": "muon"}, "none", 1),
+    "cp, muon": ({"strategy": "cp", "optimizer": "muon"}, "none", 1),
+    "hsdp, muon": ({"strategy": "hsdp", "shard_ranks": 2, "optimizer": "muon"}, "none", 1),
     "cp": ({"strategy": "cp"}, "none", 1),
     "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
     "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
@@ -166,6 +170,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
                     "model__init_std": 0.3}  # fmt: skip
     else:
         selector = {}
+    optimizer = settings.pop("optimizer", "adamw")
     context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
     parallel = {f"parallel__{key}": value for key, value in settings.items()}
     on_gpu = {**GPU_SIZES, "parallel__share_gpus": not NCCL} if DEVICE.type == "cuda" else {}
@@ -181,6 +186,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         train__tokens_per_step=2 * LENGTH * accumulation * ranks // context,
         train__steps=steps,
         train__precision=precision,
+        train__optimizer=optimizer,
         train__clip=0,
         # At the kernels' sizes training is unstable at 1e-2: weights that differ in the last bit end 2e-3 apart after
         # 20 steps even in one process, so no tolerance on the losses would mean anything.

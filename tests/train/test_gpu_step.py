@@ -41,8 +41,8 @@ SIZES: dict[str, Any] = {
 
 
 class Setting:
-    def __init__(self, mode: str = "none") -> None:
-        config = small(**SIZES)
+    def __init__(self, mode: str = "none", optimizer: str = "adamw") -> None:
+        config = small(**SIZES, train__optimizer=optimizer)
         self.device = torch.device("cuda")
         self.model = Transformer(config.model).to(self.device)
         apply_activation_checkpointing(self.model.blocks, mode)
@@ -67,9 +67,11 @@ class Setting:
         )
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_a_step_never_syncs_with_the_device(mode: str) -> None:
-    setting = Setting(mode)
+@pytest.mark.parametrize(
+    ("mode", "optimizer"), [("none", "adamw"), ("selective", "adamw"), ("full", "adamw"), ("none", "muon")]
+)
+def test_a_step_never_syncs_with_the_device(mode: str, optimizer: str) -> None:
+    setting = Setting(mode, optimizer)
     for number in (1, 2):
         setting.step(number)
     torch.cuda.synchronize()
@@ -82,8 +84,9 @@ def test_a_step_never_syncs_with_the_device(mode: str) -> None:
     assert setting.guard.total() == 0
 
 
-def test_a_nonfinite_step_is_skipped_without_a_sync() -> None:
-    setting = Setting()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_nonfinite_step_is_skipped_without_a_sync(optimizer: str) -> None:
+    setting = Setting(optimizer=optimizer)
     setting.step(1)
     before = [p.detach().clone() for p in setting.model.parameters()]
     setting.model.register_forward_hook(lambda m, i, out: out._replace(total=out.total * float("nan")))

@@ -379,3 +379,39 @@ def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
         assert (e.layer, e.kl) == ([1], [None])
         assert 0 < e.random[0] < e.best[0] <= 1
         assert 0 <= e.mass[0] <= e.best[0]
+
+
+def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
+    muon = {"train__optimizer": "muon", "train__muon__lr": 1e-3}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(small(run__dir=str(whole), **muon), origins={})
+    middle = str(whole / "checkpoints" / "step-00000002")
+    train(small(run__dir=str(resumed), **muon), origins={}, resume=middle)
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    expected, got = tensors(whole), tensors(resumed)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert "optimizer.state.blocks.0.attention.kv_proj.weight.momentum_buffer" in got
+    assert "optimizer.state.blocks.0.attention.kv_proj.weight.exp_avg" not in got
+
+
+def test_init_state_optimizer_takes_muons_momentum(tmp_path: Path) -> None:
+    muon = {"train__optimizer": "muon", "train__warmup_steps": 0}
+    first, fresh, continued = (tmp_path / name for name in ("first", "fresh", "continued"))
+    train(small(run__dir=str(first), train__steps=2, **muon), origins={})
+    for folder, state in ((fresh, "weights"), (continued, "optimizer")):
+        taken = {"train__init_from": str(first), "train__init_state": state, "train__steps": 1}
+        train(small(run__dir=str(folder), **taken, **muon), origins={})
+    name = "optimizer.state.blocks.1.ffn.down.weight.momentum_buffer"
+    before, without, with_it = (tensors(folder)[name] for folder in (first, fresh, continued))
+    assert torch.allclose(with_it, without + 0.95 * before, atol=1e-8)
+
+
+def test_the_optimizer_of_a_checkpoint_cannot_be_exchanged(tmp_path: Path) -> None:
+    train(small(run__dir=str(tmp_path / "run"), train__steps=2), origins={})
+    muon: dict[str, Any] = {"train__steps": 4, "train__optimizer": "muon", "checkpoint__allow_config_change": True}
+    with pytest.raises(TercetError, match=r"train.optimizer was 'adamw', now 'muon'.*train.init_from"):
+        train(small(run__dir=str(tmp_path / "run"), **muon), origins={}, resume="auto")
+    moments = {"train__init_from": str(tmp_path / "run"), "train__init_state": "optimizer"}
+    with pytest.raises(TercetError, match=r"state of adamw, not muon: use --train.init-state weights"):
+        train(small(run__dir=str(tmp_path / "new"), **muon, **moments), origins={})

@@ -18,8 +18,8 @@ from tercet.train.step import IGNORED_TARGET, MicroBatch, NonFiniteGuard, StepRe
 CPU = torch.device("cpu")
 
 
-def model_and_optimizer(clip: float = 1.0) -> tuple[Transformer, torch.optim.Optimizer]:
-    config = small(train__clip=clip)
+def model_and_optimizer(clip: float = 1.0, optimizer: str = "adamw") -> tuple[Transformer, torch.optim.Optimizer]:
+    config = small(train__clip=clip, train__optimizer=optimizer)
     torch.manual_seed(3)
     model = Transformer(config.model)
     return model, build_optimizer(model, config.train)
@@ -123,6 +123,47 @@ def test_weight_decay_applies_to_matrices_only() -> None:
     assert len(grouped) == len({id(p) for p in grouped}) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_muon_updates_every_part_of_a_fused_matrix_as_a_matrix_of_its_own(shared: bool) -> None:
+    """Against torch's Muon and AdamW on separate parameters, bit for bit."""
+    muon = {"lr": 3e-2, "momentum": 0.8, "weight_decay": 0.3, "nesterov": False, "adjust_lr_fn": "original"}
+    given = {f"train__muon__{key}": value for key, value in muon.items()}
+    config = small(train__optimizer="muon", model__shared_kv=shared, train__lr=1e-2, **given)
+    torch.manual_seed(3)
+    model = Transformer(config.model)
+    optimizer = build_optimizer(model, config.train)
+    size, sets = config.model.head_dim, 1 if shared else 3
+    rows = {"q_proj": (16,), "kv_proj": (size,) * 2 * sets, "o_proj": (16,), "gate_up": (32, 32), "down": (16,)}
+    names = [n for n, _ in model.named_parameters() if n.split(".")[-2] in rows and "compress" not in n]
+    assert len(names) == 2 * len(rows)
+    params = {n: [part.clone() for part in p.detach().split(rows.get(n.split(".")[-2], p.shape[:1]))]
+              if n in names else [p.detach().clone()] for n, p in model.named_parameters()}  # fmt: skip
+    matrices = torch.optim.Muon([part for n in names for part in params[n]], **muon)
+    rest = [part for n in params if n not in names for part in params[n]]
+    vectors = torch.optim.AdamW(
+        [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}],
+        lr=1e-2, betas=config.train.betas, eps=config.train.eps, weight_decay=config.train.weight_decay, fused=True,
+    )  # fmt: skip
+    for number in range(1, 4):
+        gradients = captured_gradients(model, optimizer, [batch(2, seed=number)])
+        for name, gradient in gradients.items():
+            for part, own in zip(params[name], gradient.split([len(p) for p in params[name]]), strict=True):
+                part.grad = own
+        matrices.step()
+        vectors.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(torch.cat(params[name]), parameter), name
+
+
+def test_muon_leaves_learned_selectors_to_their_own_group() -> None:
+    config = small(train__optimizer="muon", model__selector="learned", train__selector__lr=1e-3)
+    optimizer = build_optimizer(Transformer(config.model), config.train)
+    (selectors,) = (g for g in optimizer.param_groups if "clip" in g)
+    assert len(selectors["params"]) == 4
+    assert selectors["lr_factor"] == 1e-3 / config.train.lr
+    assert "betas" in selectors
+
+
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     moments = [t.clone() for state in optimizer.state.values() for t in state.values()]
     return [p.detach().clone() for p in model.parameters()] + moments
@@ -139,8 +180,9 @@ class Poison:
         return output._replace(total=output.total * float("nan")) if self.on else output  # type: ignore[attr-defined]
 
 
-def test_a_nonfinite_step_changes_nothing_and_training_continues() -> None:
-    model, optimizer = model_and_optimizer()
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_nonfinite_step_changes_nothing_and_training_continues(name: str) -> None:
+    model, optimizer = model_and_optimizer(optimizer=name)
     poison, guard = Poison(model), NonFiniteGuard(CPU, 100, 5)
     step(model, optimizer, [batch(2)], guard)
     before = snapshot(model, optimizer)

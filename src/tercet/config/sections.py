@@ -62,6 +62,22 @@ class SelectorConfig(Section):
     """Clip the selectors' gradients to this norm, separately from train.clip; 0: no clipping."""
 
 
+class MuonConfig(Section):
+    """Muon's settings (train.optimizer = muon), for the matrices inside the blocks."""
+
+    lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate, with train.schedule; none: train.lr."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of the gradients."""
+    nesterov: bool = True
+    """Nesterov momentum."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay; none: train.weight_decay."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How the learning rate depends on the shape of a matrix. match_rms_adamw: updates as large as AdamW's, so that its
+    learning rate fits. original: as in Muon's first publication, which needs a learning rate of about 0.02."""
+
+
 class StageConfig(Section):
     """One stage of a run (train.stages): steps at one sequence length."""
 
@@ -115,6 +131,9 @@ class TrainConfig(Section):
     micro_batch: int = Field(default=8, ge=1)
     """Sequences per device and forward pass. Gradient accumulation is derived from tokens_per_step."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: for all parameters. muon: Muon for the matrices of attention and feed-forward layers, and AdamW for
+    embeddings, head, norms, gates, compression and learned selectors."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate, reached after warmup_steps."""
     schedule: Schedule = "cosine"
@@ -133,6 +152,8 @@ class TrainConfig(Section):
     """AdamW epsilon."""
     clip: float = Field(default=1.0, ge=0)
     """Clip gradients to this global norm; 0: no clipping."""
+    muon: MuonConfig = MuonConfig()
+    """Muon's settings."""
     selector: SelectorConfig = SelectorConfig()
     """Training of a learned selector."""
 
@@ -209,6 +230,12 @@ class TrainConfig(Section):
         for i, beta in enumerate(self.betas):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas[{i}]={beta} is not in [0, 1): usual values are 0.9 and 0.95")
+        changed = next((name for name, value in MuonConfig() if value != getattr(self.muon, name)), None)
+        if self.optimizer != "muon" and changed is not None:
+            raise ValueError(
+                f"muon.{changed}={getattr(self.muon, changed)} has no effect with optimizer={self.optimizer}: drop it, "
+                "or set train.optimizer to muon"
+            )
         if self.init_state == "optimizer" and self.init_from is None:
             raise ValueError(
                 "init_state=optimizer without init_from: set init_from to a checkpoint folder with optimizer state"

@@ -48,6 +48,7 @@ def step_memory(config: RunConfig, precision: str) -> cost.Memory:
         activation_checkpointing=config.train.activation_checkpointing,
         weight_shards=shards if parallel.sharding == "full" else 1,
         optimizer_shards=shards,
+        optimizer=config.train.optimizer,
     )
 
 

@@ -76,8 +76,25 @@ def attention_matrices(model: ModelConfig, kind: str) -> int:
     """Weights of one layer's projections, which multiply every token."""
     query_and_output = model.dim * model.heads * sum(_head_sizes(model))
     keys_and_values = model.dim * _kv_rows(model, kind)
-    gate = model.dim * len(BRANCHES) * model.heads if _has_gates(model, kind) else 0
-    return query_and_output + keys_and_values + gate + _selector_weights(model, kind)
+    gates = _gate_weights(model, kind)
+    return query_and_output + keys_and_values + gates + _selector_weights(model, kind)
+
+
+def _gate_weights(model: ModelConfig, kind: str) -> int:
+    return model.dim * len(BRANCHES) * model.heads if _has_gates(model, kind) else 0
+
+
+def hidden_matrices(model: ModelConfig) -> int:
+    """Weights that Muon updates (train/optim.py): the projections of attention and feed-forward layers."""
+    kinds = model.attention_kinds
+    gates = sum(_gate_weights(model, kind) + _selector_weights(model, kind) for kind in kinds)
+    ffn = model.layers * 3 * model.dim * model.ffn_dim
+    return ffn + sum(attention_matrices(model, kind) for kind in kinds) - gates
+
+
+def optimizer_numbers(model: ModelConfig, optimizer: str) -> int:
+    """Numbers in the optimizer's state: AdamW has two moments per parameter, Muon has one."""
+    return 2 * parameters(model).total - (hidden_matrices(model) if optimizer == "muon" else 0)
 
 
 def _has_gates(model: ModelConfig, kind: str) -> bool:
@@ -173,14 +190,15 @@ def memory(
     activation_checkpointing: str,
     weight_shards: int = 1,
     optimizer_shards: int = 1,
+    optimizer: str = "adamw",
 ) -> Memory:
-    """Bytes on one device for one pass over `tokens` tokens, with weights, gradients and AdamW moments in fp32."""
+    """Bytes on one device for one pass over `tokens` tokens, with weights, gradients and optimizer state in fp32."""
     count = parameters(model).total
     rows = min(tokens, chunk_rows(model.vocab_size))
     return Memory(
         weights=FP32 * count // weight_shards,
         gradients=FP32 * count // optimizer_shards,
-        optimizer=2 * FP32 * count // optimizer_shards,
+        optimizer=FP32 * optimizer_numbers(model, optimizer) // optimizer_shards,
         compute_copies=0 if compute_bytes == FP32 else compute_bytes * count // weight_shards,
         activations=tokens * activation_bytes_per_token(model, compute_bytes, activation_checkpointing),
         loss=rows * model.vocab_size * (FP32 + compute_bytes)

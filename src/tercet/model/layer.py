@@ -55,6 +55,11 @@ class AttentionLayer(nn.Module):
         self._route: dict[str, Route] | tuple[str, str | None] = {}
 
     @property
+    def kv_rows(self) -> tuple[int, ...]:
+        """Rows of each set of keys or values in kv_proj, in their order there."""
+        return self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
+
+    @property
     def branch_names(self) -> tuple[str, ...]:
         """Keys of `routes`."""
         raise NotImplementedError

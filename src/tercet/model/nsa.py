@@ -257,7 +257,7 @@ class NativeSparseAttention(AttentionLayer):
 
     def _project_flat(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """q, and keys and values by branch, all flat: [B, T, heads · size]."""
-        sizes = self._kv_widths()
+        sizes = self.kv_rows
         own = 1 - self.compress_selected_keys  # whether the compressed branch has keys of its own
         q = self.q_proj(x)
         if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
@@ -278,10 +278,10 @@ class NativeSparseAttention(AttentionLayer):
         keys = dict(zip(BRANCHES, self.per_branch(parts[1 - own :: 2]), strict=True))
         return q, keys, dict(zip(BRANCHES, self.per_branch(parts[own::2]), strict=True))
 
-    def _kv_widths(self) -> tuple[int, ...]:
-        """Row counts of kv_proj, [set][k, v]; the compressed branch has no key rows with compress_selected_keys."""
-        pair = (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
-        return (pair * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
+    @property
+    def kv_rows(self) -> tuple[int, ...]:
+        """Rows of kv_proj, [set][k, v]; the compressed branch has no keys of its own with compress_selected_keys."""
+        return (super().kv_rows * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
 
     def per_branch(self, sets: tuple[Any, ...]) -> tuple[Any, ...]:
         """One entry per branch from one per key or value set: shared sets, or the selected keys, are repeated."""

@@ -206,6 +206,13 @@ class FullySharded(Distributed):
 
     def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """On the meta device: no rank ever holds more than one full weight."""
+        gloo = backend_of(self.parallel, self.world.device.type) == "gloo"
+        if self.train.optimizer == "muon" and gloo and self.world.device.type == "cuda":
+            # torch 2.11 crashes when it gathers GPU shards over gloo
+            raise UsageError(
+                f"train.optimizer=muon with parallel.strategy={self.name} needs NCCL to gather its matrices: use one "
+                "GPU per rank without --parallel.backend gloo, or --parallel.strategy ddp, or --train.optimizer adamw"
+            )
         with torch.device("meta"):
             return build()
 

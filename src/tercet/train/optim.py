@@ -1,4 +1,4 @@
-"""The update: learning-rate schedule, AdamW with decay groups, and clipping by the global gradient norm."""
+"""The update: learning-rate schedule, AdamW or Muon with decay groups, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import muon
 
 from tercet.config.sections import TrainConfig
+from tercet.model.ffn import SwiGLU
+from tercet.model.layer import AttentionLayer
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -32,15 +35,16 @@ def _fraction(step: int, start: int, end: int) -> float:
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Weight decay applies to matrices, not to norms, biases and other 1-D parameters.
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Fused AdamW, or MuonAdamW. AdamW decays matrices, not norms, biases and other 1-D parameters.
 
     Embeddings and φ's position embeddings (`compress_*.position`) count as matrices: exempting them now would change
     the updates of resumed runs.
     """
+    hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     selectors = [p for name, p in named if ".selector." in name]
-    trained = [p for name, p in named if ".selector." not in name]
+    trained = [p for name, p in named if ".selector." not in name and p not in hidden]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -52,13 +56,112 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
             "clip": config.selector.clip,
         },
     ]
-    return torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=True,
     )
+    return adamw if config.optimizer == "adamw" else MuonAdamW(adamw, _build_muon(hidden, config))
+
+
+def hidden_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """The matrices that Muon updates, with the rows of the parts that are one matrix each: a fused projection stacks
+    several."""
+    found: dict[Tensor, tuple[int, ...]] = {}
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            found[module.kv_proj.weight] = module.kv_rows
+            wholes = [module.q_proj, module.o_proj]
+        elif isinstance(module, SwiGLU):
+            found[module.gate_up.weight] = (module.gate_up.out_features // 2,) * 2
+            wholes = [module.down]
+        else:
+            continue
+        found |= {linear.weight: (linear.out_features,) for linear in wholes}
+    return {matrix: parts for matrix, parts in found.items() if matrix.requires_grad}
+
+
+def _build_muon(hidden: dict[Tensor, tuple[int, ...]], config: TrainConfig) -> torch.optim.Muon:
+    """torch's Muon with one group for each way to split a matrix."""
+    settings = config.muon
+    factor = (settings.lr or config.lr) / config.lr
+    groups: dict[tuple[int, ...], dict[str, Any]] = {}
+    for matrix, parts in hidden.items():
+        groups.setdefault(parts, {"params": [], "parts": parts, "lr_factor": factor})["params"].append(matrix)
+    return torch.optim.Muon(
+        list(groups.values()),
+        lr=config.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        weight_decay=config.weight_decay if settings.weight_decay is None else settings.weight_decay,
+        adjust_lr_fn=settings.adjust_lr_fn,
+    )
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's AdamW and Muon as one optimizer, with one state.
+
+    torch.optim.Muon orthogonalises each parameter as a whole, shards included, and cannot skip a step. Its function is
+    called here for one matrix at a time: on the parts of fused projections, on whole matrices gathered from their
+    shards, and with `found_inf` as in the fused AdamW.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, adamw: torch.optim.AdamW, matrices: torch.optim.Muon) -> None:
+        self._adamw, self._muon_options = adamw, list(matrices.defaults)
+        super().__init__([*adamw.param_groups, *matrices.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called by load_state_dict
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        self._adamw.state = self.state
+        self._adamw.param_groups = [group for group in self.param_groups if "parts" not in group]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._adamw.step()
+        skip = None if self.found_inf is None else self.found_inf > 0
+        for group in self.param_groups:
+            if "parts" not in group:
+                continue
+            options = {name: group[name] for name in self._muon_options}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._update_matrix(matrix, matrix.grad, group["parts"], options, skip)
+
+    def _update_matrix(
+        self, matrix: Tensor, gradient: Tensor, parts: tuple[int, ...], options: dict[str, Any], skip: Tensor | None
+    ) -> None:
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        kept = (matrix, state["momentum_buffer"])
+        weights, momentum = (_whole(tensor).clone() for tensor in kept)
+        split = [list(tensor.split(parts)) for tensor in (weights, _whole(gradient), momentum)]
+        muon(*split, **options, has_complex=False)
+        for target, new in zip(kept, (weights, momentum), strict=True):
+            own, own_new = _own_shard(target, new)
+            own.copy_(own_new if skip is None else torch.where(skip, own, own_new))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_shard(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's shard of a tensor, and the same shard of its new value."""
+    if not isinstance(sharded, DTensor):
+        return sharded, whole
+    # src_data_rank=None: every rank has the same values, so nothing is sent
+    new = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return sharded.to_local(), new.to_local()
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -70,7 +173,7 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def selector_group(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The parameters of learned selectors, which have their own clipping and learning rate; None if there are none."""
-    return next((group for group in optimizer.param_groups if "lr_factor" in group), None)
+    return next((group for group in optimizer.param_groups if "clip" in group), None)
 
 
 def update(
@@ -83,7 +186,7 @@ def update(
 ) -> None:
     """Clip, update at rate `lr`, clear the gradients. If `skip` (bool on the device), weights and moments stay.
 
-    The fused kernels read `found_inf` on the device, as with a GradScaler, so the host does not wait. Zeroing the
+    The optimizer reads `found_inf` on the device, as with a GradScaler, so the host does not wait. Zeroing the
     gradients instead would still change the moments and apply weight decay.
     """
     selectors = selector_group(optimizer)
@@ -91,13 +194,11 @@ def update(
     if clip > 0:
         parameters = [p for group in others for p in group["params"] if p.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
-    for group in others:
-        group["lr"] = lr
-    if selectors is not None:
-        selectors["lr"] = lr * selectors["lr_factor"]
-        if selectors["clip"] > 0 and selector_norm is not None:
-            parameters = [p for p in selectors["params"] if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(parameters, selectors["clip"], selector_norm, foreach=True)
+    if selectors is not None and selectors["clip"] > 0 and selector_norm is not None:
+        parameters = [p for p in selectors["params"] if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, selectors["clip"], selector_norm, foreach=True)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
     optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

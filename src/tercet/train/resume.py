@@ -34,7 +34,7 @@ from tercet.config.sections import StageConfig
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY, is_all_dense
-from tercet.model.cost import parameters
+from tercet.model.cost import optimizer_numbers, parameters
 from tercet.telemetry.events import RunStarted, events_file, read_events
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
 from tercet.train import manifest
@@ -256,6 +256,11 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
             "(without --preset and --config a run resumes with the settings in its folder), or start a new run from "
             "the weights that fit with train.init_from"
         )
+    if "train.optimizer" in changed:
+        raise WrongCheckpoint(
+            f"{messages['train.optimizer']}: the checkpoint holds the state of the former only; change it back, or "
+            "start a new run from the weights with train.init_from"
+        )
     restricted = [k for k in changed if not k.startswith(MAY_CHANGE) and k not in unused]
     if restricted and not allow_change:
         raise WrongCheckpoint(
@@ -287,7 +292,7 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
             f"pass --model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
         )
-    needed = 12 * parameters(config.model).total  # fp32 weights and two moments
+    needed = 4 * (parameters(config.model).total + optimizer_numbers(config.model, config.train.optimizer))  # fp32
     free = shutil.disk_usage(folder.path).free
     if free < needed:
         raise UsageError(
