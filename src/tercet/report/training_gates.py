@@ -305,12 +305,13 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         gate.not_tested("the data source is unknown", "")
     elif source == "synthetic":
         gate.not_tested("trained on synthetic data", "train on your own data: --data.source")
-    # not the first interval, which waits for files, tokenizer and the first block of shuffled sequences
-    later = run.steps[1:] or run.steps
+    # not the first interval of a process, which waits for files, tokenizer and a block of shuffled sequences
+    begins = {e.step for e in run.started}
+    later = [e for e in run.steps if e.step - len(e.losses) not in begins]
     total = sum(e.step_seconds * len(e.losses) for e in later)
     if total:
         wait = sum(e.data_seconds * len(e.losses) for e in later) / total
-        gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time after the first interval")
+        gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time, start excluded")
         if wait > limits.data_wait:
             gate.fail(
                 f"{100 * wait:.0f}% of the time was spent waiting for data",
