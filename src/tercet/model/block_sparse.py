@@ -220,21 +220,34 @@ class BlockSparseAttention(DenseAttention):
 
     def _attend_tokens(self, q: Tensor, cache: BlockSparseCache, new: NewTokens, scored: Scorer | None) -> Tensor:
         """New tokens at any positions, in PyTorch."""
-        batch, width, _, size = q.shape
-        groups, config = self.kv_heads, self.config
-        queries, keys = (q, cache.block_keys(new)) if scored is None else scored
-        gathered = groups * config.select_count * config.select_block * (size + self.value_dim)
-        outs, reads = [], []
-        with torch.autocast(q.device.type, enabled=False):
-            for part in decode.query_chunks(width, batch * max(gathered, queries.shape[2] * keys.shape[1])):
-                t = new.positions[:, part]
-                block_indices, read = _select(queries[:, part], keys, t, config.num_blocks(new.longest), config)
-                rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
-                out, tokens = decode.attend_selected(rows, t, block_indices, cache, config)
-                outs.append(out.flatten(2, 3))
-                reads.append(tokens + read[..., None] if scored is None else tokens)
-        cache.reads = torch.cat(reads, dim=1)
-        return torch.cat(outs, dim=1).to(q.dtype)
+        k, v = (x[:, : new.longest] for x in cache.selected())
+        scorer = (q, cache.block_keys(new)) if scored is None else scored
+        out, tokens, block_keys = attend_tokens(q, k, v, scorer, new.positions, self.config)
+        cache.reads = tokens + block_keys[..., None] if scored is None else tokens
+        return out
+
+
+def attend_tokens(
+    q: Tensor, k: Tensor, v: Tensor, scored: Scorer, t: Tensor, config: NSAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries at positions t [B, C] of their rows of keys, which may differ, in PyTorch.
+
+    Returns their output [B, C, H, Dv], keys read [B, C, G] and block keys read [B, C].
+    """
+    (batch, width, _, size), groups = q.shape, k.shape[2]
+    queries, keys = scored
+    gathered = groups * config.select_count * config.select_block * (size + v.shape[3])
+    outs, tokens, block_keys = [], [], []
+    with torch.autocast(q.device.type, enabled=False):
+        for part in decode.query_chunks(width, batch * max(gathered, queries.shape[2] * keys.shape[1])):
+            at = t[:, part]
+            block_indices, scores = _select(queries[:, part], keys, at, config.num_blocks(k.shape[1]), config)
+            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
+            out, read = decode.attend_selected(rows, at, block_indices, k, v, config)
+            outs.append(out.flatten(2, 3))
+            tokens.append(read)
+            block_keys.append(scores)
+    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(tokens, dim=1), torch.cat(block_keys, dim=1)
 
 
 def _select(q: Tensor, k: Tensor, t: Tensor, blocks: int, config: NSAConfig) -> tuple[Tensor, Tensor]:

@@ -203,7 +203,7 @@ def _cached_nsa(
             elif selector is None:
                 counts.append(read)  # read only to select blocks
             if "selected" in branches:
-                results["selected"] = attend_selected(rows, t, block_indices, cache, config)
+                results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
         if "window" in branches:
             results["window"] = _window(rows, t, part, new, config)
         outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
@@ -241,9 +241,9 @@ def _compressed(
 
 
 def attend_selected(
-    rows: Tensor, t: Tensor, block_indices: Tensor, cache: NSACache, config: NSAConfig
+    rows: Tensor, t: Tensor, block_indices: Tensor, k: Tensor, v: Tensor, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
-    k, v = cache.selected()
+    """Output [B, C, G, h, Dv] of queries at positions t [B, C], and keys read [B, C, G]."""
     inside = torch.arange(config.select_block, device=rows.device)
     token = (block_indices[..., None] * config.select_block + inside).flatten(-2).long()
     visible = (block_indices >= 0).repeat_interleave(config.select_block, -1) & (token <= t[..., None, None])

@@ -1,4 +1,5 @@
-"""Hugging Face transformers. Importing this package registers Tercet's models with the Auto classes.
+"""Hugging Face transformers. Importing this package registers Tercet's models with the Auto classes, and
+attn_implementation="tercet" for dense models.
 
 Exported folders contain no code, so trust_remote_code is never needed.
 """
@@ -6,15 +7,18 @@ Exported folders contain no code, so trust_remote_code is never needed.
 from __future__ import annotations
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 except ImportError:
     from tercet.errors import TercetError
 
     raise TercetError("tercet.interop.huggingface needs transformers: pip install 'tercet[hub]'") from None
 
+from tercet.interop.huggingface.attention import NAME, layer_attention, layout_mask, use_block_sparse
 from tercet.interop.huggingface.model import TercetCache, TercetConfig, TercetForCausalLM
 
 AutoConfig.register(TercetConfig.model_type, TercetConfig, exist_ok=True)
 AutoModelForCausalLM.register(TercetConfig, TercetForCausalLM, exist_ok=True)
+AttentionInterface.register(NAME, layer_attention)
+AttentionMaskInterface.register(NAME, layout_mask)
 
-__all__ = ["TercetCache", "TercetConfig", "TercetForCausalLM"]
+__all__ = ["TercetCache", "TercetConfig", "TercetForCausalLM", "use_block_sparse"]

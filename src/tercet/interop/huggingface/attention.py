@@ -1,0 +1,310 @@
+"""Block-sparse attention for the dense models of transformers: attn_implementation="tercet".
+
+As transformers passes them, rotated: query [B, H, T, D]; key, value [B, G, S, D], S = cached tokens + T.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tercet.attention.block_sparse import check_dense_below, pool_keys, reads_all_below, run_block_sparse
+from tercet.attention.checks import check_config
+from tercet.attention.config import NSAConfig
+from tercet.attention.layout import Packing, RowMap, Span, move_rows
+from tercet.errors import UsageError
+from tercet.interop.huggingface.dense_weights import FAMILIES
+from tercet.model.block_sparse import attend_tokens
+from tercet.model.config import ModelConfig
+
+NAME = "tercet"
+_BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean"}
+# what other models pass to their attention, and we do not compute
+_UNSUPPORTED = {
+    "softcap": "soft-capping",
+    "s_aux": "attention sinks",
+    "position_bias": "position biases",
+    "cache": "paged caches",
+}
+
+
+class UnsupportedError(UsageError):
+    """A model or an argument that attn_implementation="tercet" does not compute."""
+
+
+def use_block_sparse(model: PreTrainedModel, config: NSAConfig | None = None, *, dense_below: int = 0) -> None:
+    """Let a Llama, Mistral, Qwen2 or Qwen3 of transformers read long contexts block by block (docs/huggingface.md).
+
+    Weights stay as they are. The settings are kept in model.config.tercet, which save_pretrained writes; a model loaded
+    with attn_implementation="tercet" reads them there, or takes these defaults.
+
+    config       block sizes; `window` has no effect
+    dense_below  queries at positions below this read everything, as in the dense model
+    """
+    config = NSAConfig() if config is None else config
+    check_config(config)
+    check_dense_below(dense_below)
+    settings = {**_BLOCK_SPARSE, "nsa": asdict(config), "dense_below": dense_below}
+    check_model(model.config)
+    model.config.tercet = settings
+    model.set_attn_implementation(NAME)
+
+
+def check_model(config: PretrainedConfig) -> None:
+    """Raise if block-sparse attention does not compute what a model of this configuration needs."""
+    if config.model_type not in FAMILIES:
+        raise _unsupported(f"model_type={config.model_type!r}", f"supported are {', '.join(FAMILIES)}")
+    if not getattr(config, "is_causal", True):
+        raise _unsupported("is_causal=False", "only causal attention is; use sdpa")
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    if window is not None and (layers is None or "sliding_attention" in layers):
+        raise _unsupported(
+            f"sliding_window={window}", "set config.sliding_window = None to let its layers read the whole context"
+        )
+
+
+class Settings(NamedTuple):
+    nsa: NSAConfig
+    dense_below: int
+    dense_layers: frozenset[int]
+
+
+def read_settings(config: PretrainedConfig) -> Settings:
+    """The settings in a model's configuration, as `use_block_sparse` or `tercet export hf --format llama` left them."""
+    try:
+        model = ModelConfig.model_validate(getattr(config, "tercet", None) or _BLOCK_SPARSE)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UnsupportedError(f"config.json: tercet.{where}: {first['msg']}") from None
+    kinds = model.attention_kinds
+    if "window" in kinds or ("nsa" in kinds and model.gate != "none"):
+        raise _unsupported(
+            f"tercet.attention={model.attention!r}", "its layers must be block-sparse (gate=none) or dense"
+        )
+    if model.selector != "compressed":
+        raise _unsupported(
+            f"tercet.selector={model.selector!r}",
+            "its weights are not in the model; to choose blocks by their keys, call use_block_sparse(model, …)",
+        )
+    dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+    return Settings(model.nsa, model.dense_below, dense)
+
+
+def _unsupported(what: str, fix: str) -> UnsupportedError:
+    return UnsupportedError(f'{what} is not supported by attn_implementation="{NAME}": {fix}')
+
+
+# ------------------------------------------------------------ where the tokens are
+
+
+class Documents(NamedTuple):
+    """Real tokens, one document after another."""
+
+    packing: Packing
+    rows: RowMap | None
+    """B·T tokens -> packed tokens; None if nothing is padding."""
+
+
+class Positions(NamedTuple):
+    """New tokens after a cache with padding."""
+
+    order: Tensor
+    """[B, S]: each row's columns, real tokens first."""
+    t: Tensor
+    """[B, T]: positions of the new tokens among the real ones."""
+    lowest: int
+    highest: int
+
+
+class Layout:
+    """Where the tokens of one forward pass are. Takes the place of the mask; found by the first layer of a device."""
+
+    def __init__(self, settings: Settings, real: Tensor | None) -> None:
+        self.settings = settings
+        self.real = real  # [B, S], False for padding; None if nothing is padding
+        self._found: dict[torch.device, Any] = {}
+
+    def documents(self, q: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:
+        """None if every row is one document without padding."""
+        if q.device not in self._found:
+            self._found[q.device] = self._find_documents(q, position_ids, cu_seqlens)
+        found: Documents | None = self._found[q.device]
+        return found
+
+    def _find_documents(self, q: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:
+        batch, width = q.shape[:2]
+        nsa = self.settings.nsa
+        column = torch.arange(batch * width, device=q.device)
+        real = None if self.real is None else self.real.to(q.device).flatten()
+        if real is not None:
+            column = column[real]
+        if cu_seqlens is not None:
+            if real is not None or batch != 1:
+                raise UnsupportedError("cu_seq_lens_q was given with padding or several rows: pack into one row")
+        else:
+            starts = column.new_ones(column.shape[0], dtype=torch.bool)
+            starts[1:] = (column // width).diff() != 0
+            if position_ids is not None:
+                step = position_ids.to(q.device).expand(batch, -1).flatten()[column].diff()
+                # across padding, positions may count it or not
+                starts[1:] |= (step != 1) & (step != column.diff())
+            if real is None and int(starts.sum()) == batch:
+                return None
+            cu_seqlens = F.pad(starts.nonzero()[:, 0], (0, 1), value=column.shape[0])
+        longest = int(cu_seqlens.diff().max())
+        packing = Packing(cu_seqlens, column.shape[0], column.shape[0] // nsa.compress_stride, nsa, longest)
+        rows = None
+        if real is not None:
+            place = (real.cumsum(0) - 1).clamp(min=0)
+            rows = RowMap(column, torch.ones_like(column, dtype=torch.bool), place, real)
+        return Documents(packing, rows)
+
+    def positions(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Positions | None:
+        """Of new tokens after a cache; None if nothing is padding."""
+        if q.device not in self._found:
+            self._found[q.device] = self._find_positions(q, keys, position_ids)
+        found: Positions | None = self._found[q.device]
+        return found
+
+    def _find_positions(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Positions | None:
+        width = q.shape[1]
+        column = torch.arange(keys - width, keys, device=q.device)
+        real = None if self.real is None else self.real.to(q.device)
+        t = column[None] if real is None else real.cumsum(1)[:, -width:] - 1
+        if position_ids is not None:
+            given = position_ids.to(q.device)
+            wrong = (given != t) & (given != column)
+            if real is not None:
+                wrong = wrong & real[:, -width:]
+            if bool(wrong.any()):
+                raise UnsupportedError(
+                    f"position_ids {given[wrong.any(1)][0, 0].item()} … do not continue the {keys - width} tokens of "
+                    "the cache: packed documents cannot be continued, pass use_cache=False"
+                )
+        if real is None:
+            return None
+        t = t.clamp(min=0)  # padding before any token
+        return Positions(torch.argsort(~real, dim=1, stable=True), t, int(t.min()), int(t.max()))
+
+
+def layout_mask(
+    *,
+    kv_length: int,
+    config: PretrainedConfig,
+    attention_mask: Tensor | None = None,
+    q_length: int | None = None,
+    q_offset: Any = 0,
+    cache_position: Tensor | None = None,
+    **_: Any,
+) -> Layout:
+    """transformers' AttentionMaskInterface. `cache_position` comes from its older versions."""
+    check_model(config)
+    tokens = int(q_offset) + q_length if q_length is not None else int(cache_position[-1]) + 1  # type: ignore[index]
+    if attention_mask is not None and (columns := attention_mask.shape[1]) != tokens:
+        raise _unsupported(f"a mask of {columns} tokens for {tokens}", "pass one that covers the cached and new tokens")
+    if kv_length != tokens:
+        raise _unsupported(
+            f"a cache of {kv_length} tokens for {tokens}", 'use the default cache, not cache_implementation="static"'
+        )
+    real = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        real = attention_mask.bool()
+    return Layout(read_settings(config), real)
+
+
+# ------------------------------------------------------------ attention
+
+
+def layer_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Layout | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' AttentionInterface. Returns the output [B, T, H, D], and no probabilities."""
+    _check_call(query, attention_mask, dropout, scaling, kwargs)
+    assert isinstance(attention_mask, Layout)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):
+        # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    nsa, dense_below, dense_layers = attention_mask.settings
+    if module.layer_idx in dense_layers:
+        dense_below = sys.maxsize
+    if k.shape[1] > q.shape[1]:
+        positions = attention_mask.positions(q, k.shape[1], position_ids)
+        return _continue(q, k, v, nsa, reads_all_below(nsa, dense_below), positions), None
+    documents = attention_mask.documents(q, position_ids, cu_seq_lens_q)
+    if documents is None:
+        return run_block_sparse(q, k, v, config=nsa, dense_below=dense_below).out, None
+    shape, rows = q.shape[:2], documents.rows
+    q, k, v = (x.flatten(0, 1) if rows is None else move_rows(x.flatten(0, 1), rows) for x in (q, k, v))
+    out = run_block_sparse(
+        q[None], k[None], v[None], config=nsa, dense_below=dense_below, packing=documents.packing
+    ).out[0]  # fmt: skip
+    if rows is not None:
+        out = move_rows(out, RowMap(rows.inverse, rows.inverse_valid, rows.source, rows.valid))
+    return out.unflatten(0, shape), None
+
+
+def _check_call(
+    query: Tensor, attention_mask: Any, dropout: float, scaling: float | None, kwargs: dict[str, Any]
+) -> None:
+    if not isinstance(attention_mask, Layout):
+        found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise _unsupported(f"attention_mask {found}", "pass a mask [batch, tokens] that is 0 for padding")
+    if dropout:
+        raise _unsupported(f"attention_dropout={dropout}", "set config.attention_dropout = 0 before loading")
+    if kwargs.get("output_attentions"):
+        raise _unsupported("output_attentions=True", "no probabilities are formed; use eager")
+    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-6):
+        raise _unsupported(f"scaling={scaling}", f"it must be head_dim^-½ = {query.shape[-1] ** -0.5}")
+    for name, meaning in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise _unsupported(f"{name} ({meaning})", "use eager or sdpa")
+
+
+def _continue(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, reads_all: int, positions: Positions | None) -> Tensor:
+    """New tokens after a cache. Block keys are pooled again from all cached keys."""
+    width, first = q.shape[1], k.shape[1] - q.shape[1]
+    if positions is None:
+        split = min(max(reads_all - first, 0), width)
+        outs = []
+        if split:
+            t = torch.arange(first, first + split, device=q.device)[None] if split > 1 else None
+            outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split], t))
+        if split < width:
+            outs.append(run_block_sparse(q[:, split:], k, v, config=nsa, span=Span(first + split)).out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    row = torch.arange(q.shape[0], device=q.device)[:, None]
+    k, v = (x[row, positions.order] for x in (k, v))
+    if positions.highest < reads_all:
+        return _read_all(q, k, v, positions.t)
+    out, _, _ = attend_tokens(q, k, v, (q, pool_keys(k, nsa)), positions.t, nsa)
+    if positions.lowest < reads_all:
+        early = (positions.t < reads_all)[..., None, None]
+        out = torch.where(early, _read_all(q, k, v, positions.t), out)
+    return out
+
+
+def _read_all(q: Tensor, k: Tensor, v: Tensor, t: Tensor | None) -> Tensor:
+    """Dense attention of queries at positions t of their rows; None: one query, which reads every key."""
+    mask = None if t is None else (torch.arange(k.shape[1], device=q.device) <= t[..., None])[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)

@@ -1,0 +1,240 @@
+"""attn_implementation="tercet": dense models of transformers run and train block-sparse."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import tercet
+from interop.test_import import SIZES, dense_model
+from tercet.interop.huggingface import use_block_sparse
+from tercet.interop.huggingface.attention import UnsupportedError, layer_attention, layout_mask
+from tercet.interop.huggingface.export_dense import export_dense
+from tercet.interop.huggingface.import_hf import import_model
+
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES, attention_bias=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}
+# 3 blocks of 8: queries from position 24 on have to choose
+NSA = tercet.NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=3)
+ERROR = {"rtol": 1e-5, "atol": 1e-5}  # transformers' norms and RoPE are in float32, even of float64 models
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return dense_model(tmp_path_factory.mktemp("llama"), FAMILIES["llama"]).double()
+
+
+@pytest.fixture
+def sparse(llama):
+    use_block_sparse(llama, NSA)
+    return llama
+
+
+def some_tokens(*shape: int) -> Tensor:
+    return torch.randint(1, 99, shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def run(model, tokens: Tensor, **options) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients."""
+    model.zero_grad()
+    out = model(tokens, labels=options.pop("labels", tokens), **options)
+    out.loss.backward()
+    return out.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_below_dense_below_logits_and_gradients_are_the_dense_models(family: str, tmp_path):
+    model, tokens = dense_model(tmp_path, FAMILIES[family]).double(), some_tokens(2, 50)
+    model.set_attn_implementation("sdpa")
+    dense = run(model, tokens)
+    use_block_sparse(model, NSA, dense_below=50)
+    torch.testing.assert_close(run(model, tokens), dense, **ERROR)
+    use_block_sparse(model, NSA)
+    logits, _ = run(model, tokens)
+    torch.testing.assert_close(logits[:, :24], dense[0][:, :24], **ERROR)
+    assert not torch.allclose(logits[:, 24:], dense[0][:, 24:], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_exported_model_computes_what_it_computed_in_tercet(family: str, tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES[family])
+    import_model(tmp_path / "dense", tmp_path / "ours", attention="block-sparse*2,dense", nsa=NSA, dense_below=30)
+    export_dense(tmp_path / "ours", tmp_path / "back", family)
+    ours, tokens = tercet.load_model(tmp_path / "ours"), some_tokens(2, 90)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="tercet")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-3, atol=1e-4)
+        theirs.set_attn_implementation("sdpa")
+        assert not torch.allclose(theirs(tokens).logits, ours(tokens), rtol=1e-2, atol=1e-2)
+
+
+def test_settings_are_saved_with_the_model(sparse, tmp_path):
+    use_block_sparse(sparse, replace(NSA, select_count=4), dense_below=35)
+    sparse.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="tercet")
+    assert again.config.tercet == sparse.config.tercet
+    assert again.config.tercet["dense_below"] == 35
+    tokens = some_tokens(1, 60)
+    assert torch.equal(again(tokens).logits, sparse(tokens).logits)
+
+
+@pytest.mark.parametrize(("rows", "dense_below"), [(1, 33), (2, 0)])
+def test_packed_documents_equal_documents_one_by_one(sparse, rows: int, dense_below: int):
+    use_block_sparse(sparse, NSA, dense_below=dense_below)
+    documents = [some_tokens(n) for n in (50, 7, 39, 96)]
+    expected = torch.cat([sparse(document[None]).logits[0] for document in documents])
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=rows == 1)([{"input_ids": d} for d in documents])
+    for name in ("input_ids", "position_ids", "labels"):
+        packed[name] = packed[name].view(rows, -1)
+    logits, gradients = run(sparse, packed.pop("input_ids"), **packed)
+    torch.testing.assert_close(logits.flatten(0, 1), expected, **ERROR)
+    sparse.zero_grad()
+    targets = sum(len(document) - 1 for document in documents)
+    for document in documents:
+        loss = sparse(document[None], labels=document[None]).loss * ((len(document) - 1) / targets)
+        loss.backward()
+    torch.testing.assert_close({n: p.grad for n, p in sparse.named_parameters()}, gradients, **ERROR)
+
+
+@pytest.mark.parametrize(("side", "given_positions"), [("left", True), ("left", False), ("right", False)])
+def test_padding_changes_nothing(sparse, side: str, given_positions: bool):
+    tokens, lengths = some_tokens(3, 70), (70, 41, 9)
+    mask = torch.stack([torch.arange(70) < n for n in lengths]).long()
+    if side == "left":
+        mask = mask.flip(1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0) if given_positions else None
+    labels = torch.where(mask.bool(), tokens, -100)
+    logits, gradients = run(sparse, tokens, attention_mask=mask, position_ids=positions, labels=labels)
+    for row, real in enumerate(mask.bool()):
+        torch.testing.assert_close(logits[row][real], sparse(tokens[row][real][None]).logits[0], **ERROR)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("dense_below", [0, 40])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, padded: bool):
+    use_block_sparse(sparse, NSA, dense_below=dense_below)
+    tokens, mask = some_tokens(2, 80), torch.ones(2, 80, dtype=torch.long)
+    if padded:
+        mask[1, :17] = 0  # longer than the first chunk
+        mask[0, 20:23] = 0  # as when a right-padded prompt goes on
+    whole = sparse(tokens, attention_mask=mask).logits
+    cache, parts, at = DynamicCache(), [], 0
+    for width in (13, 12, 1, 20, 1, 1, 32):
+        part = slice(at, at + width)
+        seen = mask[:, : part.stop] if padded else None
+        parts.append(sparse(tokens[:, part], attention_mask=seen, past_key_values=cache).logits)
+        at += width
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **ERROR)
+
+
+def test_generate_greedily_with_beams_and_with_left_padding(sparse):
+    prompts, options = some_tokens(2, 40), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    for beams in (1, 3):
+        cached = sparse.generate(prompts, num_beams=beams, **options)
+        assert torch.equal(cached, sparse.generate(prompts, num_beams=beams, use_cache=False, **options))
+    mask = torch.ones_like(prompts)
+    mask[0, :15] = 0
+    padded = sparse.generate(prompts, attention_mask=mask, **options)
+    assert torch.equal(padded[:1, 15:], sparse.generate(prompts[:1, 15:], **options))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(sparse, reentrant: bool):
+    tokens, positions = some_tokens(1, 80), torch.cat((torch.arange(50), torch.arange(30)))[None]
+    expected = run(sparse, tokens, position_ids=positions)
+    sparse.train()
+    sparse.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    sparse.enable_input_require_grads()
+    try:
+        torch.testing.assert_close(run(sparse, tokens, position_ids=positions), expected, **ERROR)
+    finally:
+        sparse.disable_input_require_grads()
+        sparse.gradient_checkpointing_disable()
+        sparse.eval()
+
+
+def test_autocast_computes_attention_in_bfloat16(tmp_path):
+    model, tokens = dense_model(tmp_path, FAMILIES["qwen3"]), some_tokens(1, 24)
+    dense = model(tokens).logits
+    use_block_sparse(model, NSA)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(tokens, labels=tokens, use_cache=False)  # a cache would make all float32
+        out.loss.backward()
+    torch.testing.assert_close(out.logits.float(), dense, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Gemma2Config(**SIZES), "model_type='gemma2' .*llama, mistral, qwen2, qwen3"),
+        (MistralConfig(**SIZES, sliding_window=16), "sliding_window=16 .*config.sliding_window = None"),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1), "sliding_window=16"),
+        (LlamaConfig(**SIZES, is_causal=False), "is_causal=False .*only causal"),
+    ],
+)
+def test_models_that_cannot_are_refused(config, words: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="tercet")
+    with pytest.raises(UnsupportedError, match=words) as error:
+        model(some_tokens(1, 8))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UnsupportedError, match=words):
+        use_block_sparse(model, NSA)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"nsa": {"select_count": 1}}, "tercet.nsa: .*select_count=1"),
+        ({"selector": "learned"}, "tercet.selector='learned' .*use_block_sparse"),
+        ({"gate": "sigmoid"}, "tercet.attention='nsa' .*gate=none"),
+        ({"attention": "window"}, "tercet.attention='window'"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(sparse, settings: dict[str, object], words: str):
+    sparse.config.tercet = {**sparse.config.tercet, **settings}
+    with pytest.raises(UnsupportedError, match=words):
+        sparse(some_tokens(1, 8))
+
+
+def test_arguments_that_cannot_be_used_are_refused(sparse):
+    tokens = some_tokens(1, 30)
+    for options, words in (
+        ({"output_attentions": True}, "output_attentions=True .*use eager"),
+        ({"attention_mask": torch.ones(1, 1, 30, 30)}, r"attention_mask \[1, 1, 30, 30\] .*0 for padding"),
+        ({"attention_mask": torch.ones(1, 40)}, "mask of 40 tokens for 30"),
+        ({"softcap": 30.0}, "softcap .*soft-capping"),
+        ({"s_aux": torch.zeros(4)}, "s_aux .*attention sinks"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            sparse(tokens, **options)
+    with pytest.raises(UnsupportedError, match='cache_implementation="static"'):
+        sparse.generate(tokens, cache_implementation="static", max_new_tokens=3, pad_token_id=0)
+    cache = sparse(tokens, position_ids=torch.arange(30)[None] % 20, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match=r"position_ids 10 .* the 30 tokens .*use_cache=False"):
+        sparse(tokens[:, :1], position_ids=torch.tensor([[10]]), past_key_values=cache)
+    q, layout = torch.zeros(1, 4, 8, 16), layout_mask(kv_length=8, q_length=8, config=sparse.config)
+    for options, words in (({"dropout": 0.1}, "attention_dropout=0.1"), ({"scaling": 1.0}, "scaling=1.0")):
+        with pytest.raises(UnsupportedError, match=words):
+            layer_attention(sparse.model.layers[0].self_attn, q, q, q, layout, **options)
