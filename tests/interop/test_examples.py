@@ -36,3 +36,9 @@ def test_the_layer_in_a_plain_loop_learns():
 def test_the_layer_in_a_transformers_model_learns():
     losses = module("layer_in_transformers").main(steps=8)
     assert losses[-1] < losses[0]
+
+
+def test_lora_adapters_of_a_block_sparse_model_learn():
+    pytest.importorskip("peft")
+    losses = module("lora_block_sparse").main(dense_steps=4, lora_steps=4)
+    assert losses[-1] < losses[0]
