@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from interop.test_import import NSA, SIZES, dense_model
 from tercet import cli
 from tercet.errors import UsageError
 from tercet.interop.huggingface.export_dense import SELECTOR_WEIGHTS, check_family, export_dense
-from tercet.interop.huggingface.folder import tensors
+from tercet.interop.huggingface.folder import LazyWeights, tensors
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.model.config import ModelConfig
 
@@ -46,8 +47,30 @@ def test_import_and_export_give_the_original_weights_and_logits(family: str, tmp
         assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
         ours = tercet.load_model(tmp_path / "ours")(tokens)
     torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-3, atol=1e-4)
+    import_model(tmp_path / "back", tmp_path / "again", attention="block-sparse", nsa=NSA, selector="learned")
+    ours_file, again = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "again"))
+    assert all(torch.equal(ours_file[name], again[name]) for name in ours_file)
     selectors = load_file(tmp_path / "back" / SELECTOR_WEIGHTS)
     assert sorted(selectors)[0] == "blocks.0.attention.selector.k_proj.weight"
+
+
+def test_an_import_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = LazyWeights.__getitem__
+
+    def counted(self: LazyWeights, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(LazyWeights, "__getitem__", counted)
+    import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse")
+    assert len(alive) == len(theirs.state_dict())
+    assert most <= 5  # the tensor that is being written, and two pairs of a block that are joined
 
 
 def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):

@@ -17,7 +17,7 @@ A block-sparse layer has a dense layer's weights, and a newly initialized select
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from tercet.attention.config import BRANCHES
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
 from tercet.model.nsa import NativeSparseAttention
-from tercet.model.transformer import Block, Transformer
+from tercet.model.transformer import Block
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BLOCK_SPARSE = "block-sparse"
@@ -135,20 +135,42 @@ def _check_supported(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) ->
             raise ForeignModelError(f"{name}={hf_config.get(name)!r} cannot be imported: {why}")
 
 
-def check_sizes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise unless the weights have the sizes of config.json: building a larger model could take all memory."""
-    first, last = "model.layers.0.", f"model.layers.{config.layers - 1}."
-    expected = {
-        "model.embed_tokens.weight": (config.vocab_size, config.dim),
-        f"{last}input_layernorm.weight": (config.dim,),
-        f"{first}mlp.down_proj.weight": (config.dim, config.ffn_dim),
-        f"{first}self_attn.q_proj.weight": (config.heads * config.head_dim, config.dim),
-        f"{first}self_attn.k_proj.weight": (config.kv_heads * config.head_dim, config.dim),
-    }
+def check_weights(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise for missing or surplus weights and for wrong shapes, before anything large is allocated."""
+    expected = _expected_shapes(config)
     for name, shape in expected.items():
         if name not in shapes:
             raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
         _check_shape(name, shapes[name], shape)
+    optional = {"lm_head.weight"} if config.tie_embeddings else set()
+    if config.attention_bias:  # Qwen2 has biases for q, k and v but not for o
+        optional |= {f"model.layers.{i}.self_attn.o_proj.bias" for i in range(config.layers)}
+    surplus = sorted(set(shapes) - expected.keys() - optional)
+    surplus = [name for name in surplus if not name.endswith("rotary_emb.inv_freq")]
+    if surplus:
+        raise ForeignModelError(f"{len(surplus)} unexpected weights, such as {surplus[0]}: is it another model family?")
+
+
+def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    dim, ffn = config.dim, config.ffn_dim
+    rows = {"q": config.heads * config.head_dim, "k": config.kv_heads * config.head_dim}
+    rows["v"] = rows["k"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, dim)}
+    for i in range(config.layers):
+        prefix = f"model.layers.{i}."
+        found |= {f"{prefix}{norm}.weight": (dim,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        found[f"{prefix}mlp.down_proj.weight"] = (dim, ffn)
+        found |= {f"{prefix}mlp.{name}_proj.weight": (ffn, dim) for name in ("gate", "up")}
+        found |= {f"{prefix}self_attn.{name}_proj.weight": (count, dim) for name, count in rows.items()}
+        found[f"{prefix}self_attn.o_proj.weight"] = (dim, rows["q"])
+        if config.attention_bias:
+            found |= {f"{prefix}self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
+        if config.qk_norm:
+            found |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
+    found["model.norm.weight"] = (dim,)
+    if not config.tie_embeddings:
+        found["lm_head.weight"] = (config.vocab_size, dim)
+    return found
 
 
 def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
@@ -156,37 +178,33 @@ def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> No
         raise ForeignModelError(f"{name} has shape {list(shape)}, but config.json requires {list(expected)}")
 
 
-@torch.no_grad()
-def load_dense_weights(model: Transformer, weights: Mapping[str, Tensor], *, cover: Cover, gate_logit: float) -> None:
-    """Copy all weights into the model; raises for missing or surplus weights and for wrong shapes."""
-    left = dict(weights)
-    if model.head is None:
-        left.pop("lm_head.weight", None)  # tied to the embedding
+def convert(
+    config: ModelConfig, weights: Mapping[str, Tensor], *, cover: Cover, gate_logit: float
+) -> Iterator[tuple[str, Tensor]]:
+    """The state of a Transformer, in its order, from a checkpoint that `check_weights` accepted. Holds one block at a
+    time; what the checkpoint does not have is newly initialized."""
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in left:
-            raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
-        tensor = left.pop(name)
+        tensor = weights[name]
         _check_shape(name, tensor.shape, shape)
         return tensor
 
     def copy(into: Tensor, name: str) -> None:
         into.copy_(take(name, tuple(into.shape)))
 
-    # Qwen2 has biases for q, k and v but not for o: use zeros.
+    yield "embedding.weight", weights["model.embed_tokens.weight"]
     output_bias = any(name.endswith(".o_proj.bias") for name in weights)
-    copy(model.embedding.weight, "model.embed_tokens.weight")
-    copy(model.norm.weight, "model.norm.weight")
-    if model.head is not None:
-        copy(model.head.weight, "lm_head.weight")
-    for i, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        _load_block(block, f"model.layers.{i}.", copy, take, output_bias=output_bias)
-        if isinstance(block.attention, NativeSparseAttention):
-            open_gate(block.attention, cover, gate_logit)
-    surplus = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
-    if surplus:
-        raise ForeignModelError(f"{len(surplus)} unexpected weights, such as {surplus[0]}: is it another model family?")
+    for i, kind in enumerate(config.attention_kinds):
+        with torch.no_grad():
+            block = Block(config, kind)
+            block.init_weights(config.init_std, config.init_std / (2 * config.layers) ** 0.5)
+            _load_block(block, f"model.layers.{i}.", copy, take, output_bias=output_bias)
+            if isinstance(block.attention, NativeSparseAttention):
+                open_gate(block.attention, cover, gate_logit)
+        yield from ((f"blocks.{i}.{name}", tensor) for name, tensor in block.state_dict().items())
+    yield "norm.weight", weights["model.norm.weight"]
+    if not config.tie_embeddings:
+        yield "head.weight", weights["lm_head.weight"]
 
 
 def _load_block(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,10 @@ from tercet.parse import parse_json
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+# Numbers that a write converts to float32 at once.
+_CONVERTED = 1 << 24
 
 
 class FolderError(UsageError):
@@ -77,6 +84,45 @@ def shapes(folder: Path) -> dict[str, list[int]]:
         with _open_weights(path) as stream:
             found |= {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118
     return found
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """The weights of a folder by name. Each access reads one tensor, and maps no file for longer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for path in weight_files(folder):
+            with _open_weights(path) as stream:
+                self._files |= dict.fromkeys(stream.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _open_weights(self._files[name]) as stream:
+            tensor: Tensor = stream.get_tensor(name).clone()
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def write_float32(path: Path, shapes: Mapping[str, Sequence[int]], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a safetensors file of float32 tensors one by one. weights: in the order of `shapes`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        first, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for (name, tensor), expected in zip(weights, shapes, strict=True):
+            assert name == expected
+            assert tensor.shape == tuple(shapes[name])
+            for part in tensor.detach().flatten().split(_CONVERTED):
+                file.write(part.float().numpy().data)
 
 
 def check_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ Continue training with: tercet train --config OUT/config.toml
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.config.load import load as load_config
@@ -26,11 +28,13 @@ from tercet.interop.huggingface import dense_weights
 from tercet.interop.huggingface.folder import (
     CONFIG,
     FolderError,
+    LazyWeights,
     atomic_folder,
     check_folder,
     read_json,
     shapes,
     tensors,
+    write_float32,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.model.config import ModelConfig
@@ -97,16 +101,16 @@ def import_model(
         if unused:
             raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}")
         model = _load_export(source, hf_config)
+        config, weights = model.config, iter(model.state_dict().items())
     else:
         config = _dense_model_config(
             hf_config, options | dense_weights.attention_options(attention, dense_below, selector)
         )
-        dense_weights.check_sizes(config, shapes(source))  # before a model of this size is built
+        dense_weights.check_weights(config, shapes(source))
         torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
-        model = Transformer(config)
-        dense_weights.load_dense_weights(model, dict(tensors(source)), cover=cover, gate_logit=gate_logit)
+        weights = dense_weights.convert(config, LazyWeights(source), cover=cover, gate_logit=gate_logit)
         exact_length = dense_weights.exact_length(config, hf_config, cover)
-    run = _write(source, out, model, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
+    run = _write(source, out, config, weights, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
     return Imported(out, run, exact_length)
 
 
@@ -149,11 +153,11 @@ def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
     return model
 
 
-def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int) -> RunConfig:
-    from safetensors.torch import save_file
-
+def _write(
+    source: Path, out: Path, config: ModelConfig, weights: Iterator[tuple[str, Tensor]], seq_len: int, seed: int
+) -> RunConfig:
     batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
-    kind = dense_weights.BLOCK_SPARSE if model.config.gate == "none" else "nsa"
+    kind = dense_weights.BLOCK_SPARSE if config.gate == "none" else "nsa"
     values: dict[str, Any] = {
         "run.name": f"{source.resolve().name}-{kind}",
         "run.seed": seed,
@@ -163,7 +167,7 @@ def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int)
         "train.init_from": str((out / OUR_WEIGHTS).resolve()),
         "train.init_state": "weights",
     }
-    values |= {f"model.{name}": value for name, value in _model_keys(model.config).items()}
+    values |= {f"model.{name}": value for name, value in _model_keys(config).items()}
     tokenizer = source / TOKENIZER
     with _wrong_values(tokenizer):
         copy_tokenizer = tokenizer.is_file() and not _is_byte_tokenizer(tokenizer)
@@ -172,8 +176,9 @@ def _write(source: Path, out: Path, model: Transformer, seq_len: int, seed: int)
         values["data.eos_token"] = _eos_token(source)
     run = load_config(flags=values).config
     with atomic_folder(out) as folder:
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, folder / OUR_WEIGHTS, {"format": "pt"})
+        with torch.device("meta"):
+            state = Transformer(config).state_dict()
+        write_float32(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
         if copy_tokenizer:
             shutil.copyfile(tokenizer, folder / TOKENIZER)
         (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
