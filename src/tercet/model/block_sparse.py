@@ -10,7 +10,7 @@ from torch import Tensor
 from tercet.attention.block_sparse import check_dense_below, pool_keys, reads_all_below, run_block_sparse
 from tercet.attention.checks import check_config
 from tercet.attention.config import NSAConfig
-from tercet.attention.dispatch import REQUESTED, cannot_run, check_backend
+from tercet.attention.dispatch import check_backend
 from tercet.attention.layout import Packing, Span
 from tercet.attention.reference import block_importance, compute_dtype, select
 from tercet.model import decode
@@ -127,17 +127,10 @@ class BlockSparseAttention(DenseAttention):
 
     @torch.no_grad()  # inference only
     def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
-        reason: str | None = REQUESTED
-        if self.backend != "reference":
-            if x.shape[1] == 1:
-                reason = decode.why_not_token_kernels(self, cache)
-            else:
-                reason = decode.why_not_chunk_kernels(self, x, cache, lengths)
+        reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
             self._branch, self._route = "selected", ("triton", None)
             return self._decode_token(x, cache, lengths)
-        if reason is not None and self.backend == "triton" and any(cache.host_lengths.tokens):
-            raise cannot_run(reason)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
         q, k, v = self.project(x, new.positions)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.dispatch import REQUESTED, cannot_run
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
@@ -36,6 +37,18 @@ _CHUNK_NUMBERS = 1 << 24
 
 
 # ------------------------------------------------------------ on the kernels
+
+
+def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
+    """Why the kernels cannot run the tokens x after the cache; None if they can. Raises if backend="triton" was asked
+    for, unless the cache is empty: the whole-sequence operator then decides."""
+    if layer.backend == "reference":
+        return REQUESTED
+    token = x.shape[1] == 1
+    reason = why_not_token_kernels(layer, cache) if token else why_not_chunk_kernels(layer, x, cache, lengths)
+    if reason is not None and layer.backend == "triton" and any(cache.host_lengths.tokens):
+        raise cannot_run(reason)
+    return reason
 
 
 def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:

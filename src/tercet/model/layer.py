@@ -26,6 +26,7 @@ class AttentionLayer(nn.Module):
     kind: AttentionKind
     """As model.attention names it."""
     config: NSAConfig | None = None
+    backend: str = "auto"
 
     def __init__(
         self,

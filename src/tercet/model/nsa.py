@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tercet.attention.checks import check_config
 from tercet.attention.config import BRANCHES, NSAConfig, check_branches, check_shared_keys
-from tercet.attention.dispatch import REQUESTED, cannot_run, check_backend
+from tercet.attention.dispatch import check_backend
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
@@ -298,17 +298,10 @@ class NativeSparseAttention(AttentionLayer):
 
     @torch.no_grad()  # inference only: cached tokens must not keep their autograd graph alive
     def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
-        reason: str | None = REQUESTED
-        if self.backend != "reference":
-            if x.shape[1] == 1:
-                reason = decode.why_not_token_kernels(self, cache)
-            else:
-                reason = decode.why_not_chunk_kernels(self, x, cache, lengths)
+        reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
             self._route = ("triton", None)
             return self._decode_token(x, cache, lengths)
-        if reason is not None and self.backend == "triton" and any(cache.host_lengths.tokens):
-            raise cannot_run(reason)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
         q, raw_k, keys, values = self.project(x, new.positions)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tercet.attention.checks import check_config
 from tercet.attention.config import NSAConfig
-from tercet.attention.dispatch import REQUESTED, cannot_run, check_backend
+from tercet.attention.dispatch import check_backend
 from tercet.attention.functional import run_window
 from tercet.attention.layout import Packing
 from tercet.model import decode
@@ -71,17 +71,10 @@ class WindowAttention(DenseAttention):
 
     @torch.no_grad()  # inference only
     def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:  # type: ignore[override]
-        reason: str | None = REQUESTED
-        if self.backend != "reference":
-            if x.shape[1] == 1:
-                reason = decode.why_not_token_kernels(self, cache)
-            else:
-                reason = decode.why_not_chunk_kernels(self, x, cache, lengths)
+        reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
             self._route = ("triton", None)
             return self._decode_token(x, cache, lengths)
-        if reason is not None and self.backend == "triton" and any(cache.host_lengths.tokens):
-            raise cannot_run(reason)
         new = cache.begin(self.cache_key(), x, lengths)
         q, k, v = self.project(new.zero_padding(x), new.positions)
         cache.append(new, k, {"window": k}, {"window": v})
