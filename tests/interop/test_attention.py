@@ -147,11 +147,14 @@ def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, pa
     torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **ERROR)
 
 
-def test_generate_greedily_with_beams_and_with_left_padding(sparse):
+def test_generate_greedily_with_beams_in_chunks_assisted_and_with_left_padding(sparse):
     prompts, options = some_tokens(2, 40), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     for beams in (1, 3):
         cached = sparse.generate(prompts, num_beams=beams, **options)
         assert torch.equal(cached, sparse.generate(prompts, num_beams=beams, use_cache=False, **options))
+    alone = sparse.generate(prompts[:1], **options)
+    for way in ({"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(sparse.generate(prompts[:1], **way, **options), alone)
     mask = torch.ones_like(prompts)
     mask[0, :15] = 0
     padded = sparse.generate(prompts, attention_mask=mask, **options)
@@ -171,6 +174,14 @@ def test_gradient_checkpointing_changes_nothing(sparse, reentrant: bool):
         sparse.disable_input_require_grads()
         sparse.gradient_checkpointing_disable()
         sparse.eval()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_computes_the_same(sparse):
+    tokens, options = some_tokens(1, 80), {"position_ids": torch.arange(80)[None] % 50, "use_cache": False}
+    compiled = torch.compile(sparse, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens, **options).logits, sparse(tokens, **options).logits, **ERROR)
 
 
 def test_autocast_computes_attention_in_bfloat16(tmp_path):

@@ -197,6 +197,7 @@ class Layout:
         return Positions(torch.argsort(~real, dim=1, stable=True), t, int(t.min()), int(t.max()))
 
 
+@torch.compiler.disable  # reads values of the mask
 def layout_mask(
     *,
     kv_length: int,
@@ -225,6 +226,7 @@ def layout_mask(
 # ------------------------------------------------------------ attention
 
 
+@torch.compiler.disable  # reads values of the layout; the rest of the layer compiles
 def layer_attention(
     module: nn.Module,
     query: Tensor,
