@@ -569,8 +569,12 @@ PLANNED_RUNS = (  # preset, seq_len
     ("m7c-64k", 65_536),
     ("m7c-64k", 262_144),
     ("m7c-64k", 1_048_576),
+    ("350m", 8192),
+    ("350m-64k", 65_536),
+    ("1b", 8192),
+    ("1b-64k", 65_536),
 )
-STEP_TOKENS = 65_536  # tokens per step of the presets; a longer sequence is a step by itself
+STEP_TOKENS = 65_536  # tokens per pass; a longer sequence is a pass by itself
 
 
 def _planned_gib(preset: str, length: int, batch: int, checkpointing: str, gpu: str) -> tuple[float, bool]:

@@ -8,6 +8,7 @@ import pytest
 
 from tercet import plan
 from tercet.config.load import differences, load, preset_about, preset_names
+from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.cost import parameters
 from tercet.plan import Device, find_device, make_plan, render
@@ -18,7 +19,7 @@ GPU = Device("H200", 989e12, 141 * 2**30, 0.3)
 
 
 def test_the_documented_presets_exist():
-    documented = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k"}
+    documented = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k", "350m", "350m-64k", "1b", "1b-64k"}
     assert set(NAMES) == documented | {f"{name}-dense" for name in documented}
 
 
@@ -104,10 +105,29 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77)]
-)
+    ("name", "millions"),
+    [
+        ("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77), ("350m", 357), ("350m-dense", 338),
+        ("1b", 1004), ("1b-dense", 946),
+    ],
+)  # fmt: skip
 def test_parameter_counts(name, millions):
     assert round(parameters(load(name).config.model).total / 1e6) == millions
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest"), [("350m", "H100"), ("350m-64k", "H100"), ("1b", "H200"), ("1b-64k", "H200")]
+)
+def test_the_larger_presets_fit_as_they_are(name, smallest):
+    for preset in (name, f"{name}-dense"):
+        assert make_plan(load(preset).config, find_device("auto", smallest)).fits
+        assert make_plan(load(preset, flags={"train.optimizer": "muon"}).config, find_device("auto", smallest)).fits
+
+
+def test_the_larger_presets_ask_for_a_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"tokenizer.json does not exist: give --data.tokenizer .*train-tokenizer"):
+        load_tokenizer(load("350m").config.data.tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         return _from_file(path, str(path), eos_token)
     if looks_like_path(spec):
         raise DataUsageError(
-            f"tokenizer={spec}: {path} does not exist: give a tokenizer.json, a folder with one, a hub name, or byte"
+            f"tokenizer={spec}: {path} does not exist: give --data.tokenizer a tokenizer.json, a folder with one, a "
+            "hub name or byte, or train one with `tercet data train-tokenizer`"
         )
     from tercet.data.hub import fetch_model_file, first_line, is_permanent
 
