@@ -81,6 +81,14 @@ def test_a_query_range_equals_its_part_of_the_whole(documents: tuple[int, ...] |
     torch.testing.assert_close(part.out, whole.out[:, 52:63], rtol=1e-5, atol=1e-6)
 
 
+def test_one_query_after_keys_stored_head_by_head_equals_its_row_of_the_whole() -> None:
+    x = sample(batch=2)
+    k, v = (a.transpose(1, 2).contiguous().transpose(1, 2) for a in (x.ks, x.vs))  # as in transformers' cache
+    whole = block_sparse.run_block_sparse(x.q, x.ks, x.vs, config=CONFIG, backend="triton")
+    last = block_sparse.run_block_sparse(x.q[:, 62:], k, v, config=CONFIG, backend="triton", span=Span(62))
+    torch.testing.assert_close(last.out, whole.out[:, 62:], rtol=1e-5, atol=1e-6)
+
+
 def test_it_compiles_to_one_graph_without_changing_a_bit() -> None:
     x = sample()
 

@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tercet.attention.block_sparse import check_dense_below, pool_keys, reads_all_below, run_block_sparse
@@ -24,6 +25,7 @@ from tercet.errors import UsageError
 from tercet.interop.huggingface.dense_weights import FAMILIES
 from tercet.model.block_sparse import attend_tokens
 from tercet.model.config import ModelConfig
+from tercet.model.decode import query_chunks
 
 NAME = "tercet"
 _BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean"}
@@ -289,8 +291,7 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, reads_all: int, p
         split = min(max(reads_all - first, 0), width)
         outs = []
         if split:
-            t = torch.arange(first, first + split, device=q.device)[None] if split > 1 else None
-            outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split], t))
+            outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split]))
         if split < width:
             outs.append(run_block_sparse(q[:, split:], k, v, config=nsa, span=Span(first + split)).out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -305,8 +306,15 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, reads_all: int, p
     return out
 
 
-def _read_all(q: Tensor, k: Tensor, v: Tensor, t: Tensor | None) -> Tensor:
-    """Dense attention of queries at positions t of their rows; None: one query, which reads every key."""
-    mask = None if t is None else (torch.arange(k.shape[1], device=q.device) <= t[..., None])[:, None]
+def _read_all(q: Tensor, k: Tensor, v: Tensor, t: Tensor | None = None) -> Tensor:
+    """Dense attention of queries at positions t of their rows, by default at the end."""
+    if t is None:
+        return _sdpa(q, k, v, causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] > 1 else None)
+    column = torch.arange(k.shape[1], device=q.device)
+    parts = query_chunks(q.shape[1], q.shape[0] * q.shape[2] * k.shape[1])
+    return torch.cat([_sdpa(q[:, part], k, v, (column <= t[:, part, None])[:, None]) for part in parts], dim=1)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
