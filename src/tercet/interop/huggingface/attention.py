@@ -69,9 +69,8 @@ def check_model(config: PretrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     if window is not None and (layers is None or "sliding_attention" in layers):
-        raise _unsupported(
-            f"sliding_window={window}", "set config.sliding_window = None to let its layers read the whole context"
-        )
+        fix = "load the model with sliding_window=None, which lets its layers read the whole context"
+        raise _unsupported(f"sliding_window={window}", fix if layers is None else "layer_types must be full_attention")
 
 
 class Settings(NamedTuple):
@@ -274,7 +273,7 @@ def _check_call(
         found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise _unsupported(f"attention_mask {found}", "pass a mask [batch, tokens] that is 0 for padding")
     if dropout:
-        raise _unsupported(f"attention_dropout={dropout}", "set config.attention_dropout = 0 before loading")
+        raise _unsupported(f"attention_dropout={dropout}", "load the model with attention_dropout=0.0")
     if kwargs.get("output_attentions"):
         raise _unsupported("output_attentions=True", "no probabilities are formed; use eager")
     if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-6):
