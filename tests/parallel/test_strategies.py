@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from fork_server import ForkServer
 from parallel.world import run_ranks
+from tercet.config.sections import ParallelConfig, TrainConfig
+from tercet.errors import UsageError
+from tercet.parallel.distributed import FullySharded
 
 # Together these cover every pair of (strategy, activation checkpointing, accumulation) values.
 FAST = [
@@ -65,3 +72,11 @@ def test_two_ranks_train_like_one_in_every_combination(fork_server):
 @pytest.mark.slow
 def test_four_ranks_train_like_one_with_replicated_weights(fork_server):
     check(fork_server, 4, ["cp with data, replicated"])
+
+
+def test_muon_on_shared_gpus_is_refused_where_torch_would_crash():
+    parallel = ParallelConfig(strategy="fsdp", share_gpus=True)
+    world = SimpleNamespace(device=torch.device("cuda"))
+    ranks: Any = SimpleNamespace(name="fsdp", parallel=parallel, train=TrainConfig(optimizer="muon"), world=world)
+    with pytest.raises(UsageError, match=r"muon with parallel.strategy=fsdp needs NCCL"):
+        FullySharded.build_model(ranks, lambda: pytest.fail("a model was built"), world.device)
