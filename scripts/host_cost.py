@@ -2,10 +2,10 @@
 
     python scripts/host_cost.py [--tokens 65536] [--document 2048] [--plain | --unbounded]
 
-Prints for each operator (m7c's heads, bf16, Hopper settings): launches, tensor descriptors, allocated tensors,
-microseconds in Tercet's Python code (under the profiler, which doubles them) and the dispatcher's overhead. Excludes
-Triton's C launcher, the driver, Inductor's wrapper and ATen kernels. Shares carry over to other machines, microseconds
-do not.
+Prints for each operator (m7c's heads, bf16, Hopper settings) its launches, the microseconds of a replay
+(kernels/replay.py) and of a call without one, and the functions that take most of the latter. Times are the least of
+many calls; tensors have no memory. Excludes Triton's launcher, the driver, Inductor's wrapper and ATen kernels. Shares
+carry over to other machines, microseconds do not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pstats
 import timeit
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +25,25 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import ops, qkv_split, table
+from tercet.attention.kernels import ops, qkv_split, replay, table
 from tercet.attention.layout import Packing
 from tercet.model import swiglu
 
 H, G, D, FFN = 12, 2, 64, 2048
-CALLS, TRIES = 10, 5
+CALLS, REPEATS = 20, 300
 launched: list[str] = []
 
 
 class Stub:
     """Stands in for a compiled kernel and for the driver of a GPU."""
 
+    function = packed_metadata = None
+
     def __init__(self, name: str = "") -> None:
         self.name = name
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args: launched.append(self.name)
+    def run(self, *args: Any) -> None:
+        launched.append(self.name)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -58,36 +61,36 @@ def compile_nothing(self: JITFunction, *args: Any, grid: Any, warmup: bool, **op
 
 
 def measured(name: str, call: Callable[[], Any]) -> None:
-    call()
+    times = []
+    for replays in (True, False):
+        replay.can_replay = lambda x, replays=replays: replays  # type: ignore[assignment, misc]
+        call()
+        times.append(min(timeit.repeat(call, number=1, repeat=REPEATS)) * 1e6)
     launched.clear()
     call()
-    launches = len(launched)
-    tries = [profiled(call) for _ in range(TRIES)]
-    own, allocated, descriptors = min(tries, key=lambda found: sum(found[0].values()))
-    first = ", ".join(f"{f} {t:.0f}" for f, t in sorted(own.items(), key=lambda item: -item[1])[:4])
-    counts = f"{launches:3d} launches {descriptors:3d} descriptors {allocated:3d} tensors"
-    print(f"{name:16} {counts} {sum(own.values()):5.0f} us: {first}")
+    launches, own = len(launched), profiled(call)
+    most = sorted(own.items(), key=lambda item: -item[1])[:3]
+    first = ", ".join(f"{function} {100 * seconds / sum(own.values()):.0f}%" for function, seconds in most)
+    print(f"{name:16} {launches:3d} launches, replayed {times[0]:5.0f} us, else {times[1]:5.0f} us: {first}")
 
 
-def profiled(call: Callable[[], Any]) -> tuple[dict[str, float], int, int]:
-    """One call: (microseconds by function, tensors allocated, descriptors created)."""
+def profiled(call: Callable[[], Any]) -> dict[str, float]:
+    """Seconds by function of Tercet."""
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(CALLS):
         call()
     profile.disable()
-    own: dict[str, float] = {}
-    allocated = descriptors = 0
-    for (file, _, function), (_, calls, total, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if "tercet" in file:
-            own[f"{file.rsplit('/', 1)[-1]}:{function}"] = total / CALLS * 1e6
-        allocated += calls // CALLS if "torch.empty" in function or "torch.zeros" in function else 0
-        descriptors += calls // CALLS if function in ("_descriptor", "descriptor") else 0
-    return own, allocated, descriptors
+    stats = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    return {
+        f"{file.rsplit('/', 1)[-1]}:{function}": total
+        for (file, _, function), (_, _, total, _, _) in stats
+        if "tercet" in file
+    }
 
 
 def dispatcher() -> None:
-    x = torch.zeros(1, dtype=torch.int32)
+    x = torch.zeros(1, dtype=torch.int32, device="cpu")
     plain = torch.library.Library("host_cost", "DEF")
     plain.define("same(Tensor x) -> Tensor")
     plain.impl("same", lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -117,27 +120,29 @@ def main() -> None:
     B, T = (a.tokens // a.document, a.document) if a.plain else (1, a.tokens)
     none = [None] * 4
     numbers = (list(astuple(config)), [], None if a.plain or a.unbounded else a.document)
-
-    def tensor(tokens: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.zeros(B, tokens, n, D, dtype=dtype)
-
-    q, gates = tensor(T, H), torch.zeros(B, T, H, 3)
     cu = None if a.plain else torch.arange(0, a.tokens + 1, a.document, dtype=torch.int32)
     packing = None if cu is None else Packing(cu, T, T // 16, config)
     ccu = None if packing is None else packing.compressed_cu_seqlens
     maps = none if packing is None else list(packing.tokens_to_chunks)
+    cu, ccu, *maps = (None if x is None else x.to("meta") for x in (cu, ccu, *maps))
+    empty = partial(torch.empty, device="meta")
+
+    def tensor(tokens: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return empty(B, tokens, n, D, dtype=dtype)
+
+    q, gates = tensor(T, H), empty(B, T, H, 3)
     kc = vc = tensor(T // 16 if packing else config.num_compressed(T), G)
     ks = vs = kw = vw = tensor(T, G)
-    y, cos = torch.zeros(B, T, qkv_split.columns(H, G, D, 3), dtype=torch.bfloat16), torch.zeros(T, 1, D // 2)
+    y, cos = empty(B, T, qkv_split.columns(H, G, D, 3), dtype=torch.bfloat16), empty(T, 1, D // 2)
     split = [H, G, D, 16, 3]
     parts = qkv_split.heads_apart(y, cos, cos, *maps[:2], split)
-    lse = torch.zeros(H, B, T)
-    blocks = torch.zeros(B, T, G, config.select_count, dtype=torch.int32)
+    lse = empty(H, B, T)
+    blocks = empty(B, T, G, config.select_count, dtype=torch.int32)
     inputs = (q, kc, vc, ks, vs, kw, vw, gates, q, lse, blocks, cu, ccu, *numbers)
     _, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(*inputs)
     sums, planes, *_ = ops.nsa_row_sums(q, gates, q, o_s, o_w)
     kept = (q, kc, vc, ks, vs, kw, vw, gates, None, lse, None, lse_s, None, lse_w, blocks, cu, ccu)
-    wide = torch.zeros(a.tokens, 2 * FFN, dtype=torch.bfloat16)
+    wide = empty(a.tokens, 2 * FFN, dtype=torch.bfloat16)
     print(f"{B} rows of {T} tokens, documents of {a.document}; torch {torch.__version__}")
     for name, call in (
         ("heads_apart", lambda: qkv_split.heads_apart(y, cos, cos, *maps[:2], split)),

@@ -34,7 +34,7 @@ class Compiled:
     meetings: int = 0  # places where all warps of a program wait for each other
 
 
-class _Absent:
+class AbsentGPU:
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
 
@@ -81,7 +81,7 @@ def compiling(capability: int, *, resources: bool = True, only: str = "") -> Ite
         patch.setattr(table, "generation", lambda x: capability // 10)
         patch.setattr(table, "shared_memory", lambda device: SHARED_KIB[capability] * 1024)
         before = driver._active
-        driver.set_active(_Absent(target))
+        driver.set_active(AbsentGPU(target))
         try:
             yield found
         finally:

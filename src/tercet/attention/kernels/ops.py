@@ -29,6 +29,7 @@ from tercet.attention.kernels import compressed, window
 from tercet.attention.kernels.combine import by_branch, combine, deltas, row_shape
 from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.replay import replayed
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.selected.launch import Saved, selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.tiles import Branch
@@ -172,16 +173,19 @@ def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
 # ------------------------------------------------------------ compressed attention and selection
 
 
+@replayed
 def compressed_attention(q, kc, vc, cu, ccu, numbers: Numbers) -> tuple[Tensor, Tensor]:
     q, kc, vc = flat(q), flat(kc), flat(vc)
     return compressed.forward(q, kc, vc, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+@replayed
 def compressed_lse(q, kc, cu, ccu, numbers: Numbers) -> Tensor:
     q, kc = flat(q), flat(kc)
     return compressed.log_sum_exp(q, kc, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+@replayed
 def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
     q, kc = flat(q), flat(kc)
     return select(q, kc, lse, numbers.config, _documents(q, kc, cu, ccu, numbers))
@@ -236,6 +240,7 @@ def nsa_select(
 # ------------------------------------------------------------ the rest of the forward
 
 
+@replayed
 def attend(x: Tensors, numbers: Numbers) -> Attended:
     """Selected and window attention, and the gated sum with the compressed branch's output."""
     q, ks, vs, kw, vw, gates = flat(x.q), flat(x.ks), flat(x.vs), flat(x.kw), flat(x.vw), flat(x.gates)
@@ -321,6 +326,7 @@ def nsa_row_sums(
     return tuple(deltas([o_c, o_s, o_w], flat(dout), flat(gates), mix=True))
 
 
+@replayed
 def gradients(
     dout: Tensor, x: Kept, saved: Sequence[Tensor | None], numbers: Numbers, delta: Tensor | None = None,
     planes: Tensor | None = None,
