@@ -4,6 +4,8 @@ Between its launches a call only computes what follows from shapes, strides and 
 fifty arguments each. On short sequences that takes longer than the kernels. So the first call of a layout writes a
 tape, and later ones run it: allocate, fill in the tensors, launch.
 
+Calls with packed documents are not replayed: hardly two of them have the same number of documents.
+
 A function can be replayed if all that it does on the device is launches through launch.py and PyTorch operators, and if
 it decides nothing by their results. A tape holds no tensor; tensors that only the tape uses are freed after their last
 use.
@@ -39,6 +41,8 @@ def replayed(function: _Function) -> _Function:
             return function(*args)
         tensors: list[Tensor] = []
         layout = _layout(args, tensors)
+        if any(x.dim() == 1 and x.dtype == torch.int32 for x in tensors):
+            return function(*args)  # bounds of documents, whose number changes from batch to batch
         numbers = [id(x) for x in tensors]
         # the same tensor given twice has one slot
         aliases = () if len(set(numbers)) == len(numbers) else tuple(map(numbers.index, numbers))
