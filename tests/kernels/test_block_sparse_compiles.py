@@ -45,7 +45,8 @@ def block_sparse(shape: str, *, packed: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "packed"), [("C", False), pytest.param("P", True, marks=pytest.mark.slow), ("blocks of 128", True)]
+    ("shape", "packed"),
+    [("C", False), *(pytest.param(shape, True, marks=pytest.mark.slow) for shape in ("P", "blocks of 128"))],
 )
 def test_hopper_keeps_scores_in_registers(shape: str, packed: bool) -> None:
     with compiling(90) as found:
@@ -66,6 +67,7 @@ def test_other_architectures_have_room(capability: int) -> None:
     assert all(c.shared <= SHARED_KIB[capability] * 1024 for c in found)
 
 
+@pytest.mark.slow
 def test_it_launches_a_part_of_what_three_branches_launch() -> None:
     def names(run: list[Compiled]) -> set[str]:
         return {c.name for c in run}

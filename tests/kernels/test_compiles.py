@@ -223,7 +223,7 @@ def test_warps_meet_before_one_writes_over_what_others_read() -> None:
     assert [(c.warps > 1, c.meetings > 0) for c in found] == [(True, True)]
 
 
-@pytest.mark.parametrize("capability", [80, 86, 100, 120])
+@pytest.mark.parametrize("capability", [*(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100)), 86, 120])
 def test_forward_compiles_for_other_gpus(capability: int) -> None:
     """86: cards with 24 and 48 GB, which have less shared memory; 89 compiles like it, and 120 is their successor."""
     with compiling(capability, resources=False) as found:

@@ -20,7 +20,7 @@ FAST = [
     "cp, whole rows", "cp, blocks", "ddp, fp16 gradients", "fsdp, bf16", "fsdp, learned selector",
     "cp, learned selector", "fsdp, muon",
 ]  # fmt: skip
-MANY = ["hsdp", "hsdp, plain", "cp with data", "hsdp, muon"]
+MANY = ["hsdp", "hsdp, plain", "cp with data"]
 SLOW = [
     "ddp, graph not static", "ddp, bf16 gradients", "ddp, bf16", "fsdp, accumulated", "fsdp, untied",
     "cp, replicated", "cp, bf16", "ddp, learned selector", "ddp, muon", "cp, muon",
@@ -70,8 +70,8 @@ def test_two_ranks_train_like_one_in_every_combination(fork_server):
 
 
 @pytest.mark.slow
-def test_four_ranks_train_like_one_with_replicated_weights(fork_server):
-    check(fork_server, 4, ["cp with data, replicated"])
+def test_four_ranks_train_like_one_with_replicated_weights_and_with_muon(fork_server):
+    check(fork_server, 4, ["cp with data, replicated", "hsdp, muon"])
 
 
 def test_muon_on_shared_gpus_is_refused_where_torch_would_crash():
