@@ -92,7 +92,7 @@ def assert_close_to_triton(c, limit=SCATTERED, **changes) -> None:
     assert not SCATTERED_TRITON & set(launched)
     assert SCATTERED_TRITON & set(others)
     for what, a, b in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
-        assert relative_error(a, b.float()) <= 4e-3, what
+        assert relative_error(a, b.float()) <= 2e-4, what  # seen: 0 for o and dq, 5e-5 for dk and dv
 
 
 @pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])

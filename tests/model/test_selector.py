@@ -12,6 +12,7 @@ import torch
 import tercet
 from layer_oracle import linear
 from tercet.attention.layout import Packing
+from tercet.model.decode import why_not_token_kernels
 from tercet.model.rope import Rotary
 from tercet.model.selector import BlockSelector, block_lse, measure_choice, sample_queries
 from tercet.model.transformer import ModelConfig, Transformer
@@ -217,6 +218,7 @@ def test_a_cache_gives_the_results_of_the_whole_sequence(chunks: list[int], rota
     cache = layer.make_cache(2)
     parts = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-12)
+    assert ("selector_rotary" in (why_not_token_kernels(layer, cache) or "")) == (rotary > 0)
 
 
 def test_the_future_changes_no_choice() -> None:

@@ -53,12 +53,12 @@ def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: 
 
 def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
     """Why the decode kernels cannot run one token per row; None if they can."""
+    if layer.selector_rotates():
+        return "the decode kernels do not rotate the channels of a learned selector (model.selector_rotary)"
     if not TRITON_INSTALLED:
         return NO_TRITON
     if cache.device.type != "cuda" and not interpreting():
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
-    if layer.selector_rotates():
-        return "the decode kernels do not rotate the channels of a learned selector (model.selector_rotary)"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
     from tercet.attention.kernels import decode

@@ -281,10 +281,8 @@ class NativeSparseAttention(AttentionLayer):
     @property
     def kv_rows(self) -> tuple[int, ...]:
         """Rows of kv_proj, [set][k, v]; the compressed branch has no keys of its own with compress_selected_keys."""
-        one = (
-            self.kv_heads * self.head_dim,
-            self.kv_heads * self.value_dim,
-        )  # not super(): it breaks torch.compile's graph
+        # super().kv_rows would break torch.compile's graph
+        one = self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
         return (one * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
 
     def per_branch(self, sets: tuple[Any, ...]) -> tuple[Any, ...]:
