@@ -82,7 +82,8 @@ def test_an_empty_cache_begins_with_its_first_token(reference):
 
 
 def test_all_options_at_once_equal_the_reference(reference):
-    layer = make(heads=4, kv_heads=2, gate="softmax", qk_norm=True, shared_kv=True, rope_scaling=3.0, bias=True)
+    layer = make(heads=4, kv_heads=2, gate="softmax", qk_norm=True, shared_kv=True, rope_scaling=3.0,
+                 rope_max_wavelength=500.0, bias=True)  # fmt: skip
     compare(reference, layer, [131], [None])
 
 

@@ -68,6 +68,7 @@ OPTIONS = [
     AS_M7C,
     {"gate": "softmax", "qk_norm": True},
     {"rope_scaling": 3.0},
+    {"rope_max_wavelength": 100.0},
     {"branches": ("compressed",)},
     {"branches": ("selected",)},
     {"branches": ("window",)},

@@ -19,7 +19,7 @@ from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, Span
 from tercet.model.config import NSA_ONLY
 from tercet.model.dense import DenseAttention
-from tercet.model.rope import rope_cache
+from tercet.model.rope import Rotary, rope_cache, rotate
 from tercet.model.stats import AttentionStats
 
 CFG = config()
@@ -93,6 +93,16 @@ def test_packed_documents_equal_documents_one_by_one():
 def test_rope_theta_and_position_scaling_apply_to_all_branches_alike(theta: float, scaling: float):
     layer = make(rope_theta=theta, rope_scaling=scaling)
     assert_equals_oracle(layer, sequence(29), theta=theta, scaling=scaling)
+
+
+def test_channels_with_a_longer_wavelength_than_the_limit_compare_content_at_any_distance():
+    rotary = Rotary(8, theta=10000.0, max_wavelength=100.0)  # wavelengths 6, 63, 628 and 6,283 positions
+    x = torch.randn(1, 1, 1, 8)
+    far = rotate(x, rotary.cos_sin(torch.tensor([12_345])))
+    unchanged = (far == x).flatten()
+    assert unchanged.tolist() == [False, False, True, True] * 2
+    everywhere = Rotary(8, theta=10000.0, max_wavelength=10_000.0).cos_sin(torch.arange(50))
+    torch.testing.assert_close(everywhere, Rotary(8, theta=10000.0).cos_sin(torch.arange(50)), rtol=0, atol=0)
 
 
 def test_the_compressed_key_is_rotated_once_at_the_position_of_its_last_token():
@@ -334,6 +344,7 @@ def test_autocast_stays_close_to_full_precision():
     ({"compression": "max"}, ["compression", "max", "mlp", "mean"]),
     ({"backend": "cuda"}, ["backend", "cuda", "auto", "reference", "triton"]),
     ({"rope_scaling": 0.0}, ["rope_scaling", "0.0"]),
+    ({"rope_max_wavelength": -1.0}, ["rope_max_wavelength", "-1.0"]),
     ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
     ({"value_dim": 0}, ["value_dim=0"]),
     ({"dim": 0}, ["dim=0"]),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
+from tercet.model.rope import Rotary
 
 _GROWTH = 1.5
 
@@ -117,9 +118,8 @@ class Cache:
     def rope_frequencies(self) -> Tensor:
         """fp64 [Dk/2]: full rotations per position of each pair."""
         if self._rope_frequencies is None:
-            size = self.key["head_dim"]
-            exponent = torch.arange(0, size, 2, device=self.device, dtype=torch.float64) / size
-            self._rope_frequencies = self.key["theta"] ** -exponent / (self.key["scaling"] * 2 * math.pi)
+            rotary = Rotary(*(self.key[name] for name in ("head_dim", "theta", "scaling", "max_wavelength")))
+            self._rope_frequencies = rotary.frequencies(self.device) / (2 * math.pi)
         return self._rope_frequencies
 
     def arrival_counters(self, size: int) -> Tensor:

@@ -126,6 +126,9 @@ class ModelConfig(BaseModel):
     """Base of the rotary position embedding."""
     rope_scaling: float = Field(default=1.0, gt=0)
     """Divides all positions; above 1 to extend a model to longer sequences."""
+    rope_max_wavelength: float = Field(default=0.0, ge=0)
+    """Channels that would need more positions than this for a full turn are not rotated: they compare content alone, at
+    any distance. Set it to the length of most of the training, to read longer texts later. 0: all are rotated."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before RoPE."""
     attention_bias: bool = False

@@ -33,6 +33,7 @@ class DenseAttention(AttentionLayer):
         *,
         rope_theta: float = 10000.0,
         rope_scaling: float = 1.0,
+        rope_max_wavelength: float = 0.0,
         qk_norm: bool = False,
         bias: bool = False,
         norm_eps: float | None = None,
@@ -43,7 +44,7 @@ class DenseAttention(AttentionLayer):
             raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=1, value_sets=1, rope_theta=rope_theta,
-            rope_scaling=rope_scaling, bias=bias,
+            rope_scaling=rope_scaling, rope_max_wavelength=rope_max_wavelength, bias=bias,
         )  # fmt: skip
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None

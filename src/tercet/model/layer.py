@@ -40,6 +40,7 @@ class AttentionLayer(nn.Module):
         value_sets: int,
         rope_theta: float,
         rope_scaling: float,
+        rope_max_wavelength: float,
         bias: bool,
     ) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class AttentionLayer(nn.Module):
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.key_sets = key_sets
-        self.rotary = Rotary(head_dim, rope_theta, rope_scaling)
+        self.rotary = Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength)
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
         self.kv_proj = nn.Linear(dim, kv_heads * (key_sets * head_dim + value_sets * value_dim), bias=bias)
         self.o_proj = nn.Linear(heads * value_dim, dim, bias=bias)
@@ -91,6 +92,7 @@ class AttentionLayer(nn.Module):
         return {
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.value_dim,
             "theta": self.rotary.theta, "scaling": self.rotary.scaling,
+            "max_wavelength": self.rotary.max_wavelength,
         }  # fmt: skip
 
     def phi_is_plain(self) -> bool:

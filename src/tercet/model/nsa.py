@@ -67,7 +67,8 @@ class NativeSparseAttention(AttentionLayer):
     shared_kv    one K/V projection for all branches instead of three
     compress_selected_keys  compress the selected branch's keys instead of separate ones, so that blocks are selected by
                  a summary of the keys that will be read
-    rope_theta, rope_scaling  RoPE base, and a divisor for all positions
+    rope_theta, rope_scaling, rope_max_wavelength  RoPE base, a divisor for all positions, and the longest wavelength
+                 of rotated channels (0: no limit)
     qk_norm      RMS-normalise each head of q and k
     selector     what scores the blocks: "compressed" (the compressed branch, as in the paper) or "learned" (separate
                  projections with `selector_heads` heads of `selector_dim` per KV head, of which RoPE rotates the
@@ -96,6 +97,7 @@ class NativeSparseAttention(AttentionLayer):
         compress_selected_keys: bool = False,
         rope_theta: float = 10000.0,
         rope_scaling: float = 1.0,
+        rope_max_wavelength: float = 0.0,
         qk_norm: bool = False,
         branches: tuple[str, ...] = BRANCHES,
         backend: str = "auto",
@@ -110,7 +112,8 @@ class NativeSparseAttention(AttentionLayer):
         value_sets = 1 if shared_kv else len(BRANCHES)
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=value_sets - compress_selected_keys,
-            value_sets=value_sets, rope_theta=rope_theta, rope_scaling=rope_scaling, bias=bias,
+            value_sets=value_sets, rope_theta=rope_theta, rope_scaling=rope_scaling,
+            rope_max_wavelength=rope_max_wavelength, bias=bias,
         )  # fmt: skip
         check_backend(backend)
         self.config = NSAConfig() if config is None else config

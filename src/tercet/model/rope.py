@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,21 +29,32 @@ class Rotary:
     """Angles theta^(-2i/D) · position / scaling for every pair (i, i + D/2) of a head.
 
     `scaling` divides all positions: a model trained at 8k reads 32k with scaling 4 (position interpolation).
+    Pairs that would need more than `max_wavelength` positions for a full turn are not rotated (0: all are).
     """
 
-    def __init__(self, size: int, theta: float = 10000.0, scaling: float = 1.0) -> None:
+    def __init__(self, size: int, theta: float = 10000.0, scaling: float = 1.0, max_wavelength: float = 0.0) -> None:
         if size % 2:
             raise ValueError(f"head_dim={size} is odd: RoPE rotates pairs, use an even size")
         if theta <= 0 or scaling <= 0:
             raise ValueError(f"rope_theta={theta} and rope_scaling={scaling} must be above 0")
+        if max_wavelength < 0:
+            raise ValueError(f"rope_max_wavelength={max_wavelength} must be at least 0")
         self.size, self.theta, self.scaling = size, float(theta), float(scaling)
+        self.max_wavelength = float(max_wavelength)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """fp64 [size/2]: radians per position of each pair."""
+        exponent = torch.arange(0, self.size, 2, device=device, dtype=torch.float64) / self.size
+        frequencies = self.theta**-exponent / self.scaling
+        if self.max_wavelength:
+            frequencies = torch.where(2 * math.pi / frequencies > self.max_wavelength, 0.0, frequencies)
+        return frequencies
 
     def cos_sin(self, positions: Tensor) -> CosSin:
         """Computed per pass, because a table would need the longest T in advance; but once for all layers, because
         fp64 cosines fused into every kernel that uses them took a third of a training step."""
-        exponent = torch.arange(0, self.size, 2, device=positions.device, dtype=torch.float64) / self.size
         # fp64: at position 1,000,000 an fp32 angle is off by 0.06 rad
-        angle = (positions[..., None].double() / self.scaling) * self.theta**-exponent
+        angle = positions[..., None].double() * self.frequencies(positions.device)
         return angle.cos().float().unsqueeze(-2), angle.sin().float().unsqueeze(-2)
 
     def of_tokens(self, x: Tensor, positions: Tensor | None) -> CosSin:

@@ -220,7 +220,7 @@ def build_selector(
         raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
     if kind == "compressed":
         return None
-    rotary = Rotary(rotated, rope.theta, rope.scaling) if rotated else None
+    rotary = Rotary(rotated, rope.theta, rope.scaling, rope.max_wavelength) if rotated else None
     return BlockSelector(dim, kv_heads, heads, size, config, rotary)
 
 

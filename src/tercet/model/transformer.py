@@ -72,7 +72,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, config.rope_max_wavelength)
         # Tied: no head at all rather than one parameter with two names, so that checkpoints, shards and weight-decay
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -227,6 +227,7 @@ def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAt
         compress_selected_keys=config.compress_selected_keys,
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
+        rope_max_wavelength=config.rope_max_wavelength,
         qk_norm=config.qk_norm,
         branches=config.branches,
         backend=config.backend,
