@@ -7,14 +7,18 @@ import weakref
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import tercet
+from inference.models import trained
 from interop.test_import import NSA, SIZES, dense_model
 from tercet import cli
 from tercet.errors import UsageError
-from tercet.interop.huggingface.export_dense import SELECTOR_WEIGHTS, check_family, export_dense
+from tercet.inference.load import StoredWeights
+from tercet.interop.huggingface import use_block_sparse
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS
+from tercet.interop.huggingface.export_dense import check_family, export_dense
 from tercet.interop.huggingface.folder import LazyWeights, tensors
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.model.config import ModelConfig
@@ -47,11 +51,57 @@ def test_import_and_export_give_the_original_weights_and_logits(family: str, tmp
         assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
         ours = tercet.load_model(tmp_path / "ours")(tokens)
     torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-3, atol=1e-4)
-    import_model(tmp_path / "back", tmp_path / "again", attention="block-sparse", nsa=NSA, selector="learned")
+    imported = import_model(tmp_path / "back", tmp_path / "again", seed=7)
+    assert imported.restored
+    assert imported.run.model == tercet.load_model(tmp_path / "ours").config
     ours_file, again = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "again"))
+    assert ours_file.keys() == again.keys()
+    assert "blocks.0.attention.selector.k_proj.weight" in again
     assert all(torch.equal(ours_file[name], again[name]) for name in ours_file)
-    selectors = load_file(tmp_path / "back" / SELECTOR_WEIGHTS)
-    assert sorted(selectors)[0] == "blocks.0.attention.selector.k_proj.weight"
+
+
+def test_an_exported_folder_can_be_converted_anew(tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    import_model(tmp_path / "dense", tmp_path / "ours", attention="block-sparse", dense_below=9)
+    export_dense(tmp_path / "ours", tmp_path / "back", "llama")
+    imported = import_model(tmp_path / "back", tmp_path / "again", attention="nsa")
+    assert not imported.restored
+    assert imported.run.model.gate == "sigmoid"
+    with pytest.raises(UsageError, match="leave out dense_below, or pass --attention"):
+        import_model(tmp_path / "back", tmp_path / "other", dense_below=5)
+
+
+def test_settings_of_use_block_sparse_are_imported(tmp_path):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+    use_block_sparse(theirs, NSA, dense_below=50)
+    theirs.save_pretrained(tmp_path / "sparse")
+    model = import_model(tmp_path / "sparse", tmp_path / "ours").run.model
+    assert (model.gate, model.nsa, model.dense_below, model.qk_norm) == ("none", NSA, 50, True)
+
+
+def test_selectors_that_do_not_fit_are_refused(tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    import_model(tmp_path / "dense", tmp_path / "ours", attention="block-sparse", selector="learned")
+    export_dense(tmp_path / "ours", tmp_path / "back", "llama")
+    path = tmp_path / "back" / SELECTOR_WEIGHTS
+    saved = load_file(path)
+    first = "blocks.0.attention.selector.k_proj.weight"
+    for changed, words in (
+        ({first: saved[first][1:].clone()}, r"k_proj\.weight has shape \[127, 32\]"),
+        ({"blocks.9.x": torch.zeros(1)}, r"has blocks\.9\.x, which the model of config\.json does not have"),
+        (None, "lacks blocks.0"),
+    ):
+        save_file(saved | changed if changed else {}, path)
+        with pytest.raises(UsageError, match=words):
+            import_model(tmp_path / "back", tmp_path / "again")
+    path.unlink()
+    with pytest.raises(UsageError, match=f"has no {SELECTOR_WEIGHTS}.*copy that file too"):
+        import_model(tmp_path / "back", tmp_path / "again")
+    config = tmp_path / "back" / "config.json"
+    config.write_text(config.read_text().replace('"selector": "learned"', '"selector": "best"'))
+    with pytest.raises(UsageError, match=r"config\.json: tercet\.selector: "):
+        import_model(tmp_path / "back", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_an_import_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
@@ -71,6 +121,41 @@ def test_an_import_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
     import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse")
     assert len(alive) == len(theirs.state_dict())
     assert most <= 5  # the tensor that is being written, and two pairs of a block that are joined
+
+
+def test_an_export_of_a_run_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
+    run = trained(tmp_path / "run", train__steps=1, model__gate="none")
+    model = tercet.load_model(run)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = StoredWeights.__getitem__
+
+    def counted(self: StoredWeights, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(StoredWeights, "__getitem__", counted)
+    export_dense(run, tmp_path / "out", "llama")
+    assert len(alive) == len(model.state_dict())
+    assert most <= 4  # two that are split, the one that is being written, and the next
+    written = dict(tensors(tmp_path / "out"))
+    assert torch.equal(written["model.embed_tokens.weight"], model.embedding.weight)
+    assert torch.equal(written["model.layers.1.mlp.up_proj.weight"], model.blocks[1].ffn.gate_up.weight.chunk(2)[1])
+
+
+def test_weights_that_several_ranks_saved_are_read_as_one(tmp_path):
+    weight = torch.randn(5, 3)
+    for rank, rows in enumerate((slice(0, 3), slice(3, 5))):
+        offsets = {"model.a": {"saved_offsets": [rows.start, 0]}}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        save_file({"model.a": weight[rows].clone()}, tmp_path / f"shard-{rank}.safetensors", metadata)
+    save_file({"optimizer.a": weight}, tmp_path / "shard-2.safetensors")
+    stored = StoredWeights(tmp_path)
+    assert list(stored) == ["a"]
+    assert torch.equal(stored["a"], weight)
 
 
 def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):

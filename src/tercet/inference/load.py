@@ -5,12 +5,17 @@ Accepts a run folder, a checkpoint folder, or a folder of weights with a config.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
@@ -20,6 +25,7 @@ from tercet.inference.arguments import CONFIG, WEIGHTS, ModelError, check_model,
 from tercet.model.transformer import Transformer
 from tercet.parse import one_line_errors
 from tercet.train import manifest, resume
+from tercet.train.checkpoint import MODEL, OPTIMIZER
 from tercet.train.device import pick_device
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -61,20 +67,79 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto",
     dtype: auto is bfloat16 on a GPU if the model was trained in bfloat16, otherwise float32.
     verify: check the checkpoint's checksums first.
     """
+    model = _find_model(path, verify).to_empty(device="cpu")
+    assert model.source is not None
+    if has_weights(model.source):
+        resume.load_weights_file(model.source / WEIGHTS, model)
+    else:
+        resume.load_tensors(model.source, model, None)
+    target = pick_device(device, flag="--device")
+    return model.to(target, _pick_dtype(dtype, model.run, target)).eval()
+
+
+def open_model(path: str | Path, *, verify: bool = True) -> tuple[LanguageModel, StoredWeights]:
+    """As `load_model`, but the model has no weights (meta device); they are read one by one from the second value."""
+    model = _find_model(path, verify).eval()
+    assert model.source is not None
+    weights = StoredWeights(model.source)
+    resume.compare_shapes(model.source, {name: p.shape for name, p in model.state_dict().items()}, weights.shapes())
+    return model, weights
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint or of a folder of weights by name. Each access maps one tensor, as long as it is
+    used."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{folder}: its weights cannot be read ({error}): damaged, copy it again") from None
+        self._files = metadata.storage_data
+        self._stored = {
+            name.removeprefix(MODEL): (name, stored)
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and not name.startswith(OPTIMIZER)
+        }
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: stored.size for name, (_, stored) in self._stored.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        key, stored = self._stored[name]
+        if len(stored.chunks) == 1:
+            return self._read(key, stored.chunks[0])
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        for shard in stored.chunks:  # one per rank that saved
+            place = tuple(slice(first, first + size) for first, size in zip(shard.offsets, shard.sizes, strict=True))
+            tensor[place] = self._read(key, shard)
+        return tensor
+
+    def _read(self, key: str, shard: ChunkStorageMetadata) -> Tensor:
+        with safe_open(self._files[MetadataIndex(key, shard.offsets)].relative_path, framework="pt") as stream:
+            tensor: Tensor = stream.get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def _find_model(path: str | Path, verify: bool) -> LanguageModel:
+    """The model of a path, on the meta device."""
     path = check_model(path)
-    weights = path / WEIGHTS
     if has_weights(path):
-        model = _without_weights(load_config(file=path / CONFIG).config, path, 0)
-        resume.load_weights_file(weights, model)
+        run, source, step = load_config(file=path / CONFIG).config, path, 0
     else:
         found = _checkpoint(path, verify)
         with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
             step = int(found.run_state["step"])
-            config = _config_of(found).at_step(step)
-        model = _without_weights(config, found.path, step)
-        resume.load_tensors(found.path, model, None)
-    target = pick_device(device, flag="--device")
-    return model.to(target, _pick_dtype(dtype, model.run, target)).eval()
+            run, source = _config_of(found).at_step(step), found.path
+    # Initializing weights would be wasted work and advance the caller's random state.
+    with torch.device("meta"):
+        return LanguageModel(run, source=source, step=step)
 
 
 def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
@@ -95,13 +160,6 @@ def _config_of(found: resume.FoundCheckpoint) -> RunConfig:
             f"{found.path}: its config cannot be read by this version of Tercet ({where}: {first['msg']}): "
             "use the version that wrote it"
         ) from None
-
-
-def _without_weights(run: RunConfig, source: Path, step: int) -> LanguageModel:
-    # On the meta device: initializing weights would be wasted work and advance the caller's random state.
-    with torch.device("meta"):
-        model = LanguageModel(run, source=source, step=step)
-    return model.to_empty(device="cpu")
 
 
 def _pick_dtype(dtype: Dtype, run: RunConfig, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ def hf(
     source: Path,
     out: Path,
     nsa: NSAConfig = NSAConfig(),  # noqa: B008  (frozen)
-    attention: str = "nsa",
+    attention: str | None = None,
     compression: Literal["mlp", "mean"] = "mlp",
     compress_selected_keys: bool = False,
     cover: Literal["selected", "window"] = "selected",
@@ -25,14 +25,14 @@ def hf(
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> int:
-    """Import a dense Llama- or Qwen-style checkpoint, or a Tercet export, to continue training from it.
+    """Import a dense Llama- or Qwen-style checkpoint, or an export of Tercet, to continue training from it.
 
     Args:
         source: Folder with config.json and safetensors.
         out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
         attention: nsa; block-sparse, which adds nothing to the model; dense; window; or a pattern of layers such as
-            nsa*11,dense.
+            nsa*11,dense. Default: nsa or, for an export of Tercet, the attention that it had.
         compression: How a block of keys and values is compressed: mlp (learnt, starts as the mean) or mean.
         compress_selected_keys: Compress the keys of the selected branch instead of separate keys.
         cover: The branch whose gates start open; up to its reach, the import equals the dense model.
@@ -63,6 +63,8 @@ def hf(
         seq_len=seq_len,
         seed=seed,
     )
+    if imported.restored:
+        print("restored the settings that the model was exported with")
     if imported.exact_length is not None:
         model = imported.run.model
         gated = "nsa" in model.attention_kinds and model.gate != "none"

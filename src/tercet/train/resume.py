@@ -334,7 +334,7 @@ def load_weights_file(path: Path, model: nn.Module) -> None:
         raise CheckpointError(f"train.init_from={path}: cannot be read ({error}): damaged, copy it again") from None
     weights = {k.removeprefix(MODEL): v for k, v in weights.items() if not k.startswith(OPTIMIZER)}
     live = {k.removeprefix(MODEL): v for k, v in tensors_to_save(model, None).items()}
-    _compare_shapes(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
+    compare_shapes(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(weights[name])
@@ -346,10 +346,11 @@ def _check_stored_shapes(path: Path, live: Mapping[str, Tensor], reader: Hugging
     stored = {
         k: v.size for k, v in metadata.items() if isinstance(v, TensorStorageMetadata) and k.split(".", 1)[0] in parts
     }
-    _compare_shapes(path, {k: v.shape for k, v in live.items()}, stored)
+    compare_shapes(path, {k: v.shape for k, v in live.items()}, stored)
 
 
-def _compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """Raise if the names and shapes of stored weights are not those of the model."""
     missing, extra = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
     differ = [
         f"{k} {list(stored[k])}, the model has {list(live[k])}" for k in live.keys() & stored if live[k] != stored[k]

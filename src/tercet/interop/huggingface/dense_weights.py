@@ -27,10 +27,12 @@ from tercet.attention.config import BRANCHES
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
 from tercet.model.nsa import NativeSparseAttention
-from tercet.model.transformer import Block
+from tercet.model.transformer import Block, Transformer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BLOCK_SPARSE = "block-sparse"
+# Of learned selectors, beside the weights of the family. Names and shapes are a Transformer's.
+SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 Cover = Literal["selected", "window"]
 
 
@@ -69,6 +71,17 @@ def attention_options(attention: str, dense_below: int, selector: str) -> dict[s
     }  # fmt: skip
 
 
+def saved_options(saved: ModelConfig) -> dict[str, Any]:
+    """Model settings for the entry `tercet` of a config.json, as an export or `use_block_sparse` left it.
+    `model_config` replaces those that the rest of config.json describes."""
+    if "nsa" in saved.attention_kinds and saved.gate != "none":
+        raise ForeignModelError(
+            f"config.json: tercet.gate={saved.gate}: a dense model's weights need gate=none; to convert them, pass "
+            "--attention"
+        )
+    return dict(saved)
+
+
 def _sliding_window(hf_config: Mapping[str, Any]) -> int | None:
     """The window of a model whose layers all have one; only Mistral's configuration says that."""
     return hf_config.get("sliding_window") if hf_config.get("model_type") == "mistral" else None
@@ -87,22 +100,22 @@ def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> Mod
         **(hf_config.get("rope_scaling") or {}),
         "rope_theta": hf_config.get("rope_theta"),
     }
-    return ModelConfig(
-        dim=hf_config["hidden_size"],
-        layers=hf_config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=hf_config.get("num_key_value_heads") or heads,
-        head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        ffn_dim=hf_config["intermediate_size"],
-        vocab_size=hf_config["vocab_size"],
-        tie_embeddings=hf_config.get("tie_word_embeddings", False),
-        rope_theta=rope.get("rope_theta") or 10000.0,
-        rope_scaling=_linear_scaling(rope),
-        qk_norm=family == "qwen3",
-        attention_bias=family == "qwen2" or bool(hf_config.get("attention_bias", False)),
-        norm_eps=hf_config.get("rms_norm_eps", 1e-6),
-        **chosen,
-    )
+    described = {
+        "dim": hf_config["hidden_size"],
+        "layers": hf_config["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": hf_config.get("num_key_value_heads") or heads,
+        "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        "ffn_dim": hf_config["intermediate_size"],
+        "vocab_size": hf_config["vocab_size"],
+        "tie_embeddings": hf_config.get("tie_word_embeddings", False),
+        "rope_theta": rope.get("rope_theta") or 10000.0,
+        "rope_scaling": _linear_scaling(rope),
+        "qk_norm": family == "qwen3",
+        "attention_bias": family == "qwen2" or bool(hf_config.get("attention_bias", False)),
+        "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
+    }
+    return ModelConfig(**{**chosen, **described})
 
 
 def _linear_scaling(rope: Mapping[str, Any]) -> float:
@@ -151,6 +164,24 @@ def check_weights(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> N
         raise ForeignModelError(f"{len(surplus)} unexpected weights, such as {surplus[0]}: is it another model family?")
 
 
+def selector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights of learned selectors."""
+    with torch.device("meta"):
+        state = Transformer(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if ".selector." in name}
+
+
+def check_selectors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """As `check_weights`, for the file of the selectors."""
+    expected = selector_shapes(config)
+    if surplus := sorted(shapes.keys() - expected.keys()):
+        raise ForeignModelError(f"{SELECTOR_WEIGHTS} has {surplus[0]}, which the model of config.json does not have")
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise ForeignModelError(f"{SELECTOR_WEIGHTS} lacks {name}: it is incomplete, or of another model")
+        _check_shape(name, shapes[name], shape)
+
+
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     dim, ffn = config.dim, config.ffn_dim
     rows = {"q": config.heads * config.head_dim, "k": config.kv_heads * config.head_dim}
@@ -179,10 +210,15 @@ def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> No
 
 
 def convert(
-    config: ModelConfig, weights: Mapping[str, Tensor], *, cover: Cover, gate_logit: float
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    selectors: Mapping[str, Tensor],
+    *,
+    cover: Cover,
+    gate_logit: float,
 ) -> Iterator[tuple[str, Tensor]]:
     """The state of a Transformer, in its order, from a checkpoint that `check_weights` accepted. Holds one block at a
-    time; what the checkpoint does not have is newly initialized."""
+    time; what neither the checkpoint nor `selectors` has is newly initialized."""
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = weights[name]
@@ -201,7 +237,8 @@ def convert(
             _load_block(block, f"model.layers.{i}.", copy, take, output_bias=output_bias)
             if isinstance(block.attention, NativeSparseAttention):
                 open_gate(block.attention, cover, gate_logit)
-        yield from ((f"blocks.{i}.{name}", tensor) for name, tensor in block.state_dict().items())
+        state = {f"blocks.{i}.{name}": tensor for name, tensor in block.state_dict().items()}
+        yield from ((name, selectors.get(name, tensor)) for name, tensor in state.items())
     yield "norm.weight", weights["model.norm.weight"]
     if not config.tie_embeddings:
         yield "head.weight", weights["lm_head.weight"]

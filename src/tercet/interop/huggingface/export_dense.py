@@ -7,16 +7,20 @@ model.dense_below. Weights of learned selectors, which the family has no place f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
-from tercet.inference.load import Dtype, LanguageModel, load_model
-from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder
+from tercet.inference.load import LanguageModel, open_model
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
+from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.model.config import ModelConfig
 
 ARCHITECTURES = {
@@ -25,25 +29,37 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 SHARD_BYTES = 4 << 30
 
 
 def export_dense(
-    run: str | Path, out: str | Path, family: str, *, dtype: Dtype = "float32", shard_bytes: int = SHARD_BYTES
+    run: str | Path,
+    out: str | Path,
+    family: str,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Export the model of a run, a checkpoint or a folder of weights to `out`, which must be empty or not exist."""
     from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
 
     out = Path(out)
     check_empty(out)
-    model = load_model(run, device="cpu", dtype=dtype)
+    model, weights = open_model(run)
     check_family(model.config, family)
-    _check_output_bias(model, family)
+    _check_output_bias(weights, family)
+    stored_as = getattr(torch, dtype)
     with atomic_folder(out) as folder:
         (folder / CONFIG).write_text(json.dumps(hf_config(model, family, dtype), indent=2) + "\n", encoding="utf-8")
-        _write_shards(folder, dense_tensors(model, family), shard_bytes)
-        _write_selectors(folder, model)
+        shards = plan_shards(dense_tensors(model.state_dict(), model.config, family), stored_as, shard_bytes)
+        contents = dense_tensors(weights, model.config, family)
+        for file, shapes in shards.items():
+            write_tensors(folder / file, shapes, islice(contents, len(shapes)), stored_as)
+        if len(shards) > 1:
+            _write_index(folder, shards, stored_as)
+        if selectors := selector_shapes(model.config):
+            contents = ((name, weights[name]) for name in selectors)
+            write_tensors(folder / SELECTOR_WEIGHTS, selectors, contents, stored_as)
         as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
         check_folder(folder)
     return out
@@ -74,8 +90,8 @@ def check_family(config: ModelConfig, family: str) -> None:
             raise UsageError(f"model.{name}={getattr(config, name)} cannot be exported with --format {family}: {why}")
 
 
-def _check_output_bias(model: LanguageModel, family: str) -> None:
-    if family == "qwen2" and any(layer.o_proj.bias.any() for layer in model.attention_layers()):
+def _check_output_bias(weights: Mapping[str, Tensor], family: str) -> None:
+    if family == "qwen2" and any(weights[name].any() for name in weights if name.endswith(".o_proj.bias")):
         raise UsageError("--format qwen2: the model has biases of its output projections, use --format llama")
 
 
@@ -112,70 +128,53 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def dense_tensors(model: LanguageModel, family: str) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the family: the inverse of the table in dense_weights.py."""
-    yield "model.embed_tokens.weight", model.embedding.weight
-    block: Any
-    for i, block in enumerate(model.blocks):
-        attention = block.attention
-        prefix, rows = f"model.layers.{i}.", attention.kv_heads * attention.head_dim
-        yield f"{prefix}input_layernorm.weight", block.attention_norm.weight
-        yield f"{prefix}post_attention_layernorm.weight", block.ffn_norm.weight
-        for kind in ("weight", "bias") if attention.q_proj.bias is not None else ("weight",):
-            yield f"{prefix}self_attn.q_proj.{kind}", getattr(attention.q_proj, kind)
-            kv = getattr(attention.kv_proj, kind)
-            yield f"{prefix}self_attn.k_proj.{kind}", kv[:rows]
-            yield f"{prefix}self_attn.v_proj.{kind}", kv[rows:]
+def dense_tensors(weights: Mapping[str, Tensor], config: ModelConfig, family: str) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the family, from those of a Transformer: the inverse of the table in dense_weights.py."""
+    rows = config.kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", weights["embedding.weight"]
+    for i in range(config.layers):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        yield f"{theirs}input_layernorm.weight", weights[f"{ours}attention_norm.weight"]
+        yield f"{theirs}post_attention_layernorm.weight", weights[f"{ours}ffn_norm.weight"]
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            yield f"{theirs}self_attn.q_proj.{kind}", weights[f"{ours}attention.q_proj.{kind}"]
+            k, v = weights[f"{ours}attention.kv_proj.{kind}"].split(rows)
+            yield f"{theirs}self_attn.k_proj.{kind}", k
+            yield f"{theirs}self_attn.v_proj.{kind}", v
             if kind == "weight" or family != "qwen2":
-                yield f"{prefix}self_attn.o_proj.{kind}", getattr(attention.o_proj, kind)
-        if attention.q_norm is not None:
-            yield f"{prefix}self_attn.q_norm.weight", attention.q_norm.weight
-            yield f"{prefix}self_attn.k_norm.weight", attention.k_norm.weight
-        gate_up = block.ffn.gate_up.weight
-        yield f"{prefix}mlp.gate_proj.weight", gate_up[: gate_up.shape[0] // 2]
-        yield f"{prefix}mlp.up_proj.weight", gate_up[gate_up.shape[0] // 2 :]
-        yield f"{prefix}mlp.down_proj.weight", block.ffn.down.weight
-    yield "model.norm.weight", model.norm.weight
-    if model.head is not None:
-        yield "lm_head.weight", model.head.weight
+                yield f"{theirs}self_attn.o_proj.{kind}", weights[f"{ours}attention.o_proj.{kind}"]
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                yield f"{theirs}self_attn.{norm}.weight", weights[f"{ours}attention.{norm}.weight"]
+        gate, up = weights[f"{ours}ffn.gate_up.weight"].split(config.ffn_dim)
+        yield f"{theirs}mlp.gate_proj.weight", gate
+        yield f"{theirs}mlp.up_proj.weight", up
+        yield f"{theirs}mlp.down_proj.weight", weights[f"{ours}ffn.down.weight"]
+    yield "model.norm.weight", weights["norm.weight"]
+    if not config.tie_embeddings:
+        yield "lm_head.weight", weights["head.weight"]
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """One file, or several of at most about shard_bytes with an index. Holds the tensors of one file at a time."""
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-
-    def write() -> None:
-        save_file(held, folder / f"{len(shards)}.part", {"format": "pt"})
-        shards.append(list(held))
-        held.clear()
-
-    total = size = 0
+def plan_shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+) -> dict[str, dict[str, Sequence[int]]]:
+    """Shapes by file and name: one file, or several of at most shard_bytes, unless a single tensor is larger."""
+    shards: list[dict[str, Sequence[int]]] = [{}]
+    size = 0
     for name, tensor in tensors:
-        bytes_ = tensor.numel() * tensor.element_size()
-        if held and size + bytes_ > shard_bytes:
-            write()
+        bytes_ = tensor.numel() * dtype.itemsize
+        if shards[-1] and size + bytes_ > shard_bytes:
+            shards.append({})
             size = 0
-        held[name] = tensor.detach().contiguous()
-        size, total = size + bytes_, total + bytes_
-    write()
+        shards[-1][name] = tensor.shape
+        size += bytes_
     if len(shards) == 1:
-        (folder / "0.part").rename(folder / WEIGHTS)
-        return
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"{i}.part").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shapes for i, shapes in enumerate(shards, 1)}
+
+
+def _write_index(folder: Path, shards: Mapping[str, Mapping[str, Sequence[int]]], dtype: torch.dtype) -> None:
+    weight_map = {name: file for file, shapes in shards.items() for name in shapes}
+    total = sum(math.prod(shape) for shapes in shards.values() for shape in shapes.values()) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_selectors(folder: Path, model: LanguageModel) -> None:
-    from safetensors.torch import save_file
-
-    found = {name: p.detach().contiguous() for name, p in model.named_parameters() if ".selector." in name}
-    if found:
-        save_file(found, folder / SELECTOR_WEIGHTS, {"format": "pt"})

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tercet.errors import TercetError, UsageError
@@ -22,8 +23,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-# Numbers that a write converts to float32 at once.
+# Numbers that a write converts at once.
 _CONVERTED = 1 << 24
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class FolderError(UsageError):
@@ -77,21 +79,21 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, stream.get_tensor(name)
 
 
-def shapes(folder: Path) -> dict[str, list[int]]:
+def shapes(files: Iterable[Path]) -> dict[str, list[int]]:
     """The shape of every weight, from the headers of the files."""
     found: dict[str, list[int]] = {}
-    for path in weight_files(folder):
+    for path in files:
         with _open_weights(path) as stream:
             found |= {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118
     return found
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """The weights of a folder by name. Each access reads one tensor, and maps no file for longer."""
+    """The weights in some files by name. Each access reads one tensor, and maps no file for longer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[str, Path] = {}
-        for path in weight_files(folder):
+        for path in files:
             with _open_weights(path) as stream:
                 self._files |= dict.fromkeys(stream.keys(), path)
 
@@ -107,13 +109,18 @@ class LazyWeights(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def write_float32(path: Path, shapes: Mapping[str, Sequence[int]], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a safetensors file of float32 tensors one by one. weights: in the order of `shapes`."""
+def write_tensors(
+    path: Path,
+    shapes: Mapping[str, Sequence[int]],
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a safetensors file of tensors of one type, one by one. weights: in the order of `shapes`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        first, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
+        first, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [first, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -122,7 +129,7 @@ def write_float32(path: Path, shapes: Mapping[str, Sequence[int]], weights: Iter
             assert name == expected
             assert tensor.shape == tuple(shapes[name])
             for part in tensor.detach().flatten().split(_CONVERTED):
-                file.write(part.float().numpy().data)
+                file.write(part.to(dtype).contiguous().view(torch.uint8).numpy().data)
 
 
 def check_folder(folder: Path) -> None:

@@ -6,7 +6,7 @@ Continue training with: tercet train --config OUT/config.toml
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,8 @@ from tercet.interop.huggingface.folder import (
     read_json,
     shapes,
     tensors,
-    write_float32,
+    weight_files,
+    write_tensors,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.model.config import ModelConfig
@@ -44,10 +45,10 @@ from tercet.parse import WRONG_VALUE, describe, one_line_errors
 TOKENIZER = "tokenizer.json"
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
 MAX_DEFAULT_SEQ_LEN = 4096
-# Options of a dense import. A Tercet export already has its own values for them.
+# Options of a dense import. An export of Tercet already has its own values for them.
 DEFAULT_OPTIONS: dict[str, Any] = {
     "nsa": NSAConfig(),
-    "attention": "nsa",
+    "attention": None,
     "compression": "mlp",
     "compress_selected_keys": False,
     "cover": "selected",
@@ -62,6 +63,7 @@ class Imported:
     folder: Path
     run: RunConfig
     exact_length: int | None  # equal to the dense model up to this many tokens; None: always equal
+    restored: bool = False  # whether the folder had settings of an earlier export, which were taken
 
 
 def import_model(
@@ -69,7 +71,7 @@ def import_model(
     out: str | Path,
     *,
     nsa: NSAConfig | None = None,
-    attention: str = "nsa",
+    attention: str | None = None,
     compression: Literal["mlp", "mean"] = "mlp",
     compress_selected_keys: bool = False,
     cover: dense_weights.Cover = "selected",
@@ -79,7 +81,10 @@ def import_model(
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> Imported:
-    """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`."""
+    """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`.
+
+    attention: None for nsa or, if config.json has settings of Tercet, for those.
+    """
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise FolderError(f"{source} is not a folder: pass one with config.json and model.safetensors")
@@ -89,29 +94,53 @@ def import_model(
     with _wrong_values(source / CONFIG):
         context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
     exact_length = None
-    options = {
+    options: dict[str, Any] = {
         "nsa": nsa or NSAConfig(),
         "attention": attention,
         "compression": compression,
         "compress_selected_keys": compress_selected_keys,
     }
-    if hf_config.get("model_type") == "tercet":
+    ours = hf_config.get("model_type") == "tercet"
+    restored = ours or ("tercet" in hf_config and attention is None)
+    if restored:
         given = {**options, "cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
         unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
         if unused:
-            raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}")
+            fix = "" if ours else ", or pass --attention to convert its dense weights anew"
+            raise UsageError(
+                f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}"
+            )
+    if ours:
         model = _load_export(source, hf_config)
         config, weights = model.config, iter(model.state_dict().items())
     else:
-        config = _dense_model_config(
-            hf_config, options | dense_weights.attention_options(attention, dense_below, selector)
-        )
-        dense_weights.check_weights(config, shapes(source))
+        if restored:
+            options = dense_weights.saved_options(_saved_config(source, hf_config))
+        else:
+            options |= dense_weights.attention_options(attention or "nsa", dense_below, selector)
+        config = _dense_model_config(hf_config, options)
+        files = weight_files(source)
+        dense_weights.check_weights(config, shapes(files))
+        selectors = _saved_selectors(source, config) if restored else {}
         torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
-        weights = dense_weights.convert(config, LazyWeights(source), cover=cover, gate_logit=gate_logit)
+        weights = dense_weights.convert(config, LazyWeights(files), selectors, cover=cover, gate_logit=gate_logit)
         exact_length = dense_weights.exact_length(config, hf_config, cover)
     run = _write(source, out, config, weights, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
-    return Imported(out, run, exact_length)
+    return Imported(out, run, exact_length, restored)
+
+
+def _saved_selectors(source: Path, config: ModelConfig) -> Mapping[str, Tensor]:
+    """The learned selectors that an export left beside the weights of the family."""
+    if config.selector != "learned":
+        return {}
+    path = source / dense_weights.SELECTOR_WEIGHTS
+    if not path.is_file():
+        raise FolderError(
+            f"{source} has no {path.name}, but config.json says tercet.selector=learned: copy that file too, or pass "
+            "--attention block-sparse --selector learned for new selectors"
+        )
+    dense_weights.check_selectors(config, shapes([path]))
+    return LazyWeights([path])
 
 
 def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> ModelConfig:
@@ -133,13 +162,18 @@ def _wrong_values(path: Path) -> AbstractContextManager[None]:
     return one_line_errors(FolderError, f"{path} has a value of the wrong type: copy the model again")
 
 
-def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
+def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
     try:
-        config = ModelConfig.model_validate(hf_config.get("tercet") or {})
+        return ModelConfig.model_validate(hf_config.get("tercet") or {})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise FolderError(f"{source / CONFIG}: tercet.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    layers = len({name.split(".")[2] for name in shapes(source) if name.startswith("model.blocks.")})
+        where = ".".join(map(str, ("tercet", *first["loc"])))
+        raise FolderError(f"{source / CONFIG}: {where}: {first['msg']}") from None
+
+
+def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
+    config = _saved_config(source, hf_config)
+    layers = len({name.split(".")[2] for name in shapes(weight_files(source)) if name.startswith("model.blocks.")})
     if layers != config.layers:
         raise FolderError(f"{source}: config.json says {config.layers} layers, the weights {layers}: copy it again")
     with torch.device("meta"):
@@ -178,7 +212,7 @@ def _write(
     with atomic_folder(out) as folder:
         with torch.device("meta"):
             state = Transformer(config).state_dict()
-        write_float32(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
+        write_tensors(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
         if copy_tokenizer:
             shutil.copyfile(tokenizer, folder / TOKENIZER)
         (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
