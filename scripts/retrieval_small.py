@@ -103,7 +103,7 @@ def build(kind: str, longest: int, args: argparse.Namespace) -> Transformer:
     count = -(-longest // 64) if kind == "all" else 16
     nsa = tercet.NSAConfig(compress_block=16, compress_stride=16, select_count=count, window=128)
     torch.manual_seed(args.seed)
-    model = Transformer(
+    return Transformer(
         ModelConfig(
             dim=args.dim,
             layers=args.layers,
@@ -115,22 +115,9 @@ def build(kind: str, longest: int, args: argparse.Namespace) -> Transformer:
             compression="mean",
             compress_selected_keys=True,
             rope_theta=500000.0,
-            selector="learned" if kind in ("learned", "random") else "compressed",
+            selector=kind if kind in ("learned", "random") else "compressed",
         )
     ).to(args.device)
-    if kind == "random":
-        for layer in model.attention_layers():
-            layer.selector.weight = 0.0
-            layer.selector.forward = noise  # type: ignore[method-assign]
-    return model
-
-
-def noise(x: Tensor, packing: Any = None) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a selector that chooses at random."""
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    shape = (x.shape[0], x.shape[1], 2, 64)
-    q, k = (torch.randn(shape, device=x.device).to(dtype) for _ in range(2))
-    return q, k[:, : x.shape[1] // 16]
 
 
 @torch.no_grad()

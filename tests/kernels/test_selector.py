@@ -1,4 +1,5 @@
-"""Learned selection on the kernels, interpreted: the teacher's log-sum-exps, and a layer against the reference."""
+"""Learned and random selection on the kernels, interpreted: the teacher's log-sum-exps, and layers against the
+reference."""
 
 from __future__ import annotations
 
@@ -41,4 +42,18 @@ def test_a_layer_chooses_and_learns_like_the_reference(bounds: torch.Tensor | No
         found[backend] = y.detach(), [p.grad.clone() for p in layer.selector.parameters()]
     torch.testing.assert_close(found["triton"][0], found["reference"][0], rtol=1e-4, atol=1e-5)
     for a, b in zip(found["triton"][1], found["reference"][1], strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_a_layer_reads_random_blocks_like_the_reference() -> None:
+    layer = tercet.NativeSparseAttention(32, 4, 2, 16, config=NSA, selector="random")
+    layer.init_weights(0.3, 0.1)
+    x, found = torch.randn(1, 110, 32), {}
+    for backend in ("reference", "triton"):
+        layer.backend = backend
+        layer.zero_grad()
+        y = layer(x)
+        y.sum().backward()
+        found[backend] = [y.detach(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+    for a, b in zip(found["triton"], found["reference"], strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()

@@ -127,12 +127,18 @@ class RunConfig(Section):
     def _check_selector(self) -> None:
         selector = self.train.selector
         changed = next((name for name, value in SelectorConfig() if value != getattr(selector, name)), None)
-        if self.model.selector == "compressed" and changed is not None:
+        kind = self.model.selector
+        if kind != "learned" and changed is not None:
             raise ValueError(
-                f"train.selector.{changed} has no effect with model.selector=compressed: nothing of it is learned; "
+                f"train.selector.{changed} has no effect with model.selector={kind}: nothing of it is learned; "
                 "drop it, or use model.selector learned"
             )
-        if self.model.selector == "learned" and self.parallel.strategy == "cp":
+        if kind == "random" and self.parallel.strategy == "cp":
+            raise ValueError(
+                "model.selector=random with parallel.strategy=cp: ranks exchange keys for blocks that they choose by "
+                "score; use parallel.strategy ddp or fsdp"
+            )
+        if kind == "learned" and self.parallel.strategy == "cp":
             chunk = self.train.micro_batch * self.data.seq_len // (2 * self.parallel.context)
             if self.parallel.context_fetch == "blocks":
                 raise ValueError(

@@ -107,8 +107,9 @@ class ModelConfig(BaseModel):
     compress_selected_keys: bool = False
     """Compress the selected branch's keys instead of separate ones, so that blocks are selected by the keys that
     will be read; values stay separate."""
-    selector: Literal["compressed", "learned"] = "compressed"
-    """What scores the blocks: the compressed branch (the paper), or small learned projections of their own."""
+    selector: Literal["compressed", "learned", "random"] = "compressed"
+    """What chooses the blocks: the compressed branch (the paper), small learned projections of their own, or, as a
+    control, a random choice that is fixed by position and layer."""
     selector_heads: int = Field(default=1, ge=1)
     """Query heads of a learned selector, per KV head."""
     selector_dim: int = Field(default=64, ge=1)
@@ -184,6 +185,8 @@ class ModelConfig(BaseModel):
             if self.dense_below:
                 raise ValueError(f"dense_below={self.dense_below} needs gate=none: only block-sparse attention has it")
             return
+        if self.selector == "random":
+            raise ValueError("selector=random needs gate=sigmoid or softmax: block-sparse attention does not have it")
         for name, value in BLOCK_SPARSE.items():
             if getattr(self, name) != value:
                 shown = {True: "true", ("selected",): '["selected"]', "mean": "mean"}[value]

@@ -44,8 +44,12 @@ def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: 
     for, unless the cache is empty: the whole-sequence operator then decides."""
     if layer.backend == "reference":
         return REQUESTED
-    token = x.shape[1] == 1
-    reason = why_not_token_kernels(layer, cache) if token else why_not_chunk_kernels(layer, x, cache, lengths)
+    if layer.chooses_randomly():
+        reason: str | None = "the kernels do not choose blocks of a cache at random (model.selector=random)"
+    elif x.shape[1] == 1:
+        reason = why_not_token_kernels(layer, cache)
+    else:
+        reason = why_not_chunk_kernels(layer, x, cache, lengths)
     if reason is not None and layer.backend == "triton" and any(cache.host_lengths.tokens):
         raise cannot_run(reason)
     return reason
@@ -185,16 +189,16 @@ def phi_weights(compression: Compression) -> CompressionWeights:
 
 def cached_nsa_attention(
     q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
-    selector: tuple[Tensor, Tensor] | None = None,
+    selector: tuple[Tensor, Tensor] | None = None, block_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     # as in the whole-sequence operator, scores and selection must not be computed in half precision
     with torch.autocast(q.device.type, enabled=False):
-        return _cached_nsa(q, gates, cache, new, config, branches, selector)
+        return _cached_nsa(q, gates, cache, new, config, branches, selector, block_indices)
 
 
 def _cached_nsa(
     q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
-    selector: tuple[Tensor, Tensor] | None,
+    selector: tuple[Tensor, Tensor] | None, given: Tensor | None,
 ) -> Tensor:  # fmt: skip
     batch, width, heads, size = q.shape
     groups = cache.key["kv_heads"]
@@ -213,8 +217,10 @@ def _cached_nsa(
             compressed, read, block_indices = _compressed(rows, t, cache, new, config, scored)
             if "compressed" in branches:
                 results["compressed"] = compressed, read
-            elif selector is None:
+            elif selector is None and given is None:
                 counts.append(read)  # read only to select blocks
+            if given is not None:
+                block_indices = given[:, part]
             if "selected" in branches:
                 results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
         if "window" in branches:

@@ -104,6 +104,10 @@ class AttentionLayer(nn.Module):
         selector = getattr(self, "selector", None)
         return selector is not None and selector.rotary is not None
 
+    def chooses_randomly(self) -> bool:
+        """Whether blocks are chosen at random, as a control."""
+        return getattr(self, "random_blocks", None) is not None
+
     def selector_sizes(self) -> tuple[int, int]:
         """Heads per KV head of a learned selector, and their size; zeros without one."""
         return 0, 0

@@ -20,7 +20,7 @@ from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
-from tercet.model.selector import attach_loss, build_selector
+from tercet.model.selector import RandomBlocks, attach_loss, build_selector
 from tercet.model.stats import AttentionStats
 
 GATES = ("sigmoid", "softmax")
@@ -70,9 +70,9 @@ class NativeSparseAttention(AttentionLayer):
     rope_theta, rope_scaling, rope_max_wavelength  RoPE base, a divisor for all positions, and the longest wavelength
                  of rotated channels (0: no limit)
     qk_norm      RMS-normalise each head of q and k
-    selector     what scores the blocks: "compressed" (the compressed branch, as in the paper) or "learned" (separate
+    selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (separate
                  projections with `selector_heads` heads of `selector_dim` per KV head, of which RoPE rotates the
-                 first `selector_rotary` channels)
+                 first `selector_rotary` channels) or "random" (a control)
     branches     omit branches, for ablations
     backend      "auto", "reference" or "triton"
     bias         biases in the projections
@@ -126,6 +126,7 @@ class NativeSparseAttention(AttentionLayer):
         self.selector = build_selector(
             selector, dim, kv_heads, selector_heads, selector_dim, self.config, self.rotary, selector_rotary
         )
+        self.random_blocks = RandomBlocks(kv_heads, self.config) if selector == "random" else None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
             nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self.key_sets)) if qk_norm else None
@@ -171,10 +172,15 @@ class NativeSparseAttention(AttentionLayer):
         rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
         inputs = self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
         scored = None if self.selector is None else self.selector(x, packing, rope)
+        given = None
+        if self.random_blocks is not None:
+            position = torch.arange(x.shape[1], device=x.device) if packing is None else packing.position
+            given = self.random_blocks(position, rope.layer).expand(x.shape[0], -1, -1, -1)
         fuse_output = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._route = run_nsa(
             inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
             output=(self.o_proj.weight, self.o_proj.bias) if fuse_output else None, selector=scored,
+            block_indices=given,
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
         if taught is not None and block_indices is not None:
@@ -313,8 +319,9 @@ class NativeSparseAttention(AttentionLayer):
         gates = self.gate(x)
         blocks = cache.append(new, raw_k, keys, values)
         scored = self._cache_selector(x, new, cache)
+        given = None if self.random_blocks is None else self.random_blocks(new.positions)
         if new.fresh:
-            return self._prefill(new, cache, q, raw_k, keys, values, gates, scored)
+            return self._prefill(new, cache, q, raw_k, keys, values, gates, scored, given)
         if blocks is not None:
             index, block_k, block_v = blocks
             cos_sin = self.rotary.cos_sin(compressed_positions(index, self.config))
@@ -324,7 +331,7 @@ class NativeSparseAttention(AttentionLayer):
             out, self._route = decode.nsa_chunk(q, gates, keys, values, cache, new, self.config, self.branches, scored)
         else:
             self._route = ("reference", reason)
-            out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches, scored)
+            out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches, scored, given)
         return self.o_proj(out.flatten(2))
 
     def _cache_selector(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor] | None:
@@ -336,6 +343,7 @@ class NativeSparseAttention(AttentionLayer):
     def _prefill(
         self, new: NewTokens, cache: NSACache, q: Tensor, raw_k: Tensor, keys: dict[str, Tensor],
         values: dict[str, Tensor], gates: Tensor, scored: tuple[Tensor, Tensor] | None,
+        given: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
         padding from every real token."""
@@ -345,7 +353,7 @@ class NativeSparseAttention(AttentionLayer):
         cache.reads = None
         out, _, self._route = run_nsa(
             NSAInputs(q, kc, vc, keys["selected"], values["selected"], keys["window"], values["window"], gates),
-            config=self.config, backend=self.backend, branches=self.branches, selector=scored,
+            config=self.config, backend=self.backend, branches=self.branches, selector=scored, block_indices=given,
         )  # fmt: skip
         return self.o_proj(out.flatten(2))
 

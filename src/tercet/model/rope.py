@@ -16,13 +16,15 @@ CosSin = tuple[Tensor, Tensor]
 
 
 class RopeCache(NamedTuple):
-    """cos/sin of one forward pass, shared by all layers."""
+    """What layers need of one forward pass besides x: cos/sin, shared by all layers."""
 
     tokens: CosSin
     compressed: CosSin | None
     """At the positions of the compressed tokens; None if no layer has any."""
     selector: tuple[CosSin, CosSin] | None = None
     """Of learned selectors, at the tokens and at the compressed tokens; None if they rotate nothing."""
+    layer: Tensor | None = None
+    """Number of the layer, for random selection; the only field that differs between layers."""
 
 
 class Rotary:

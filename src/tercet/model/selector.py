@@ -1,9 +1,9 @@
-"""BlockSelector: learned selection of blocks, and the loss that teaches it (docs/nsa.md, "Learned selection").
+"""Other choices of blocks than the paper's: learned projections with the loss that teaches them, and random blocks.
 
-Small projections of the layer's input score the blocks in place of the compressed branch. They learn from the selected
-branch itself: the teacher is the attention that its queries and keys would put on every block of the past, and the
-student's scores follow it by a KL divergence, on a sample of the queries. The input is detached and the teacher has no
-gradient, so the rest of the model never feels this loss.
+BlockSelector (docs/nsa.md, "Learned selection"): small projections of the layer's input score the blocks in place of
+the compressed branch. They learn from the selected branch itself: the teacher is the attention that its queries and
+keys would put on every block of the past, and the student's scores follow it by a KL divergence, on a sample of the
+queries. The input is detached and the teacher has no gradient, so the rest of the model never feels this loss.
 
 Axes: queries [B, T, G·heads, size], keys [B, Tc, G, size]; S sampled queries, h query heads per group, NB blocks.
 """
@@ -23,7 +23,7 @@ from tercet.attention.reference import block_importance, compute_dtype
 from tercet.model.cache import NewTokens, NSACache
 from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rotate
 
-SELECTORS = ("compressed", "learned")
+SELECTORS = ("compressed", "learned", "random")
 TEACHERS = ("all", "selected")
 # Numbers of keys that the PyTorch teacher gathers at once.
 _GATHERED = 1 << 24
@@ -212,13 +212,60 @@ class BlockSelector(nn.Module):
         return block_importance(p, first_key[:, None], j.shape[0], config).transpose(0, 1)
 
 
+class RandomBlocks:
+    """Random blocks in place of the best ones, as a control: the forced blocks, and free ones by a hash of the query's
+    position, group and layer. Every set of free blocks is equally likely; no parameters, nothing to save for a resume.
+    """
+
+    def __init__(self, kv_heads: int, config: NSAConfig) -> None:
+        self.kv_heads, self.config = kv_heads, config
+        self.layer = 0
+        """Number of the layer: layers choose independently."""
+
+    def __call__(self, position: Tensor, layer: Tensor | None = None) -> Tensor:
+        """block_indices [..., G, n] of queries at these positions [...] of their documents.
+
+        layer: `self.layer` as a tensor. Compiled blocks share their code only if the number is not part of it.
+        """
+        config = self.config
+        n, initial, local = config.select_count, config.select_initial, config.select_local
+        slots = n - initial - local
+        position = position.long()[..., None, None]
+        current = position // config.select_block
+        group = torch.arange(self.kv_heads, device=position.device)[:, None]
+        key = _mix(_mix(position) + (self.layer if layer is None else layer)) + group * n
+        free = current + 1 - initial - local
+        # Floyd's sampling without replacement. Where fewer blocks than slots are free, all are read (below).
+        chosen = key[..., :0]
+        for slot in range(slots):
+            last = (free - slots + slot).clamp(min=0)
+            drawn = _mix(key + slot) % (last + 1)
+            taken = (chosen == drawn).any(-1, keepdim=True)
+            chosen = torch.cat((chosen, torch.where(taken, last, drawn)), -1)
+        first = torch.arange(n, device=position.device)
+        parts = (
+            first[:initial].expand(*chosen.shape[:-1], -1),
+            chosen.sort(-1).values + initial,
+            (current - local + 1 + first[:local]).expand(*chosen.shape[:-1], -1),
+        )
+        every = torch.where(first <= current, first, -1)
+        return torch.where(current < n, every, torch.cat(parts, -1)).int()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A hash of 32-bit numbers, in int64."""
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
 def build_selector(
     kind: str, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int
 ) -> BlockSelector | None:
-    """The selector of a layer; None if the compressed branch selects. rope: the layer's; rotated: channels."""
+    """The learned selector of a layer; None if it has none. rope: the layer's; rotated: channels."""
     if kind not in SELECTORS:
         raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
-    if kind == "compressed":
+    if kind != "learned":
         return None
     rotary = Rotary(rotated, rope.theta, rope.scaling, rope.max_wavelength) if rotated else None
     return BlockSelector(dim, kv_heads, heads, size, config, rotary)

@@ -77,6 +77,9 @@ class Transformer(nn.Module):
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.compiled = False  # whether the blocks are compiled; the loss then is too
+        for i, layer in enumerate(self.attention_layers()):
+            if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
+                layer.random_blocks.layer = i
         self.taught_every = 128  # in training, one query in this many teaches the learned selectors
         self.init_weights()
 
@@ -123,7 +126,12 @@ class Transformer(nn.Module):
         rope = self._rope_cache(tokens, packing) if cache is None else None
         taught = self._sample_queries(tokens, packing) if self.training and cache is None else None
         for i, block in enumerate(self.blocks):
-            x = block(x, packing, rope=rope, taught=taught) if cache is None else block(x, packing, cache[i], lengths)
+            if cache is not None:
+                x = block(x, packing, cache[i], lengths)
+                continue
+            if self.config.selector == "random" and rope is not None:
+                rope = rope._replace(layer=torch.full((), i, device=x.device))
+            x = block(x, packing, rope=rope, taught=taught)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
