@@ -142,6 +142,6 @@ def test_the_kernels_are_correct_and_timed_with_recorded_blocks(shape, tmp_path:
     options = argparse.Namespace(**{**vars(OPTIONS), "graph": True, "budget": 0.01})
     row = attention.bench("toy", f"recorded:{tmp_path / 's.npz'}", tercet.NSAConfig(), options)
     assert row["correct"], row
-    assert 0.8 < row["agreement"] < 0.9
+    assert 0.8 < row["agreement"] < 0.95
     assert 0 < row["nsa_forward_ms"] < row["nsa_both_ms"]
     assert ("nsa_graph_both_ms" in row) == (shape.D == 64)

@@ -137,7 +137,8 @@ def test_a_captured_graph_replays_the_same_bits(limit):
 
 
 def test_remembered_launches_follow_strides_and_alignment():
-    """A second call of the same shape with other strides, then with memory off 16 bytes, compiles its own variants."""
+    """A second call of the same shape with other strides, then with memory off 16 bytes, compiles its own variants: to
+    rounding, because TMA needs aligned memory, and the kernel without it adds rows in another order."""
     c = case("C, packed", seed=4)
     expected = run(c, KV_MAJOR)
     N = c.cu[-1]
@@ -148,7 +149,8 @@ def test_remembered_launches_follow_strides_and_alignment():
     for q in (wide[..., :64], flat[1:].view(N, 12, 64)):
         c.q = q
         c.shaped = lambda x: x[None]
-        assert all(torch.equal(a, b) for a, b in zip(expected, run(c, KV_MAJOR), strict=True))
+        for what, a, b in zip(("o", "dq", "dk", "dv"), expected, run(c, KV_MAJOR), strict=True):
+            assert relative_error(a, b.float()) <= 2e-4, what
 
 
 @DESIGNS

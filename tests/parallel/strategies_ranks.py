@@ -255,7 +255,7 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
                 stats = [layer.stats.means(row) for layer, row in zip(nsa, sums.tolist(), strict=True)]
                 for layer in nsa:
                     layer.stats.enabled = False
-    routes = sorted({str(route) for layer in layers for route in layer.routes.values()})
+    routes = sorted({str(route) for layer in nsa for route in layer.routes.values()})
     return {"routes": routes, "losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
 
 
