@@ -59,6 +59,7 @@ for attention in ("dense", "nsa"):
 """
 
 
+@pytest.mark.slow
 def test_a_broken_triton_does_not_affect_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so: undefined symbol')")
     path = os.pathsep.join([str(tmp_path), *sys.path])

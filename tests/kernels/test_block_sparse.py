@@ -32,8 +32,10 @@ def results(x: Inputs, backend: str, config: tercet.NSAConfig = CONFIG, **option
     return out.detach(), torch.autograd.grad(out, leaves, dout), aux
 
 
-@pytest.mark.parametrize("dense_below", [0, 53])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize(
+    ("documents", "dense_below"),
+    [(DOCUMENTS, 0), (None, 53), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((DOCUMENTS, 53), (None, 0)))],
+)
 def test_outputs_and_gradients_equal_the_references(documents: tuple[int, ...] | None, dense_below: int) -> None:
     x = sample(documents=documents)
     options = {"cu_seqlens": cu(documents), "dense_below": dense_below}

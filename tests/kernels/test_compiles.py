@@ -120,6 +120,7 @@ def test_hopper_keeps_all_values_in_registers() -> None:
     assert all(c.shared <= 227 * 1024 for c in found)
 
 
+@pytest.mark.slow
 def test_a_window_layer_runs_on_the_kernels_of_the_window_branch() -> None:
     """The window alone, without gates: forward and backward of packed documents."""
     q, k = torch.empty(1, 2048, 12, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 2, 64, dtype=torch.bfloat16)
@@ -146,7 +147,7 @@ SELECTED_KEYS = {
 }
 
 
-QUICK = ("the device decides", "query range")
+QUICK = ("the device decides",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SELECTED_KEYS])
@@ -171,7 +172,9 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
         assert 2 * (c.shared + 1024) <= 228 * 1024  # of a multiprocessor, which takes one KiB for each
 
 
-@pytest.mark.parametrize("heads", [80, 12], ids=["80 heads per group", "blocks of 32"])
+@pytest.mark.parametrize(
+    "heads", [pytest.param(80, id="80 heads per group", marks=pytest.mark.slow), pytest.param(12, id="blocks of 32")]
+)
 def test_what_hoppers_selected_keys_do_not_take_is_tritons(heads: int) -> None:
     with compiling(90, only="kv_major_dkv_transposed", resources=False) as found:
         q, k = torch.empty(1, 2048, heads, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 1, 64, dtype=torch.bfloat16)
@@ -223,7 +226,8 @@ def test_warps_meet_before_one_writes_over_what_others_read() -> None:
     assert [(c.warps > 1, c.meetings > 0) for c in found] == [(True, True)]
 
 
-@pytest.mark.parametrize("capability", [*(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100)), 86, 120])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 100, 120])
 def test_forward_compiles_for_other_gpus(capability: int) -> None:
     """86: cards with 24 and 48 GB, which have less shared memory; 89 compiles like it, and 120 is their successor."""
     with compiling(capability, resources=False) as found:

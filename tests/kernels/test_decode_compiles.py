@@ -98,6 +98,7 @@ def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
     assert [c for c in found if c.stack > TABLE] == []
 
 
+@pytest.mark.slow
 def test_a_learned_selector_adds_no_launch_and_spills_nothing() -> None:
     with compiling(90) as found:
         steps("C", torch.bfloat16, plain=True, selector="learned")

@@ -130,7 +130,10 @@ def test_score_rows_are_as_wide_as_max_seqlen(monkeypatch: pytest.MonkeyPatch) -
         assert launches == expected
 
 
-@pytest.mark.parametrize(("max_seqlen", "widest"), [(30, 1024), (30, 2), (10, 1024), (50, 1024), (50, 2)])
+@pytest.mark.parametrize(
+    ("max_seqlen", "widest"),
+    [(30, 1024), pytest.param(30, 2, marks=pytest.mark.slow), (10, 1024), (50, 1024), (50, 2)],
+)
 def test_documents_longer_than_max_seqlen_are_selected_worse_without_reading_foreign_memory(
     monkeypatch: pytest.MonkeyPatch, max_seqlen: int, widest: int
 ) -> None:

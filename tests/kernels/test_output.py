@@ -29,7 +29,9 @@ def make(*, keep_sum: bool, **options: Any) -> NativeSparseAttention:
 
 
 @pytest.mark.parametrize(
-    ("options", "packed"), [({"bias": True}, True), ({"branches": ("compressed", "window")}, False)], ids=str
+    ("options", "packed"),
+    [({"bias": True}, True), pytest.param({"branches": ("compressed", "window")}, False, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_compiled_values_and_gradients_equal_the_eager_layer(options: dict[str, Any], packed: bool) -> None:
     results = []
@@ -50,7 +52,7 @@ def test_eager_output_equals_the_projection_of_the_result() -> None:
     torch.testing.assert_close(make(keep_sum=False)(x), make(keep_sum=True)(x))
 
 
-@pytest.mark.parametrize("keep_sum", [False, True])
+@pytest.mark.parametrize("keep_sum", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_gated_sum_is_not_saved(keep_sum: bool) -> None:
     kept: list[tuple[int, ...]] = []
 

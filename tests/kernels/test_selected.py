@@ -164,8 +164,8 @@ def test_token_ranges_of_a_query_range_sum_to_the_whole(poison):
 
 def test_ranges_of_tokens_sum_to_the_whole():
     """A few bytes per range: dk and dv are carried from range to range."""
-    settings = small(KV_MAJOR, range_bytes=1 << 14)
-    c = case([0, 30, 120], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
+    settings = small(KV_MAJOR, range_bytes=1 << 13)
+    c = case([0, 20, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=5)
     _, saved = check(c, settings)
     assert saved.decision.shape[1] >= 3
 
@@ -173,8 +173,8 @@ def test_ranges_of_tokens_sum_to_the_whole():
 @pytest.mark.parametrize("dkv_transposed", [True, False])
 def test_key_gradients_of_union_tiles_sum_over_ranges_and_pieces(dkv_transposed):
     """Lists longer than a segment, several ranges, in both orientations of the scores."""
-    c = case([0, 30, 120], 4, 2, 16, 16, CONFIG, packed=True, seed=5)
-    check(c, small(UNION, range_bytes=1 << 14, segment_rows=32, dkv_transposed=dkv_transposed))
+    c = case([0, 20, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=5)
+    check(c, small(UNION, range_bytes=1 << 13, segment_rows=32, dkv_transposed=dkv_transposed))
 
 
 def test_each_range_decides_for_itself():
@@ -247,7 +247,7 @@ def test_strided_inputs_are_read_in_place():
 
 
 def test_empty_memory_is_never_read(poison):
-    c = case([0, 33, 70], 3, 1, 16, 16, CONFIG, packed=True, seed=10)
+    c = case([0, 13, 50], 2, 1, 16, 16, CONFIG, packed=True, seed=10)
     for limit in (UNION, KV_MAJOR):
         check(c, small(limit))
 

@@ -128,7 +128,7 @@ def test_order_holds_far_below_the_largest_probability(dtype: torch.dtype, top: 
 
 def test_the_benchmarks_choice_pass_is_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_backend", lambda: "triton")
-    shape, cfg = attention.Shape(1, 130, 4, 2, 16), config()
+    shape, cfg = attention.Shape(1, 90, 2, 1, 16), config()
     x = attention.make_inputs(shape, cfg, "random", 0.0, dtype=torch.float32, device="cpu")
     _, aux = tercet.nsa_attention(*x.all(), config=cfg, backend="triton", return_aux=True)
     assert torch.equal(attention.choice_pass(x, cfg)(), aux.block_indices)

@@ -19,7 +19,9 @@ def check(x, cfg, backend: str, **options) -> None:
     assert torch.autograd.gradcheck(operator, tensors, atol=1e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 3, 2), (2, 1, 2, 3), (1, 3, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 3, 2), (2, 1, 2, 3), pytest.param((1, 3, 4, 4), marks=pytest.mark.slow)], ids=str
+)
 def test_gradcheck(sizes: tuple[int, int, int, int], backend: str):
     groups, per_group, key_size, value_size = sizes
     cfg = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
@@ -29,8 +31,8 @@ def test_gradcheck(sizes: tuple[int, int, int, int], backend: str):
 
 def test_gradcheck_of_packed_documents_with_padding(backend: str):
     cfg = config(compress_block=2, compress_stride=2, select_block=2, select_count=2, select_local=1, window=2)
-    documents = (1, 7, 3)
-    x = inputs(cfg, 11, groups=1, key_size=2, value_size=3, documents=documents, padding=2)
+    documents = (1, 7)
+    x = inputs(cfg, 8, groups=1, key_size=2, value_size=3, documents=documents, padding=2)
     check(x, cfg, backend, cu_seqlens=cu(documents))
 
 

@@ -1,4 +1,4 @@
-"""single = ddp = fsdp = hsdp = cp: first loss, gradients, statistics, and twenty steps of losses."""
+"""single = ddp = fsdp = hsdp = cp: first loss, gradients, statistics, and losses (slow: of twenty steps)."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from tercet.config.sections import ParallelConfig, TrainConfig
 from tercet.errors import UsageError
 from tercet.parallel.distributed import FullySharded
 
-# Together these cover every pair of (strategy, activation checkpointing, accumulation) values.
+# Every strategy, with and without recomputed activations and accumulation, and what changes its communication.
 FAST = [
-    "ddp", "ddp, accumulated, recomputed", "fsdp", "fsdp, grad_op", "cp", "cp, accumulated, recomputed",
-    "cp, whole rows", "cp, blocks", "ddp, fp16 gradients", "fsdp, bf16", "fsdp, learned selector",
-    "cp, learned selector", "fsdp, muon",
+    "ddp, accumulated, recomputed", "ddp, fp16 gradients", "fsdp, grad_op", "fsdp, muon", "cp", "cp, whole rows",
+    "cp, blocks", "cp, learned selector",
 ]  # fmt: skip
-MANY = ["hsdp", "hsdp, plain", "cp with data"]
+MANY = ["hsdp, plain", "cp with data"]
 SLOW = [
+    "ddp", "fsdp", "cp", "cp, accumulated, recomputed", "fsdp, bf16", "fsdp, learned selector",
     "ddp, graph not static", "ddp, bf16 gradients", "ddp, bf16", "fsdp, accumulated", "fsdp, untied",
     "cp, replicated", "cp, bf16", "ddp, learned selector", "ddp, muon", "cp, muon",
     *(f"{s} {m} {a}" for s in ("ddp", "fsdp", "cp") for m in ("none", "selective", "full") for a in (1, 3)),
 ]  # fmt: skip
-
-
 PLAIN = ("ddp", "fsdp", "cp", "hsdp, plain", "cp with data")
 
 
-def steps(cases: list[str]) -> list[str]:
+def few(cases: list[str]) -> list[str]:
+    return [f"2:{case}" for case in cases]
+
+
+def many(cases: list[str]) -> list[str]:
     """Twenty steps for each plain strategy; its variants would differ within the first three."""
     return [f"{20 if case in PLAIN else 3}:{case}" for case in cases]
 
 
 def check(server: ForkServer, ranks: int, cases: list[str], seconds: float = 600) -> None:
-    results = run_ranks(server, ranks, "strategies_ranks", *steps(cases), seconds=seconds)
-    assert [t["case"] for t in results] == cases
+    """`cases`: STEPS:CASE, of strategies_ranks.py."""
+    results = run_ranks(server, ranks, "strategies_ranks", *cases, seconds=seconds)
+    assert [f"{t['steps']}:{t['case']}" for t in results] == cases
     for t in results:
         low = "bf16" in t["case"] or "fp16" in t["case"]
         assert t["numbers"] >= 20, t
@@ -53,25 +56,25 @@ def check(server: ForkServer, ranks: int, cases: list[str], seconds: float = 600
         assert t["norm"] < 1e-6, t
         assert t["stats"] < 1e-9, t
         assert t["choice"] < 1e-6, t
-        assert t["steps"] == 3 or t["fell"] > 0.5, t
+        assert t["steps"] < 20 or t["fell"] > 0.5, t
 
 
 def test_two_ranks_train_like_one_under_every_strategy(fork_server):
-    check(fork_server, 2, FAST)
+    check(fork_server, 2, few(FAST))
 
 
 def test_four_ranks_train_like_one_with_hsdp_and_with_data_parallel_sequences(fork_server):
-    check(fork_server, 4, MANY)
+    check(fork_server, 4, few(MANY))
 
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one_in_every_combination(fork_server):
-    check(fork_server, 2, SLOW, seconds=1800)
+    check(fork_server, 2, many(SLOW), seconds=1800)
 
 
 @pytest.mark.slow
-def test_four_ranks_train_like_one_with_replicated_weights_and_with_muon(fork_server):
-    check(fork_server, 4, ["cp with data, replicated", "hsdp, muon"])
+def test_four_ranks_train_like_one_in_every_combination(fork_server):
+    check(fork_server, 4, many([*MANY, "hsdp", "cp with data, replicated", "hsdp, muon"]))
 
 
 def test_muon_on_shared_gpus_is_refused_where_torch_would_crash():

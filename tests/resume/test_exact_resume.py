@@ -77,7 +77,7 @@ def test_a_run_killed_at_random_times_resumes_to_the_same_bits(
     reference, seconds = straight
     draw = random.Random(20)
     folder = tmp_path / "run"
-    kill_until_done(fork_server, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(6)], Counter())
+    kill_until_done(fork_server, config_of(folder), [draw.uniform(0, seconds * 0.7) for _ in range(4)], Counter())
     assert_same_run(reference, folder)
 
 

@@ -51,6 +51,19 @@ def saved_steps(folder: Path) -> list[int | None]:
     return [step_of(p) for p in complete_checkpoints(folder / "checkpoints")]
 
 
+@pytest.fixture(scope="module")
+def finished(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps, saved every two. Tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert fork_server.run(small(run__dir=str(folder))).code == 0
+    return folder
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_the_current_step_and_prints_how_to_resume(
     fork_server: ForkServer, tmp_path: Path, number: signal.Signals
@@ -209,44 +222,37 @@ def ended_step(folder: Path) -> int:
     return max((e.step for e in read_events(path)), default=0) if path.exists() else 0
 
 
-def test_a_refused_resume_does_not_touch_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(run__dir=str(tmp_path / "run"), train__steps=6)
-    assert train(config) == 0
-    earlier = str(complete_checkpoints(tmp_path / "run" / "checkpoints")[0])
+def test_a_refused_resume_does_not_touch_the_checkpoints(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(run__dir=str(copied))
+    earlier = str(complete_checkpoints(copied / "checkpoints")[0])
     with monkeypatch.context() as patch:
         patch.setattr(machine, "NEEDED", (("torch", (99,), None),))
         with pytest.raises(TercetError, match="doctor: versions"):
             train(config, resume=earlier)
-    assert saved_steps(tmp_path / "run") == [2, 4, 6]
+    assert saved_steps(copied) == [2, 4, 6]
     assert train(config, resume=earlier) == 0
-    assert len(list((tmp_path / "run" / "checkpoints").glob("abandoned-*"))) == 2
+    assert len(list((copied / "checkpoints").glob("abandoned-*"))) == 2
 
 
-def test_an_interrupted_run_resumes_to_the_same_losses(fork_server: ForkServer, tmp_path: Path) -> None:
-    folder, straight = tmp_path / "run", tmp_path / "straight"
-    config = small(run__dir=str(folder), train__steps=40, checkpoint__every=0)
-    child = fork_server.start(config)
-    child.until("step  5/")
-    child.signal(signal.SIGTERM)
-    assert child.wait() == 143
-    assert fork_server.run(config, resume="auto").code == 0
-    assert fork_server.run(small(run__dir=str(straight), train__steps=40, checkpoint__every=0)).code == 0
-    assert losses(folder) == losses(straight)
-
-
-def test_the_printed_resume_command_resumes_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
-    folder = tmp_path / "a run"
-    child = fork_server.start(small(run__dir=str(folder), train__steps=40, checkpoint__every=0))
+def test_the_printed_command_resumes_an_interrupted_run_to_the_same_losses(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    folder, straight = tmp_path / "a run", tmp_path / "straight"
+    child = fork_server.start(small(run__dir=str(folder), train__steps=30, checkpoint__every=0))
     child.until("step  5/")
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
     named = re.search(r"resume with: (.*)", child.output)
     assert named, child.output
-    done = subprocess.run(shlex.split(named.group(1)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resuming from" in done.stdout
-    assert done.stderr == ""
-    assert list(losses(folder)) == list(range(1, 41))
+    command = shlex.split(named.group(1))
+    start = shlex.split(program())
+    assert command[: len(start)] == start
+    resumed = fork_server.call("tercet.cli:main", *command[len(start) :])
+    assert resumed.wait() == 0, resumed.output
+    assert "resuming from" in resumed.output
+    assert "warning" not in resumed.output
+    assert fork_server.run(small(run__dir=str(straight), train__steps=30, checkpoint__every=0)).code == 0
+    assert losses(folder) == losses(straight)
 
 
 def test_a_bad_record_keeps_the_steps_before_it_and_may_be_skipped_on_resume(tmp_path: Path) -> None:
@@ -379,13 +385,11 @@ def test_a_full_disk_is_tolerated_if_failed_saves_are_and_nothing_is_missing_aft
     assert output.count("no space left; events wait in memory") == output.count("is complete again") == 1
 
 
-def test_a_deleted_event_log_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    assert train(small(run__dir=str(folder), train__steps=4)) == 0
-    events_file(folder).unlink()
-    assert train(small(run__dir=str(folder)), resume="auto") == 0
-    assert "events of steps 1 to 4 are lost" in capsys.readouterr().out
-    assert any("steps 1 to 4 are missing" in sentence for sentence in contradictions(read_run(folder)))
+def test_a_deleted_event_log_is_noticed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events_file(copied).unlink()
+    assert train(small(run__dir=str(copied), train__steps=8), resume="auto") == 0
+    assert "events of steps 1 to 6 are lost" in capsys.readouterr().out
+    assert any("steps 1 to 6 are missing" in sentence for sentence in contradictions(read_run(copied)))
 
 
 def test_a_failed_save_stops_the_run_by_default(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -417,19 +421,18 @@ def test_a_folder_without_permissions_is_one_line(fork_server: ForkServer, tmp_p
     assert "cannot be written (Permission denied)" in child.output
 
 
-def test_a_run_is_not_overwritten(fork_server: ForkServer, tmp_path: Path) -> None:
-    config = small(run__dir=str(tmp_path / "run"))
-    assert fork_server.run(config).code == 0
-    before = losses(tmp_path / "run")
+def test_a_run_is_not_overwritten(fork_server: ForkServer, copied: Path) -> None:
+    config = small(run__dir=str(copied))
+    before = losses(copied)
     child = fork_server.run(config)
     assert child.code == 2
     assert (
         f"already holds a run: pick another --run.dir, or resume with: {program()} train --resume auto" in child.output
     )
-    assert losses(tmp_path / "run") == before
+    assert losses(copied) == before
     child = fork_server.run(config, resume="auto")
     assert child.code == 0
-    assert losses(tmp_path / "run") == before
+    assert losses(copied) == before
 
 
 def test_two_processes_do_not_share_a_folder(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -445,11 +448,10 @@ def test_two_processes_do_not_share_a_folder(fork_server: ForkServer, tmp_path: 
     assert first.wait() == 143
 
 
-def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(fork_server: ForkServer, tmp_path: Path) -> None:
-    config = small(run__dir=str(tmp_path / "run"))
-    assert fork_server.run(config).code == 0
-    before = losses(tmp_path / "run")
-    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(fork_server: ForkServer, copied: Path) -> None:
+    config = small(run__dir=str(copied))
+    before = losses(copied)
+    newest = complete_checkpoints(copied / "checkpoints")[-1]
     victim = next(newest.glob("*.safetensors"))
     content = bytearray(victim.read_bytes())
     content[-5] ^= 64
@@ -458,31 +460,28 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(fork_server: 
     assert child.code == 0, child.output
     assert f"skipping a damaged checkpoint: {newest}" in child.output
     assert "resuming from" in child.output
-    assert losses(tmp_path / "run") == before
-    assert (tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}").is_dir()
+    assert losses(copied) == before
+    abandoned = copied / "checkpoints" / f"abandoned-{newest.name}"
+    assert abandoned.is_dir()
     # Naming a damaged checkpoint is an error.
-    child = fork_server.run(config, resume=str(tmp_path / "run" / "checkpoints" / f"abandoned-{newest.name}"))
+    child = fork_server.run(config, resume=str(abandoned))
     assert child.code == 1
     assert "does not match its SHA-256" in child.output
 
 
 def test_a_damaged_line_in_the_event_log_does_not_prevent_resuming(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "run"
-    assert train(small(run__dir=str(folder))) == 0
-    lines = events_file(folder).read_bytes().split(b"\n")
+    lines = events_file(copied).read_bytes().split(b"\n")
     lines[1] = b"\0" + lines[1][1:]
-    events_file(folder).write_bytes(b"\n".join(lines))
-    capsys.readouterr()
-    assert train(small(run__dir=str(folder), train__steps=8), resume="auto") == 0
+    events_file(copied).write_bytes(b"\n".join(lines))
+    assert train(small(run__dir=str(copied), train__steps=8), resume="auto") == 0
     assert capsys.readouterr().out.count("damaged line") == 1
-    assert max(losses(folder)) == 8
+    assert max(losses(copied)) == 8
 
 
-def test_a_changed_config_is_refused_with_the_difference(fork_server: ForkServer, tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    assert fork_server.run(small(run__dir=folder)).code == 0
+def test_a_changed_config_is_refused_with_the_difference(fork_server: ForkServer, copied: Path) -> None:
+    folder = str(copied)
     child = fork_server.run(small(run__dir=folder, train__lr=0.5, train__steps=8), resume="auto")
     assert child.code == 2
     assert "train.lr was 0.0003, now 0.5" in child.output
@@ -495,12 +494,13 @@ def test_a_changed_config_is_refused_with_the_difference(fork_server: ForkServer
     assert child.code == 0, child.output
     assert "changed since: train.lr was 0.0003, now 0.5" in child.output
     assert "changed since: train.steps was 6, now 8" in child.output
-    assert len(losses(tmp_path / "run")) == 8
+    assert len(losses(copied)) == 8
 
 
-def test_resuming_another_runs_checkpoint_in_a_used_folder_is_refused(fork_server: ForkServer, tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert fork_server.run(small(run__dir=str(a))).code == 0
+def test_resuming_another_runs_checkpoint_in_a_used_folder_is_refused(
+    fork_server: ForkServer, copied: Path, tmp_path: Path
+) -> None:
+    a, b = copied, tmp_path / "b"
     assert fork_server.run(small(run__dir=str(b), run__seed=7)).code == 0
     before = losses(b), saved_steps(b)
     source = a / "checkpoints" / "step-00000002"
@@ -515,9 +515,8 @@ def test_resuming_another_runs_checkpoint_in_a_used_folder_is_refused(fork_serve
     assert child.code == 0, child.output
 
 
-def test_a_fork_saves_the_checkpoint_it_starts_from(fork_server: ForkServer, tmp_path: Path) -> None:
-    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    assert fork_server.run(small(run__dir=str(a))).code == 0
+def test_a_fork_saves_the_checkpoint_it_starts_from(fork_server: ForkServer, finished: Path, tmp_path: Path) -> None:
+    a, b, c = finished, tmp_path / "b", tmp_path / "c"
     source = str(a / "checkpoints" / "step-00000002")
     # Stopped before its first step, with no save due for long.
     child = fork_server.start(small(run__dir=str(b), **LONG | {"train__warmup_steps": 2}), resume=source)
@@ -533,9 +532,10 @@ def test_a_fork_saves_the_checkpoint_it_starts_from(fork_server: ForkServer, tmp
     assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]
 
 
-def test_a_fork_that_died_before_its_first_save_can_be_started_again(fork_server: ForkServer, tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert fork_server.run(small(run__dir=str(a))).code == 0
+def test_a_fork_that_died_before_its_first_save_can_be_started_again(
+    fork_server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    a, b = finished, tmp_path / "b"
     source = a / "checkpoints" / "step-00000002"
     forked = small(run__dir=str(b), checkpoint__every=0)
     assert fork_server.run(forked, resume=str(source)).code == 0

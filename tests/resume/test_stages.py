@@ -54,7 +54,7 @@ def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-@pytest.mark.parametrize("step", [2, 4, 5, 7])
+@pytest.mark.parametrize("step", [4, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 7))])
 def test_a_kill_within_and_between_stages_resumes_to_the_same_bits(
     step: int, straight: Path, fork_server: ForkServer, tmp_path: Path
 ) -> None:

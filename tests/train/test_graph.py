@@ -162,8 +162,10 @@ def test_document_capacity_is_a_power_of_two() -> None:
     assert [capacity_for(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", ["packed", "plain"])
+@pytest.mark.parametrize(
+    ("kind", "accumulation"),
+    [("packed", 2), ("plain", 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("packed", 1), ("plain", 2)))],
+)
 def test_graph_steps_equal_eager_steps_to_the_last_bit(kind: str, accumulation: int) -> None:
     """The document count varies and exceeds the capacity in the fourth batch; two steps collect statistics."""
     documents = [3, 9, 2, 40, 5, 33]
@@ -309,8 +311,14 @@ def test_a_run_with_graphs_equals_an_eager_run_and_resumes(tmp_path: Path, graph
     assert any("CUDA graph: captured passes of 1 × 128 tokens" in e.text for e in events["on"] if isinstance(e, Noted))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["broken", "memory"])
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("error", "accumulation"),
+    [(None, 2), (NO_MEMORY, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((None, 1), (NO_MEMORY, 2)))],
+    ids=["broken-2", "memory-1", "broken-1", "memory-2"],
+)
 def test_steps_fall_back_to_eager_if_a_capture_may_fail(error: Exception | None, accumulation: int) -> None:
     """The third step collects statistics, so both variants are captured again, and the second capture fails."""
     told = []
@@ -362,13 +370,16 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
         raise TercetError("a step could not be captured as a CUDA graph (ValueError: no)")
 
     monkeypatch.setattr(FakeCapturer, "capture", capture)
+    runs = {
+        how: small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action, train__steps=10)
+        for how in ("off", "auto")
+    }
+    if action == "halt":
+        with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 9: .*ValueError: no"):
+            train(runs["auto"], origins={})
+        return
     told = {}
-    for how in ("off", "auto"):
-        run = small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action, train__steps=12)
-        if how == "auto" and action == "halt":
-            with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 9: .*ValueError: no"):
-                train(run, origins={})
-            return
+    for how, run in runs.items():
         assert train(run, origins={}) == 0
         told[how] = losses(tmp_path / how)
     assert told["auto"] == told["off"]

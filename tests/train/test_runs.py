@@ -361,7 +361,10 @@ def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tm
     assert all(kl is not None for e in observed for kl in e.kl)
 
 
-@pytest.mark.parametrize(("mode", "gate"), [("none", "sigmoid"), ("selective", "sigmoid"), ("full", "none")])
+@pytest.mark.parametrize(
+    ("mode", "gate"),
+    [pytest.param("none", "sigmoid", marks=pytest.mark.slow), ("selective", "sigmoid"), ("full", "none")],
+)
 def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
     tmp_path: Path, mode: str, gate: str
 ) -> None:
