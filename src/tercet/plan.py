@@ -130,7 +130,7 @@ def make_plan(config: RunConfig, device: Device) -> CostPlan:
 def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
     model, parallel, length = config.model, config.parallel, config.data.seq_len
     precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu")
-    flops = cost.flops_per_token(model, length)
+    flops = cost.flops_per_token(model, length, selectors_only=config.train.selector.only)
     tokens = steps * config.train.tokens_per_step
     # The known peak is bf16 on a GPU and fp32 on a CPU; it says nothing about the other precision.
     peak = device.flops if (precision == "bf16") == device.is_gpu else None

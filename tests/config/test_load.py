@@ -220,6 +220,13 @@ def test_defaults_are_a_valid_configuration():
     assert flatten(load().config) == flatten(RunConfig())
 
 
+def test_training_selectors_alone_needs_some() -> None:
+    with pytest.raises(ConfigError, match=r"train\.selector\.only has no effect with model.selector=compressed"):
+        load(flags={"train.selector.only": True})
+    with pytest.raises(ConfigError, match=r"train\.selector\.only has nothing to train with model.attention=dense"):
+        load(flags={"train.selector.only": True, "model.selector": "learned", "model.attention": "dense"})
+
+
 def test_settings_of_muon_need_muon():
     with pytest.raises(ConfigError, match=r"muon.lr=0.02 has no effect with optimizer=adamw"):
         load("tiny", None, {"train.muon.lr": 0.02})

@@ -187,7 +187,7 @@ def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
 
 
 def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
-    """One uses the paper's settings, one those of the preset m7c, one is block-sparse."""
+    """One uses the paper's settings, one those of the preset m7c, two are block-sparse."""
     dense_model(tmp_path / "Qwen3-0.6B", Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=16))
     monkeypatch.chdir(tmp_path)
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("tercet import hf ")]
@@ -197,8 +197,9 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
         out = Path(shlex.split(line)[4])
         made.append(load(file=out / "config.toml").config.model)
         out.rename(f"made-{len(made)}")
-    paper, recommended, blocks = made
+    paper, recommended, blocks, learned = made
     assert (blocks.gate, blocks.dense_below) == ("none", 4096)
+    assert learned == blocks.model_copy(update={"selector": "learned"})
     m7c = load("m7c").config.model
     assert (paper.compression, paper.compress_selected_keys, paper.nsa) == ("mlp", False, NSAConfig())
     assert (recommended.compression, recommended.compress_selected_keys) == (

@@ -24,6 +24,7 @@ from tercet.model.cost import (
 )
 from tercet.model.transformer import Transformer
 from tercet.train.optim import build_optimizer
+from tercet.train.state import freeze_all_but_selectors
 
 BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ("selected",), "compression": "mean"}
 SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 40, "vocab_size": 37}
@@ -170,6 +171,30 @@ def test_training_costs_three_forwards():
     assert flops_per_token(config, 2048) == pytest.approx(3 * forward_flops(config, 2048) / 2048)
     # 6 per parameter and token is the usual estimate without attention
     assert flops_per_token(config, 1) == pytest.approx(6 * parameters(config).total, rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {**BLOCK_SPARSE, "attention": "nsa,dense,nsa"}], ids=str)
+def test_training_selectors_alone_costs_little_more_than_a_forward(changes, monkeypatch):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setattr("tercet.model.layer._has_any_global_hook", lambda: False)
+    config, length = ModelConfig(**{**SIZES, "layers": 3, "selector": "learned", **changes}), 48
+    model = Transformer(config)
+    freeze_all_but_selectors(model)
+    with FlopCounterMode(display=False) as counter:
+        model(
+            torch.zeros(1, length, dtype=torch.int64), None, torch.ones(1, length, dtype=torch.int64)
+        ).total.backward()
+    ops = counter.get_flop_counts()["Global"]
+    ran = ops[torch.ops.aten.mm] + ops.get(torch.ops.aten.addmm, 0)
+    estimate = flops_per_token(config, length, selectors_only=True) * length - _attended(config, length)
+    assert ran == pytest.approx(estimate, rel=0.05)
+    assert estimate < 0.6 * (flops_per_token(config, length) * length - 3 * _attended(config, length))
+    settings = {"compute_bytes": 4, "activation_checkpointing": "none"}
+    alone, everything = (memory(config, length, **settings, selectors_only=only) for only in (True, False))
+    assert alone.gradients == 4 * sum(p.numel() for p in model.parameters() if p.grad is not None)
+    assert alone.optimizer == 2 * alone.gradients
+    assert alone.activations < everything.activations
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from runs import losses, rows, small
 from tercet import cli
 from tercet.config.load import load
 from tercet.errors import TercetError
+from tercet.parallel.strategy import Single
 from tercet.shell import program
 from tercet.telemetry.events import (
     RunEnded,
@@ -29,6 +30,7 @@ from tercet.telemetry.events import (
 )
 from tercet.train.dump import replay
 from tercet.train.manifest import complete_checkpoints, read_json
+from tercet.train.state import build_state
 from tercet.train.trainer import train
 
 
@@ -359,6 +361,43 @@ def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tm
     assert [e.layer for e in observed] == [[0, 1]] * 6
     assert all(0 <= mass <= best <= 1 for e in observed for mass, best in zip(e.mass, e.best, strict=True))
     assert all(kl is not None for e in observed for kl in e.kl)
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        pytest.param("none", {}, marks=pytest.mark.slow),
+        ("full", {"model__gate": "none", "model__attention": "dense,nsa", "model__dense_below": 20}),
+        pytest.param(
+            "selective",
+            {"model__gate": "none", "train__stages": "32:1,64:2", "train__optimizer": "muon"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_selectors_learn_alone_while_no_other_bit_changes_and_all_learn_after(
+    tmp_path: Path, mode: str, changes: dict[str, Any]
+) -> None:
+    learned = {"model__selector": "learned", "model__selector_dim": 8, "train__selector__every": 4}
+    changes = {**learned, "model__init_std": 0.3, "train__activation_checkpointing": mode, "train__steps": 3, **changes}
+    whole, resumed, after = (tmp_path / name for name in ("whole", "resumed", "after"))
+    config = small(run__dir=str(whole), train__selector__only=True, **changes)
+    before = build_state(config, torch.device("cpu"), Single(), None).model.state_dict()
+    train(config, origins={})
+    trained = {name.removeprefix("model."): tensor for name, tensor in tensors(whole, "model.").items()}
+    selectors = {name for name in before if ".selector." in name}
+    assert {name for name in before if not torch.equal(before[name], trained[name])} == selectors
+    moments = {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in tensors(whole, "optimizer.")}
+    assert moments == selectors
+    assert float(rows(whole / "training.csv")[-1]["grad_norm"]) > 0
+    middle = complete_checkpoints(whole / "checkpoints")[0]
+    config = small(run__dir=str(resumed), train__selector__only=True, **changes)
+    train(config, origins={}, resume=str(middle))
+    assert all(torch.equal(tensor, tensors(resumed)[name]) for name, tensor in tensors(whole).items())
+    train(small(run__dir=str(after), **changes, train__init_from=str(whole)), origins={})
+    assert not any(torch.equal(tensor, tensors(after)[f"model.{name}"]) for name, tensor in trained.items())
+    with pytest.raises(TercetError, match=r"train\.selector\.only was True, now False.*train\.init_from"):
+        train(small(run__dir=str(whole), **changes), origins={}, resume="auto")
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ class RunConfig(Section):
                 f"train.selector.{changed} has no effect with model.selector={kind}: nothing of it is learned; "
                 "drop it, or use model.selector learned"
             )
+        if selector.only and "nsa" not in self.model.attention_kinds:
+            raise ValueError(
+                f"train.selector.only has nothing to train with model.attention={self.model.attention}: only nsa "
+                "layers have selectors; drop it, or use model.attention nsa"
+            )
         if kind == "random" and self.parallel.strategy == "cp":
             raise ValueError(
                 "model.selector=random with parallel.strategy=cp: ranks exchange keys for blocks that they choose by "

@@ -46,6 +46,9 @@ def resolved_precision(precision: str, device_type: str) -> str:
 class SelectorConfig(Section):
     """How a learned selector is trained (model.selector = learned). Its loss changes no other parameter."""
 
+    only: bool = False
+    """Train nothing but the selectors: all other parameters keep their values, and steps need less memory and time. A
+    warm-up for the selectors of a converted model."""
     teacher: Literal["all", "selected"] = "all"
     """Blocks whose attention teaches the choice. all: every block of the past. selected: only those that were read."""
     all_until: int = Field(default=0, ge=0)

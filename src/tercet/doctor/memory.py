@@ -49,6 +49,7 @@ def step_memory(config: RunConfig, precision: str) -> cost.Memory:
         weight_shards=shards if parallel.sharding == "full" else 1,
         optimizer_shards=shards,
         optimizer=config.train.optimizer,
+        selectors_only=config.train.selector.only,
     )
 
 

@@ -92,14 +92,21 @@ def hidden_matrices(model: ModelConfig) -> int:
     return ffn + sum(attention_matrices(model, kind) for kind in kinds) - gates
 
 
-def optimizer_numbers(model: ModelConfig, optimizer: str) -> int:
+def optimizer_numbers(model: ModelConfig, optimizer: str, *, selectors_only: bool = False) -> int:
     """Numbers in the optimizer's state: AdamW has two moments per parameter, Muon has one."""
+    if selectors_only:
+        return 2 * selector_parameters(model)
     return 2 * parameters(model).total - (hidden_matrices(model) if optimizer == "muon" else 0)
 
 
 def _has_gates(model: ModelConfig, kind: str) -> bool:
     """Whether a layer gates several branches; block-sparse attention has one and is otherwise as dense."""
     return kind == "nsa" and model.gate != "none"
+
+
+def selector_parameters(model: ModelConfig) -> int:
+    """Parameters of learned selectors."""
+    return sum(_selector_weights(model, kind) for kind in model.attention_kinds)
 
 
 def _selector_weights(model: ModelConfig, kind: str) -> int:
@@ -177,8 +184,16 @@ def _all_scoring_flops(model: ModelConfig, length: int) -> float:
     return model.attention_kinds.count("nsa") * scoring_flops(model, length) if model.gate == "none" else 0.0
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs per trained token: forward, plus twice that backward. Recomputation is not counted, as in MFU."""
+def flops_per_token(model: ModelConfig, seq_len: int, *, selectors_only: bool = False) -> float:
+    """FLOPs per trained token: forward, plus twice that backward. Recomputation is not counted, as in MFU.
+
+    selectors_only: the backward pass computes the gradients of the loss, of the outputs of sparse layers, which carry
+    it on, and of the selectors' keys.
+    """
+    if selectors_only:
+        outputs = model.attention_kinds.count("nsa") * model.dim * model.heads * model.head_value_dim
+        keys = selector_parameters(model) // (model.selector_heads + 1)
+        return forward_flops(model, seq_len) / seq_len + 2 * (model.vocab_size * model.dim + outputs + keys)
     return (3 * forward_flops(model, seq_len) - 2 * _all_scoring_flops(model, seq_len)) / seq_len
 
 
@@ -191,19 +206,24 @@ def memory(
     weight_shards: int = 1,
     optimizer_shards: int = 1,
     optimizer: str = "adamw",
+    selectors_only: bool = False,
 ) -> Memory:
     """Bytes on one device for one pass over `tokens` tokens, with weights, gradients and optimizer state in fp32."""
     count = parameters(model).total
+    trained = selector_parameters(model) if selectors_only else count
+    per_token = activation_bytes_per_token(model, compute_bytes, activation_checkpointing)
+    if selectors_only:
+        per_token = _selector_bytes_per_token(model, compute_bytes)
     rows = min(tokens, chunk_rows(model.vocab_size))
     return Memory(
         weights=FP32 * count // weight_shards,
-        gradients=FP32 * count // optimizer_shards,
-        optimizer=FP32 * optimizer_numbers(model, optimizer) // optimizer_shards,
+        gradients=FP32 * trained // optimizer_shards,
+        optimizer=FP32 * optimizer_numbers(model, optimizer, selectors_only=selectors_only) // optimizer_shards,
         compute_copies=0 if compute_bytes == FP32 else compute_bytes * count // weight_shards,
-        activations=tokens * activation_bytes_per_token(model, compute_bytes, activation_checkpointing),
+        activations=tokens * per_token,
         loss=rows * model.vocab_size * (FP32 + compute_bytes)
         + tokens * model.dim * FP32
-        + FP32 * model.vocab_size * model.dim,
+        + (0 if selectors_only else FP32 * model.vocab_size * model.dim),
     )
 
 
@@ -220,6 +240,13 @@ def activation_bytes_per_token(model: ModelConfig, compute_bytes: int, activatio
     matmuls = activation_checkpointing == "selective"
     kept = [_checkpointed_block_bytes(model, kind, compute_bytes, matmuls) for kind in model.attention_kinds]
     return sum(kept) + max(whole)
+
+
+def _selector_bytes_per_token(model: ModelConfig, compute_bytes: int) -> int:
+    """What a forward pass saves to train selectors alone, their inputs and outputs, and one block that is computed."""
+    kinds = model.attention_kinds
+    saved = sum(model.dim + _selector_weights(model, kind) // model.dim for kind in kinds if kind == "nsa")
+    return compute_bytes * saved + max(_block_bytes(model, kind, compute_bytes) for kind in kinds)
 
 
 def chunk_rows(vocab_size: int) -> int:

@@ -41,6 +41,8 @@ class Block(nn.Module):
         self.attention = _build_attention(config, kind)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = SwiGLU(config.dim, config.ffn_dim, config.backend)
+        # Nothing but a selector learns: gradients pass through the residual stream only, to reach the blocks below.
+        self.frozen = False
 
     def forward(
         self,
@@ -51,9 +53,9 @@ class Block(nn.Module):
         rope: RopeCache | None = None,
         taught: Tensor | None = None,
     ) -> Tensor:
-        normed = self.attention_norm(x)
+        normed = self.attention_norm(x.detach() if self.frozen else x)
         x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=rope, taught=taught)
-        return x + self.ffn(self.ffn_norm(x))
+        return x + self.ffn(self.ffn_norm(x.detach() if self.frozen else x))
 
     def init_weights(self, std: float, residual_std: float) -> None:
         for norm in (self.attention_norm, self.ffn_norm):

@@ -25,7 +25,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import as_stage_fields, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
-from tercet.model.cost import flops_per_token, parameters
+from tercet.model.cost import flops_per_token, parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.events import EventLog, RunEnded, read_events
 from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
@@ -58,8 +58,9 @@ def header_lines(
     heads = f"{plural(model.heads, 'head')} over {plural(model.kv_heads, 'KV head')}"
     sizes = f"{plural(model.layers, 'layer')} of {kinds}, dim {model.dim}, {heads}"
     tokens = quantity(config.total_tokens)
+    trains = f", of which the selectors' {quantity(selector_parameters(model))} train" if train.selector.only else ""
     lines = [
-        ("model", f"{quantity(parameters(model).total)} parameters: {sizes}"),
+        ("model", f"{quantity(parameters(model).total)} parameters{trains}: {sizes}"),
         ("data", f"{config.data.source}, {config.data.tokenizer} tokens, sequences of {_lengths(config)}"),
         ("device", f"{device_name(device)}, {', '.join(options)}"),
         ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
@@ -126,7 +127,8 @@ def _estimated_time(config: RunConfig, state: TrainState, device: torch.device, 
     work = 0.0
     for stage, (first, last) in zip(config.stages, pairwise((0, *config.train.stage_ends)), strict=True):
         tokens = max(0, last - max(first, state.step)) * stage.train.tokens_per_step
-        work += tokens * flops_per_token(stage.model, stage.data.seq_len)
+        only = stage.train.selector.only
+        work += tokens * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)
     seconds = work / (peak * GPU_UTILISATION * strategy.world_size)
     return f"about {duration(seconds)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
 

@@ -63,7 +63,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         eps=config.eps,
         fused=True,
     )
-    return adamw if config.optimizer == "adamw" else MuonAdamW(adamw, _build_muon(hidden, config))
+    return MuonAdamW(adamw, _build_muon(hidden, config)) if hidden else adamw
 
 
 def hidden_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:

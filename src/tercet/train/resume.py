@@ -256,11 +256,12 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
             "(without --preset and --config a run resumes with the settings in its folder), or start a new run from "
             "the weights that fit with train.init_from"
         )
-    if "train.optimizer" in changed:
-        raise WrongCheckpoint(
-            f"{messages['train.optimizer']}: the checkpoint holds the state of the former only; change it back, or "
-            "start a new run from the weights with train.init_from"
-        )
+    for key, stored in (("train.optimizer", "the former"), ("train.selector.only", "the parameters that it trained")):
+        if key in changed:
+            raise WrongCheckpoint(
+                f"{messages[key]}: the checkpoint holds optimizer state of {stored} only; change it back, or start a "
+                "new run from the weights with train.init_from"
+            )
     restricted = [k for k in changed if not k.startswith(MAY_CHANGE) and k not in unused]
     if restricted and not allow_change:
         raise WrongCheckpoint(
@@ -292,7 +293,9 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
             f"pass --model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
         )
-    needed = 4 * (parameters(config.model).total + optimizer_numbers(config.model, config.train.optimizer))  # fp32
+    train = config.train
+    moments = optimizer_numbers(config.model, train.optimizer, selectors_only=train.selector.only)
+    needed = 4 * (parameters(config.model).total + moments)  # fp32
     free = shutil.disk_usage(folder.path).free
     if free < needed:
         raise UsageError(

@@ -81,6 +81,8 @@ def work_of_stages(run: RunConfig) -> list[float]:
     """FLOPs of each stage."""
     steps = [last - first for first, last in pairwise((0, *run.train.stage_ends))]
     return [
-        n * stage.train.tokens_per_step * flops_per_token(stage.model, stage.data.seq_len)
+        n
+        * stage.train.tokens_per_step
+        * flops_per_token(stage.model, stage.data.seq_len, selectors_only=stage.train.selector.only)
         for n, stage in zip(steps, run.stages, strict=True)
     ]

@@ -18,7 +18,7 @@ from tercet.errors import UsageError
 from tercet.model.layer import AttentionLayer
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.selector import BlockSelector
-from tercet.model.transformer import Transformer
+from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
 from tercet.parse import one_line_errors
@@ -78,6 +78,8 @@ def build_state(
     use_graph = uses_cuda_graph(config, device)  # raises before anything is built
     seed_all(config.run.seed)
     model = strategy.build_model(lambda: _build_model(config), device)
+    if config.train.selector.only:
+        freeze_all_but_selectors(model)  # before ranks decide which gradients to exchange
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]
     apply_activation_checkpointing(blocks, config.train.activation_checkpointing)
     if uses_compile(config, device):
@@ -109,6 +111,15 @@ def _build_model(config: RunConfig) -> nn.Module:
     if not any(p.is_meta for p in model.parameters()):
         model.init_weights()
     return model
+
+
+def freeze_all_but_selectors(model: nn.Module) -> None:
+    """train.selector.only: the loss of the selectors is the only one that any parameter feels."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".selector." in name)
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.frozen = True
 
 
 def _configure_selectors(model: nn.Module, config: RunConfig) -> None:

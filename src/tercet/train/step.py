@@ -151,8 +151,9 @@ def train_step(
     with phase("optimizer"):
         selectors = selector_group(optimizer)
         separate = {id(p) for p in selectors["params"]} if selectors is not None else set()
-        norm = global_norm(p for p in model.parameters() if id(p) not in separate)
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in separate]
         selector_norm = None if selectors is None else global_norm(selectors["params"])
+        norm = selector_norm if selector_norm is not None and not others else global_norm(others)
         # the sum is finite only if both are
         nonfinite, skip = guard.check(step, mean, norm if selector_norm is None else norm + selector_norm)
         update(optimizer, lr, clip, norm, skip, selector_norm)

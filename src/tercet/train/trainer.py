@@ -340,7 +340,8 @@ class Trainer:
         timed = max(1, state.interval.steps_timed)
         data_seconds = self.loader.wait_seconds
         speed = self.stage.train.tokens_per_step / seconds
-        flops = flops_per_token(self.stage.model, self.stage.data.seq_len)
+        stage = self.stage
+        flops = flops_per_token(stage.model, stage.data.seq_len, selectors_only=stage.train.selector.only)
         state.interval.clear()  # the time that logging takes belongs to the next interval
         skipped = [m.step for m in measured if m.nonfinite]
         halting = []
