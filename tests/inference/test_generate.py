@@ -59,7 +59,7 @@ def test_tokens_are_the_same_with_and_without_cache(model, expected):
     assert [greedy(model, prompt) for prompt in PROMPTS] == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 50])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 50])
 def test_tokens_are_the_same_for_any_chunking_of_the_prompt(model, expected, chunk):
     assert greedy(model, PROMPTS, prefill_chunk=chunk) == expected
 

@@ -247,8 +247,8 @@ def test_shared_kv_and_compress_selected_keys_exclude_each_other():
 GRADCHECKED = [
     {},
     {"gate": "softmax", "shared_kv": True},
-    {"compress_selected_keys": True, "bias": True},
-    {"qk_norm": True, "value_dim": 3},
+    pytest.param({"compress_selected_keys": True, "bias": True}, marks=pytest.mark.slow),
+    pytest.param({"qk_norm": True, "value_dim": 3}, marks=pytest.mark.slow),
     {"compression": "mean", "bias": True},
 ]
 

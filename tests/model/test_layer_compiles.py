@@ -19,8 +19,10 @@ def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches,
     return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices
 
 
-@pytest.mark.parametrize("statistics", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "statistics"),
+    [(False, False), (True, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, True), (True, False)))],
+)
 def test_the_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, statistics: bool) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
@@ -52,8 +54,13 @@ def test_a_window_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, p
     assert layer.routes == {"window": "triton"}
 
 
-@pytest.mark.parametrize("dense_below", [0, 66, 100])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "dense_below"),
+    [
+        *((True, 66), (False, 0), (False, 100)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, 0), (True, 100), (False, 66))),
+    ],
+)
 def test_a_block_sparse_layer_compiles_to_one_graph(
     monkeypatch: pytest.MonkeyPatch, packed: bool, dense_below: int
 ) -> None:

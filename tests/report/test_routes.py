@@ -15,7 +15,13 @@ from tercet.telemetry.progress import Screen
 from watched import copy, gate, run, verdict
 
 # Log lines, saves and stops fall on different steps; two passes per step.
-APART = {"log__every": 10, "checkpoint__every": 0, "train__tokens_per_step": 256, "train__val_tokens": 0}
+APART = {
+    "train__steps": 24,
+    "log__every": 10,
+    "checkpoint__every": 0,
+    "train__tokens_per_step": 256,
+    "train__val_tokens": 0,
+}
 BRANCHES = 2 * 3  # layers × branches
 
 
@@ -42,9 +48,9 @@ def test_passes_between_the_last_log_line_and_a_stop_are_counted(tmp_path, data,
 
     found, code = run(tmp_path / "run", data, resume="auto", **APART)
     assert code == 0
-    assert list(found.route_counts.values()) == [80] * BRANCHES
-    assert (expected_passes(found), unlogged_passes(found)) == (80 * BRANCHES, "")
-    assert counted(tmp_path / "run") == ["80"] * BRANCHES  # of both processes
+    assert list(found.route_counts.values()) == [48] * BRANCHES
+    assert (expected_passes(found), unlogged_passes(found)) == (48 * BRANCHES, "")
+    assert counted(tmp_path / "run") == ["48"] * BRANCHES  # of both processes
 
 
 def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data, monkeypatch):
@@ -67,9 +73,9 @@ def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data
     # Resumes from step 15, so steps 16 and 17 are redone.
     found, code = run(tmp_path / "run", data, resume="auto", **config)
     assert code == 0
-    assert [e.calls[0] for e in found.of(RoutesCounted)] == [20, 30, 10, 30, 50]
-    assert list(found.route_counts.values()) == [80] * BRANCHES
-    assert counted(tmp_path / "run") == ["80"] * BRANCHES
+    assert [e.calls[0] for e in found.of(RoutesCounted)] == [20, 30, 10, 18]
+    assert list(found.route_counts.values()) == [48] * BRANCHES
+    assert counted(tmp_path / "run") == ["48"] * BRANCHES
 
 
 def as_on_a_kernel(lines):

@@ -142,7 +142,7 @@ def test_a_stalled_process_can_exit(tmp_path, fork_server):
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)  # full after thirty steps rather than five hundred
     config = settings(
         folder, corpus(tmp_path), train__steps=100000, train__val_tokens=0, checkpoint__every=0, log__every=1,
-        health__stall="end", health__stall_seconds=0.5, health__stall_start_seconds=120.0,
+        health__stall="end", health__stall_seconds=2.0, health__stall_start_seconds=120.0,
     )  # fmt: skip
     child = fork_server.start(config, output=pipe)
     output = b""

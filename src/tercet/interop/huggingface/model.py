@@ -77,7 +77,7 @@ class TercetCache(Cache):
 
     def __init__(self, model: Transformer, batch: int) -> None:
         # No super().__init__(): it would allocate transformers' own KV layers.
-        self.layers = []
+        self.layers: list[Any] = []
         self._model = model
         self.caches = [layer.make_cache(batch) for layer in model.attention_layers()]
         self.columns = 0
