@@ -33,7 +33,7 @@ def make_model(**options: Any) -> Transformer:
 
 
 def test_sets_are_complete_ascending_and_hold_the_forced_blocks() -> None:
-    chosen = RandomBlocks(3, NSA)(torch.arange(400))
+    chosen = RandomBlocks(3, NSA)(torch.arange(400), 400)
     assert chosen.dtype == torch.int32
     for t, groups in enumerate(chosen.tolist()):
         current = t // NSA.select_block
@@ -52,7 +52,7 @@ def test_free_blocks_are_equally_likely_in_every_layer_and_group() -> None:
     number = {tuple(c): i for i, c in enumerate(torch.combinations(torch.arange(1, 13), 3).tolist())}
     for layer in range(20):
         random.layer = layer
-        for blocks in random(position)[..., 1:4].flatten(0, 1).tolist():
+        for blocks in random(position, 120)[..., 1:4].flatten(0, 1).tolist():
             counts[number[tuple(blocks)]] += 1
     expected = counts.sum() / 220
     assert ((counts - expected) ** 2 / expected).sum() < 302  # chi-squared, 219 degrees of freedom: p = 0.0002
@@ -112,7 +112,7 @@ def test_layers_share_compiled_code_and_choose_differently(monkeypatch: pytest.M
         block.attention.random_blocks.layer = -1  # must come from outside of the compiled code
     torch.testing.assert_close(model(tokens), expected)
     assert len(compiled) == 1
-    first, second = (RandomBlocks(2, NSA)(torch.arange(160), torch.tensor(layer)) for layer in (0, 1))
+    first, second = (RandomBlocks(2, NSA)(torch.arange(160), 160, torch.tensor(layer)) for layer in (0, 1))
     assert not torch.equal(first, second)
 
 

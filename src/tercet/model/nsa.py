@@ -174,8 +174,9 @@ class NativeSparseAttention(AttentionLayer):
         scored = None if self.selector is None else self.selector(x, packing, rope)
         given = None
         if self.random_blocks is not None:
-            position = torch.arange(x.shape[1], device=x.device) if packing is None else packing.position
-            given = self.random_blocks(position, rope.layer).expand(x.shape[0], -1, -1, -1)
+            longest = x.shape[1] if packing is None else packing.max_seqlen
+            position = torch.arange(longest, device=x.device) if packing is None else packing.position
+            given = self.random_blocks(position, longest, rope.layer).expand(x.shape[0], -1, -1, -1)
         fuse_output = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._route = run_nsa(
             inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
@@ -319,7 +320,7 @@ class NativeSparseAttention(AttentionLayer):
         gates = self.gate(x)
         blocks = cache.append(new, raw_k, keys, values)
         scored = self._cache_selector(x, new, cache)
-        given = None if self.random_blocks is None else self.random_blocks(new.positions)
+        given = None if self.random_blocks is None else self.random_blocks(new.positions, new.longest)
         if new.fresh:
             return self._prefill(new, cache, q, raw_k, keys, values, gates, scored, given)
         if blocks is not None:

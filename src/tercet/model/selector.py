@@ -222,33 +222,27 @@ class RandomBlocks:
         self.layer = 0
         """Number of the layer: layers choose independently."""
 
-    def __call__(self, position: Tensor, layer: Tensor | None = None) -> Tensor:
-        """block_indices [..., G, n] of queries at these positions [...] of their documents.
+    def __call__(self, position: Tensor, longest: int, layer: Tensor | None = None) -> Tensor:
+        """block_indices [..., G, n] of queries at these positions [...] of documents of at most `longest` tokens.
 
         layer: `self.layer` as a tensor. Compiled blocks share their code only if the number is not part of it.
         """
         config = self.config
         n, initial, local = config.select_count, config.select_initial, config.select_local
-        slots = n - initial - local
         position = position.long()[..., None, None]
-        current = position // config.select_block
+        current, place = position // config.select_block, torch.arange(n, device=position.device)
+        every = torch.where(place <= current, place, -1).expand(*position.shape[:-2], self.kv_heads, -1)
+        blocks, slots = config.num_blocks(longest), n - initial - local
+        if blocks <= n:
+            return every.int()
         group = torch.arange(self.kv_heads, device=position.device)[:, None]
-        key = _mix(_mix(position) + (self.layer if layer is None else layer)) + group * n
-        free = current + 1 - initial - local
-        # Floyd's sampling without replacement. Where fewer blocks than slots are free, all are read (below).
-        chosen = key[..., :0]
-        for slot in range(slots):
-            last = (free - slots + slot).clamp(min=0)
-            drawn = _mix(key + slot) % (last + 1)
-            taken = (chosen == drawn).any(-1, keepdim=True)
-            chosen = torch.cat((chosen, torch.where(taken, last, drawn)), -1)
-        first = torch.arange(n, device=position.device)
-        parts = (
-            first[:initial].expand(*chosen.shape[:-1], -1),
-            chosen.sort(-1).values + initial,
-            (current - local + 1 + first[:local]).expand(*chosen.shape[:-1], -1),
-        )
-        every = torch.where(first <= current, first, -1)
+        j = torch.arange(blocks, device=position.device)
+        key = _mix(_mix(position) + (self.layer if layer is None else layer)) + (group << 20) + j
+        key = (_mix(key) << 20) + j  # hashes may be equal, these are not
+        free = (j >= initial) & (j <= current - local)
+        chosen = torch.where(free, key, -1).topk(slots, sorted=False).indices.sort(-1).values
+        first, last = place[:initial], current - local + 1 + place[:local]
+        parts = (first.expand(*every.shape[:-1], -1), chosen, last.expand(*every.shape[:-1], -1))
         return torch.where(current < n, every, torch.cat(parts, -1)).int()
 
 
