@@ -28,7 +28,10 @@ flags_of() { # kind, length -> preset and flags
     case $1 in
     nsa) echo m7c ;;
     learned) echo m7c --model.selector learned ;;
-    all-blocks) echo m7c --model.nsa.select_count $(($2 / 64)) ;;
+    all-blocks)
+        [ "$2" -le 16384 ] || { echo "evidence: all-blocks at length $2: the kernels read at most 256 blocks, 16384 tokens" >&2; return 2; }
+        echo m7c --model.nsa.select_count $(($2 / 64))
+        ;;
     random-blocks) echo m7c --model.selector random ;;
     dense) echo m7c-dense ;;
     dense-matched) echo m7c-dense --model.ffn_dim "$MATCHED" ;;
