@@ -39,6 +39,6 @@ fi
 "$python" "$here/manuals_text.py" "$debs" "$work/all.jsonl"
 "$python" "$here/near_copies.py" remove "$work/all.jsonl" "$work/manuals.jsonl"
 data=(--data.source jsonl --data.path "$work/manuals.jsonl")
-"$python" -m tercet data train-tokenizer "${data[@]}" --vocab-size 32768 --max-bytes 100000000 --out "$work/tokenizer.json"
+"$python" -m tercet data train-tokenizer "${data[@]}" --vocab-size 16384 --max-bytes 100000000 --out "$work/tokenizer.json"
 "$python" -m tercet data prepare "${data[@]}" --data.tokenizer "$work/tokenizer.json" --out "$out"
 "$python" "$here/near_copies.py" measure "$out"
