@@ -33,7 +33,7 @@ KINDS = {
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 for i in range(17)], list(range(90, 40, -1))]
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(params=[pytest.param(k, marks=pytest.mark.slow if k == "dense" else []) for k in KINDS], scope="module")
 def model(request):
     return language_model(**KINDS[request.param])
 

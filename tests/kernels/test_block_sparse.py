@@ -91,6 +91,7 @@ def test_one_query_after_keys_stored_head_by_head_equals_its_row_of_the_whole() 
     torch.testing.assert_close(last.out, whole.out[:, 62:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # tests/model/test_layer_compiles.py compiles the layer
 def test_it_compiles_to_one_graph_without_changing_a_bit() -> None:
     x = sample()
 

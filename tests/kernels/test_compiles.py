@@ -147,10 +147,8 @@ SELECTED_KEYS = {
 }
 
 
-QUICK = ("the device decides",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SELECTED_KEYS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SELECTED_KEYS)
 def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str) -> None:
     B, T, H, G, packed, queries, longest = SELECTED_KEYS[name]
 

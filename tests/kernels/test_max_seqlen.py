@@ -95,6 +95,7 @@ def test_results_are_the_same_if_only_the_backward_pass_may_run_kv_major(
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiling_with_max_seqlen_changes_no_bit() -> None:
     x, bounds = sample((40, 5)).leaves(), cu((40, 5))
 

@@ -69,6 +69,7 @@ def test_the_gated_sum_is_not_saved(keep_sum: bool) -> None:
     assert of_qs_size == (5 if keep_sum else 4), kept  # q, the three branches' outputs, and the sum
 
 
+@pytest.mark.slow
 def test_the_bias_gradient_is_not_rounded_to_the_weight_type() -> None:
     layer = make(keep_sum=False, bias=True)
     layer.o_proj.weight.data = layer.o_proj.weight.data.bfloat16()

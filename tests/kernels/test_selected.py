@@ -201,8 +201,15 @@ def with_later_blocks(c):
     return SimpleNamespace(**vars(c) | {"indices": indices})
 
 
-@DESIGNS
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    ("limit", "packed"),
+    [
+        pytest.param(UNION, True, id="union-packed"),
+        pytest.param(KV_MAJOR, False, id="kv_major-plain"),
+        pytest.param(UNION, False, id="union-plain", marks=pytest.mark.slow),
+        pytest.param(KV_MAJOR, True, id="kv_major-packed", marks=pytest.mark.slow),
+    ],
+)
 def test_of_given_blocks_after_the_querys_own_nothing_is_read(limit, packed):
     """Nor do they change a list's order, on which hopper/selected_dkv.py relies, or the range that first sums a
     block."""

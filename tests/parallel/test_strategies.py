@@ -16,12 +16,12 @@ from tercet.parallel.distributed import FullySharded
 
 # Every strategy, with and without recomputed activations and accumulation, and what changes its communication.
 FAST = [
-    "ddp, accumulated, recomputed", "ddp, fp16 gradients", "fsdp, grad_op", "fsdp, muon", "cp", "cp, whole rows",
-    "cp, blocks", "cp, learned selector", "fsdp, selectors only",
+    "ddp, accumulated, recomputed", "ddp, fp16 gradients", "fsdp, grad_op", "fsdp, muon", "cp, blocks",
+    "cp, learned selector", "fsdp, selectors only",
 ]  # fmt: skip
 MANY = ["hsdp, plain", "cp with data"]
 SLOW = [
-    "ddp", "fsdp", "cp", "cp, accumulated, recomputed", "fsdp, bf16", "fsdp, learned selector",
+    "ddp", "fsdp", "cp", "cp, whole rows", "cp, accumulated, recomputed", "fsdp, bf16", "fsdp, learned selector",
     "ddp, graph not static", "ddp, bf16 gradients", "ddp, bf16", "fsdp, accumulated", "fsdp, untied",
     "cp, replicated", "cp, bf16", "ddp, learned selector", "ddp, muon", "cp, muon", "ddp, selectors only",
     "cp, selectors only",
