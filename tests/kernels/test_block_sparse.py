@@ -138,7 +138,11 @@ def test_where_every_block_is_read_a_dense_kernel_runs() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dense_below": 70, "qk_norm": True}, {"selector": "learned", "selector_dim": 6, "selector_heads": 2}],
+    [
+        {},
+        {"dense_below": 70, "qk_norm": True},
+        {"selector": "learned", "selector_dim": 6, "selector_heads": 2, "selector_rotary": 4},
+    ],
     ids=str,
 )
 def test_decode_steps_equal_the_references(options: dict[str, object]) -> None:

@@ -119,25 +119,32 @@ def test_branches_that_are_left_out(branches, reference):
 
 
 # A learned selector: pooled keys are completed on the way (131 + 1 = 8 + 31·4), and none is seen yet.
-@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_learned_selector_equals_the_reference(heads, reference):
-    layer = make(selector="learned", selector_heads=heads, selector_dim=12, heads=4, kv_heads=2)
+# With all, some or none of its channels rotated: 6 and 12 are no powers of two.
+@pytest.mark.parametrize(
+    ("heads", "rotary"),
+    [pytest.param(1, 0, marks=pytest.mark.slow), (3, 6), pytest.param(2, 12, marks=pytest.mark.slow)],
+)
+def test_a_learned_selector_equals_the_reference(heads, rotary, reference):
+    layer = make(selector="learned", selector_heads=heads, selector_dim=12, selector_rotary=rotary, heads=4, kv_heads=2,
+                 rope_scaling=3.0, rope_max_wavelength=500.0)  # fmt: skip
     compare(reference, layer, [6, 130], [None, [0, 1], None])
 
 
 def test_a_learned_selector_in_half_precision_equals_the_reference(reference):
-    layer = make(dtype=torch.float16, selector="learned", compress_selected_keys=True, compression="mean")
+    layer = make(
+        dtype=torch.float16, selector="learned", selector_rotary=32, compress_selected_keys=True, compression="mean"
+    )
     compare(reference, layer, [127], [None], limit=5e-3)
 
 
 @pytest.mark.parametrize("branches", [("selected",), ("compressed", "window")], ids=" ".join)
 def test_a_learned_selector_without_some_branches_equals_the_reference(branches, reference):
-    layer = make(branches=branches, compression="mean", selector="learned", selector_dim=16)
+    layer = make(branches=branches, compression="mean", selector="learned", selector_dim=16, selector_rotary=8)
     compare(reference, layer, [127], [None])
 
 
 def test_an_adapter_in_the_selector_is_called(reference):
-    layer = make(compression="mean", selector="learned", selector_dim=16)
+    layer = make(compression="mean", selector="learned", selector_dim=16, selector_rotary=8)
     layer.selector.k_proj.register_forward_hook(lambda module, args, out: -out)
     compare(reference, layer, [127], [None])
 
@@ -145,7 +152,7 @@ def test_an_adapter_in_the_selector_is_called(reference):
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 def test_a_step_has_four_products_and_copies_no_keys(selector, monkeypatch):
     """q, kv, gates and output: a learned selector's projections are part of the gates'."""
-    layer = make(compression="mean", selector=selector, selector_dim=16, compress_selected_keys=True)
+    layer = make(compression="mean", selector=selector, selector_dim=16, selector_rotary=8, compress_selected_keys=True)
     cache, x, called = filled(layer, [60], 70), torch.randn(1, 1, 16), []
     linear, cat = torch.nn.functional.linear, torch.cat
     with torch.no_grad():
@@ -157,21 +164,24 @@ def test_a_step_has_four_products_and_copies_no_keys(selector, monkeypatch):
 
 
 def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
-    layer = make(compression="mean", selector="learned", selector_dim=16, selector_heads=2)
-    x = torch.randn(1, 90, 16)
-    cache, seen = layer.make_cache(1), []
+    options = {"selector": "learned", "selector_dim": 16, "selector_heads": 2, "selector_rotary": 8}
+    layer = make(compression="mean", heads=4, kv_heads=2, **options)
+    x = torch.randn(1, 300, 16)
+    cache, seen, chosen = layer.make_cache(1), [], []
+    layer.backend = "reference"
     with torch.no_grad():
-        parts = [layer(x[:, :86], cache=cache)]
-        for t in range(86, 90):
+        parts = [layer(x[:, :294], cache=cache)]
+        layer.backend = "triton"
+        for t in range(294, 300):
             parts.append(layer(x[:, t : t + 1], cache=cache))
-            assert set(layer.routes.values()) == {"triton"}
+            chosen.append(cache.block_indices)
         layer.backend = "reference"
         layer.stats.update = lambda gates, blocks, packing: seen.append(blocks)
         whole = layer(x)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
-    assert torch.equal(cache.block_indices, seen[0][:, -1])
-    layer.backend, layer.selector = "auto", None
-    assert not torch.equal(layer(x), whole)  # compressed scores choose other blocks
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+        assert torch.equal(torch.stack(chosen, 1), seen[0][:, 294:])
+        layer.selector = None
+        assert not torch.equal(layer(x), whole)  # compressed scores choose other blocks
 
 
 def test_dense_decode_equals_the_reference(reference):

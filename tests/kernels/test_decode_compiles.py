@@ -28,14 +28,14 @@ SHAPES = {
 TABLE = 32
 
 
-# heads per KV head and their size
-SELECTORS = {"learned": (1, 64), "learned, four heads of 32": (4, 32)}
+# heads per KV head, their size, and how many of its channels are rotated
+SELECTORS = {"learned": (1, 64, 32), "learned, four heads of 32": (4, 32, 32), "learned, unrotated": (1, 64, 0)}
 
 
 def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compressed") -> None:
     batch, room, heads, groups, dk, dv, *block = SHAPES[shape]
     config = tercet.NSAConfig(select_block=block[0] if block else 64)
-    sizes = decode.Heads(heads, groups, dk, dv, *SELECTORS.get(selector, ()))
+    sizes = decode.Heads(heads, groups, dk, dv, *SELECTORS.get(selector, ())[:2])
 
     def pair(slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.empty((), dtype=dtype).expand(batch, slots, groups, size) for size in (dk, dv))
@@ -59,11 +59,12 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compr
         "norms": None if plain else decode.Norms(norm, (norm,) * 3, 1e-6), "phi": (weights(dk), weights(dv)),
     }  # fmt: skip
     if selector in SELECTORS:
-        own, size = SELECTORS[selector]
+        own, size, rotary = SELECTORS[selector]
         stored = (
             torch.empty((), dtype=dtype).expand(batch, n, groups, size) for n in (config.num_compressed(room) + 1, 33)
         )
-        held = replace(held, selector=tuple(stored))
+        own_turns = torch.empty(rotary // 2, dtype=torch.float64) if rotary else None
+        held = replace(held, selector=tuple(stored), selector_frequencies=own_turns)
         # queries, keys and gates as the layer projects them: slices of one row
         fused = torch.empty(batch, 1, 3 * heads + groups * (own + 1) * size, dtype=dtype)
         *scored, gates = fused.split([groups * own * size, groups * size, 3 * heads], -1)

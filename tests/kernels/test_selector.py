@@ -33,7 +33,9 @@ def test_log_sum_exps_of_blocks(heads: int, size: int, block: int) -> None:
     ids=["whole", "packed"],
 )
 def test_a_layer_chooses_and_learns_like_the_reference(bounds: torch.Tensor | None) -> None:
-    layer = tercet.NativeSparseAttention(32, 2, 1, 16, config=NSA, selector="learned", selector_dim=16)
+    layer = tercet.NativeSparseAttention(
+        32, 2, 1, 16, config=NSA, selector="learned", selector_dim=16, selector_rotary=8
+    )
     layer.init_weights(0.3, 0.1)
     x = torch.randn(1, 90, 32)
     taught = sample_queries(torch.arange(90)[None], 16)

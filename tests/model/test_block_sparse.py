@@ -75,7 +75,8 @@ def test_a_layer_has_the_weights_of_a_dense_one_and_its_results_below_dense_belo
 @given(data=st.data(), dense_below=st.sampled_from([0, 25]), learned=st.booleans())
 def test_any_chunking_equals_the_whole_sequence(data: st.DataObject, dense_below: int, learned: bool):
     torch.manual_seed(0)
-    layer = make(dense_below=dense_below, selector="learned" if learned else "compressed", selector_dim=6)
+    learned_or_not = "learned" if learned else "compressed"
+    layer = make(dense_below=dense_below, selector=learned_or_not, selector_dim=6, selector_rotary=4)
     x = torch.randn(2, 50, 12, dtype=torch.float64)
     cuts = sorted(data.draw(st.lists(st.integers(1, 49), max_size=6, unique=True)))
     cache = layer.make_cache(2, None if data.draw(st.booleans()) else 50)
@@ -85,7 +86,7 @@ def test_any_chunking_equals_the_whole_sequence(data: st.DataObject, dense_below
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 def test_rows_of_different_lengths_decode_as_if_alone(selector: str):
-    layer = make(dense_below=20, selector=selector, selector_dim=6)
+    layer = make(dense_below=20, selector=selector, selector_dim=6, selector_rotary=4)
     x = torch.randn(2, 40, 12, dtype=torch.float64)
     whole = layer(x)
     cache = layer.make_cache(2)

@@ -19,6 +19,7 @@ AS_M7C = {"cfg": config(compress_block=CFG.compress_stride), "compression": "mea
 # No shrinking: it takes a minute and adds nothing.
 QUICK = (Phase.explicit, Phase.generate)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+LEARNED = {"selector": "learned", "selector_dim": 6, "selector_rotary": 4}
 
 
 def make(cfg: tercet.NSAConfig = CFG, kind=tercet.NativeSparseAttention, **options):
@@ -49,7 +50,7 @@ def splits(draw: st.DrawFn, tokens: int) -> list[int]:
 def test_any_chunking_equals_the_whole_sequence(cfg, data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 999)))
     tokens = data.draw(st.integers(1, 50))
-    kinds = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"qk_norm": True, "gate": "softmax"}]
+    kinds = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"qk_norm": True, "gate": "softmax"}, LEARNED]
     options = data.draw(st.sampled_from(kinds))
     layer = make(cfg, **options)
     x = torch.randn(data.draw(st.integers(1, 2)), tokens, 12, dtype=torch.float64)
@@ -75,6 +76,8 @@ OPTIONS = [
     {"branches": ("selected", "window")},
     {"heads": 3, "kv_heads": 3},
     {"heads": 5, "kv_heads": 1},
+    LEARNED,
+    {**LEARNED, "selector_heads": 3, "selector_rotary": 6, "rope_scaling": 3.0, "rope_max_wavelength": 100.0},
 ]
 
 
@@ -133,7 +136,7 @@ def test_a_long_chunk_processed_in_parts_equals_the_whole_sequence(monkeypatch: 
 def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
     """Chunks are padded on the right with garbage; every row has its own length in every chunk."""
     torch.manual_seed(data.draw(st.integers(0, 999)))
-    layer = make()
+    layer = make(**data.draw(st.sampled_from([{}, LEARNED])))
     rows = data.draw(st.integers(1, 3))
     cache = layer.make_cache(rows, data.draw(st.sampled_from([None, 80])))
     fed: list[list[torch.Tensor]] = [[] for _ in range(rows)]
@@ -185,7 +188,7 @@ def test_a_row_may_pause_while_others_continue():
 
 @pytest.mark.parametrize("max_len", [None, 60], ids=["growing", "preallocated"])
 def test_poisoned_memory_changes_nothing(max_len, request):
-    layer = make()
+    layer = make(**LEARNED)
     x = torch.randn(2, 45, 12, dtype=torch.float64)
     clean, _ = feed(layer, x, [7, 1, 1, 20, 16], max_len)
     request.getfixturevalue("poisoned")
@@ -339,6 +342,7 @@ X = torch.randn(1, 9, 12, dtype=torch.float64)
     ({"head_dim": 8}, ["head_dim", "8", "4"]),
     ({"value_dim": 5}, ["value_dim", "5", "3"]),
     ({"shared_kv": True}, ["shared_kv"]),
+    (LEARNED, ["selector_rotary=4", "selector_rotary=None"]),
 ], ids=lambda v: str(v) if isinstance(v, dict) else "")  # fmt: skip
 def test_a_cache_of_another_config_is_rejected(other, words):
     cache = make(**other).make_cache(1)

@@ -12,7 +12,6 @@ import torch
 import tercet
 from layer_oracle import linear
 from tercet.attention.layout import Packing
-from tercet.model.decode import why_not_token_kernels
 from tercet.model.rope import Rotary
 from tercet.model.selector import BlockSelector, block_lse, measure_choice, sample_queries
 from tercet.model.transformer import ModelConfig, Transformer
@@ -211,14 +210,43 @@ def test_sampled_queries_are_spread_over_the_batch_and_depend_on_it_alone() -> N
     assert sample_queries(tokens[:, :3], 64).shape == (1,)
 
 
-@pytest.mark.parametrize(("chunks", "rotary"), [([1] * 60, 0), ([30, 30], 8), ([13, 1, 1, 20, 25], 8)])
-def test_a_cache_gives_the_results_of_the_whole_sequence(chunks: list[int], rotary: int) -> None:
+@pytest.mark.parametrize("rotary", [0, 8, 16])
+@pytest.mark.parametrize("chunks", [[1] * 60, [30, 30], [13, 1, 1, 20, 25]], ids=len)
+def test_a_cache_gives_the_results_and_the_keys_of_the_whole_sequence(chunks: list[int], rotary: int) -> None:
     layer = make_layer(selector_rotary=rotary).double().eval()
     x = torch.randn(2, 60, 32, dtype=torch.float64)
     cache = layer.make_cache(2)
     parts = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-12)
-    assert ("selector_rotary" in (why_not_token_kernels(layer, cache) or "")) == (rotary > 0)
+    keys = layer.selector(x)[1]
+    torch.testing.assert_close(cache._stores["selector"][:, : keys.shape[1]], keys, rtol=0, atol=1e-12)
+
+
+def test_rows_taken_and_put_continue_with_their_own_positions() -> None:
+    layer = make_layer(selector_rotary=8).double().eval()
+    x = torch.randn(3, 60, 32, dtype=torch.float64)
+    whole, cache, alone = layer(x), layer.make_cache(2), layer.make_cache(1)
+    layer(x[:2, :40], cache=cache, lengths=torch.tensor([40, 21]))
+    cache.take_rows(torch.tensor([1, 0, 1]))
+    layer(x[2:, :9], cache=alone)
+    cache.put_row(2, alone)
+    source, at = [1, 0, 2], [21, 40, 9]
+    for step in range(18):
+        tokens = torch.stack([x[row, first + step] for row, first in zip(source, at, strict=True)])
+        found = layer(tokens[:, None], cache=cache)[:, 0]
+        wanted = torch.stack([whole[row, first + step] for row, first in zip(source, at, strict=True)])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_half_precision_cache_holds_the_keys_of_the_whole_sequence() -> None:
+    layer = make_layer(selector_rotary=8).bfloat16().eval()
+    x = torch.randn(1, 60, 32, dtype=torch.bfloat16)
+    cache = layer.make_cache(1)
+    for part in x.split([30, *[1] * 15, 15], dim=1):
+        layer(part, cache=cache)
+    keys = layer.selector(x)[1]
+    # one rounding apart: the projection of one token may round another way
+    torch.testing.assert_close(cache._stores["selector"][:, : keys.shape[1]], keys, rtol=2**-7, atol=2**-9)
 
 
 def test_the_future_changes_no_choice() -> None:

@@ -192,7 +192,10 @@ def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
 
     layer, cache = made.layer, made.caches[i]
     arrived = cache.arrival_counters(decode.arrivals(cache.batch, layer.kv_heads))
-    held = decode.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived)
+    held = decode.Held(
+        cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
+        selector_frequencies=cache.selector_frequencies(),
+    )  # fmt: skip
     heads = kernel_heads(layer)
     scored = None if made.scored is None else (made.scored[0][i], made.scored[1][i])
     phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))

@@ -92,7 +92,7 @@ class BlockSparseAttention(DenseAttention):
     def cache_key(self) -> dict[str, Any]:
         own: dict[str, Any] = {"config": self.config, "shared_kv": True, "branches": ("selected",)}
         if self.selector is not None:
-            own["selector_dim"] = self.selector.size
+            own |= self.selector.cache_key()
         return super().cache_key() | own
 
     # ------------------------------------------------------------ whole sequences
@@ -164,8 +164,9 @@ class BlockSparseAttention(DenseAttention):
         with decode.inexact_on_failure(cache):
             arrived = cache.arrival_counters(kernels.arrivals(cache.batch, self.kv_heads))
             held = kernels.Held(
-                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived
-            )
+                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
+                selector_frequencies=cache.selector_frequencies(),
+            )  # fmt: skip
             q, kv = self.q_proj(x), self.kv_proj(x)
             norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
             scored = None if self.selector is None else (self.selector.q_proj(x), self.selector.k_proj(x))

@@ -2,9 +2,9 @@
 
 An NSACache holds, per row: keys and values of all tokens, for the selected branch; a ring of the last w tokens, for the
 window; all compressed tokens; and a ring of the last l raw tokens, from which the next compressed token is computed
-when its last raw token arrives. A learned selector adds a pooled key per compressed token and a ring of its last l
-keys. What no branch of the layer reads is not stored: all tokens only with the selected branch, and with shared_kv the
-window is the end of that store. Rows may differ in length.
+when its last raw token arrives. A learned selector adds a pooled key per compressed token, rotated at its position, and
+a ring of its last l keys. What no branch of the layer reads is not stored: all tokens only with the selected branch,
+and with shared_kv the window is the end of that store. Rows may differ in length.
 
 Every store has one extra slot at the end, to which writes of padding are redirected.
 
@@ -88,6 +88,7 @@ class Cache:
         self._reads: Tensor | None = None
         self._read_parts: Tensor | None = None
         self._rope_frequencies: Tensor | None = None
+        self._selector_frequencies: Tensor | None = None
         self._arrival_counters: Tensor | None = None
         self._fused_weights: tuple[Tensor, ...] = ()
         if max_len is not None:
@@ -118,9 +119,12 @@ class Cache:
     def rope_frequencies(self) -> Tensor:
         """fp64 [Dk/2]: full rotations per position of each pair."""
         if self._rope_frequencies is None:
-            rotary = Rotary(*(self.key[name] for name in ("head_dim", "theta", "scaling", "max_wavelength")))
-            self._rope_frequencies = rotary.frequencies(self.device) / (2 * math.pi)
+            self._rope_frequencies = self._frequencies(self.key["head_dim"])
         return self._rope_frequencies
+
+    def _frequencies(self, size: int) -> Tensor:
+        rotary = Rotary(size, *(self.key[name] for name in ("theta", "scaling", "max_wavelength")))
+        return rotary.frequencies(self.device) / (2 * math.pi)
 
     def arrival_counters(self, size: int) -> Tensor:
         """int32 [size]: counters with which the programs of a decode kernel synchronise; 0 between steps."""
@@ -144,7 +148,8 @@ class Cache:
 
     def nbytes(self) -> int:
         """Bytes of everything stored."""
-        stored = [*self._stores.values(), self._rope_frequencies, self._arrival_counters, *self._fused_weights]
+        frequencies = self._rope_frequencies, self._selector_frequencies
+        stored = [*self._stores.values(), *frequencies, self._arrival_counters, *self._fused_weights]
         return sum(store.numel() * store.element_size() for store in stored if store is not None)
 
     def take_rows(self, rows: Tensor) -> None:
@@ -255,8 +260,8 @@ class Cache:
 
     def _check_key(self, key: dict[str, Any]) -> None:
         if key != self.key:
-            theirs = ", ".join(f"{name}={self.key.get(name)!r}" for name in key if key[name] != self.key.get(name))
-            ours = ", ".join(f"{name}={key[name]!r}" for name in key if key[name] != self.key.get(name))
+            differ = [name for name in self.key | key if key.get(name) != self.key.get(name)]
+            theirs, ours = (", ".join(f"{name}={have.get(name)!r}" for name in differ) for have in (self.key, key))
             raise ValueError(f"the cache was made for {theirs} and the layer has {ours}: create it with make_cache()")
 
     def _counts(self, lengths: Tensor | None, width: int) -> list[int]:
@@ -397,7 +402,11 @@ class NSACache(Cache):
         v = self._append_tail("v_tail", values["compressed"], new)
         if k is None or v is None:
             return None
-        return self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device), k, v
+        return self.completed(new), k, v
+
+    def completed(self, new: NewTokens) -> Tensor:
+        """Indices [B, E] of the compressed tokens that these new tokens complete. Rows that complete fewer count on."""
+        return self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
 
     def append_selector(self, new: NewTokens, k: Tensor) -> Tensor | None:
         """Store the selector's keys of the new tokens. Returns those of the compressed tokens that are now complete
@@ -412,8 +421,7 @@ class NSACache(Cache):
         self._append_ring(name, value, new)
         if nothing:
             return None
-        index = self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
-        first = index * d - (new.start[:, None] - (l - 1))
+        first = self.completed(new) * d - (new.start[:, None] - (l - 1))
         # rows that complete fewer read clamped tokens, and their result goes to the extra slot
         token = (first[..., None] + torch.arange(l, device=self.device)).clamp(0, history.shape[1] - 1)
         row = torch.arange(self.batch, device=self.device)[:, None, None]
@@ -427,7 +435,7 @@ class NSACache(Cache):
                 first = self.config.num_compressed(new.first)
                 store[:, first : first + value.shape[1]] = value
                 continue
-            index = self._num_compressed(new.start)[:, None] + torch.arange(value.shape[1], device=self.device)
+            index = self.completed(new)
             complete = index < self._num_compressed(new.start + new.counts)[:, None]
             self._scatter(store, torch.where(complete, index, store.shape[1] - 1), value)
 
@@ -443,8 +451,14 @@ class NSACache(Cache):
         """Whether blocks are scored, for which the decode kernels hold scratch."""
         return self.compresses or self.pools_keys
 
+    def selector_frequencies(self) -> Tensor | None:
+        """`rope_frequencies` of a learned selector's rotated channels; None if it has none."""
+        if self._selector_frequencies is None and self.key.get("selector_rotary"):
+            self._selector_frequencies = self._frequencies(self.key["selector_rotary"])
+        return self._selector_frequencies
+
     def selector_keys(self, new: NewTokens) -> Tensor:
-        """The selector's keys of the compressed tokens that any of the new tokens can see."""
+        """The selector's rotated keys of the compressed tokens that any of the new tokens can see."""
         return self._stores["selector"][:, : self.config.num_compressed(new.longest)]
 
     def selected(self) -> tuple[Tensor, Tensor]:
@@ -530,9 +544,8 @@ class BlockSparseCache(NSACache):
         if new.emitted == 0 or new.fresh or self.keeps_selector:
             return None
         l, d = self.config.compress_block, self.config.compress_stride
-        index = self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
         # rows that complete fewer read clamped tokens, and their result goes to the extra slot
-        token = (index[..., None] * d + torch.arange(l, device=self.device)).clamp(max=self.capacity - 1)
+        token = (self.completed(new)[..., None] * d + torch.arange(l, device=self.device)).clamp(max=self.capacity - 1)
         row = torch.arange(self.batch, device=self.device)[:, None, None]
         return self._stores["k_selected"][row, token]
 

@@ -57,8 +57,6 @@ def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: 
 
 def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
     """Why the decode kernels cannot run one token per row; None if they can."""
-    if layer.selector_rotates():
-        return "the decode kernels do not rotate the channels of a learned selector (model.selector_rotary)"
     if not TRITON_INSTALLED:
         return NO_TRITON
     if cache.device.type != "cuda" and not interpreting():

@@ -99,11 +99,6 @@ class AttentionLayer(nn.Module):
         """Whether φ, if the layer has one, is fully described by its weights, which is all the decode kernels read."""
         return True
 
-    def selector_rotates(self) -> bool:
-        """Whether a learned selector's channels are rotated by position."""
-        selector = getattr(self, "selector", None)
-        return selector is not None and selector.rotary is not None
-
     def chooses_randomly(self) -> bool:
         """Whether blocks are chosen at random, as a control."""
         return getattr(self, "random_blocks", None) is not None

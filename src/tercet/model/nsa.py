@@ -155,7 +155,7 @@ class NativeSparseAttention(AttentionLayer):
     def cache_key(self) -> dict[str, Any]:
         own = {"config": self.config, "shared_kv": self.shared_kv, "branches": self.branches}
         if self.selector is not None:
-            own["selector_dim"] = self.selector.size
+            own |= self.selector.cache_key()
         return super().cache_key() | own
 
     def phi_is_plain(self) -> bool:
@@ -366,8 +366,9 @@ class NativeSparseAttention(AttentionLayer):
         with decode.inexact_on_failure(cache):
             arrived = cache.arrival_counters(kernels.arrivals(cache.batch, self.kv_heads))
             held = kernels.Held(
-                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived
-            )
+                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
+                selector_frequencies=cache.selector_frequencies(),
+            )  # fmt: skip
             q, kv = self.q_proj(x), self.kv_proj(x)
             gates, scored = self._decode_gates(x, cache)
             key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))

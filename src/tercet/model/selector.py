@@ -80,6 +80,10 @@ class BlockSelector(nn.Module):
         for proj in (self.q_proj, self.k_proj):
             nn.init.normal_(proj.weight, std=std)
 
+    def cache_key(self) -> dict[str, int]:
+        """Its part of a layer's `cache_key`."""
+        return {"selector_dim": self.size, "selector_rotary": 0 if self.rotary is None else self.rotary.size}
+
     def forward(
         self, x: Tensor, packing: Packing | None = None, rope: RopeCache | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -95,17 +99,18 @@ class BlockSelector(nn.Module):
     def append(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
         queries, keys = self.project(x)
+        queries = self.at(queries, new.positions)
         blocks = cache.append_selector(new, keys)
         if new.fresh:
             pooled = self.pool(keys)
+            index = torch.arange(pooled.shape[1], device=x.device)
+            pooled = self.at(pooled, compressed_positions(index, self.config))
             cache.append_compressed(new, selector=pooled[:, : new.emitted])
-        else:
-            if blocks is not None:
-                cache.append_compressed(new, selector=self.pool_blocks(blocks))
-            pooled = cache.selector_keys(new).to(queries.dtype)
-        # the cache holds keys as they are pooled
-        index = torch.arange(pooled.shape[1], device=x.device)
-        return self.at(queries, new.positions), self.at(pooled, compressed_positions(index, self.config))
+            return queries, pooled
+        if blocks is not None:
+            position = compressed_positions(cache.completed(new), self.config)
+            cache.append_compressed(new, selector=self.at(self.pool_blocks(blocks), position))
+        return queries, cache.selector_keys(new).to(queries.dtype)
 
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, T, heads, size], rotated at the positions."""

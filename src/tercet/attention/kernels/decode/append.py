@@ -5,7 +5,8 @@ One program per row and KV head rotates the queries of its group and writes keys
 for each of a block's l tokens: the slot overwritten now has left the block, so that φ may read the ring in the same
 launch. φ takes the newest token from the projection.
 
-The same program keeps a learned selector's key, and pools the keys of a block that is now complete.
+The same program keeps a learned selector's key, and pools the keys of a block that is now complete. RoPE may rotate the
+first channels of the pooled key, and those of the selector's queries: both at the new token, which is the block's last.
 
 q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; if the selected keys are compressed
 ("tied"), without the first set's keys   cache tensors: [B, slots, G, D]
@@ -28,11 +29,10 @@ from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
-def _cos_sin(FREQS, t, HALF: tl.constexpr, HP: tl.constexpr):
-    """cos and sin of a position's angles. Whole turns are removed in fp64: at position 1,000,000 an fp32 angle is off
-    by 0.06 rad."""
-    d = tl.arange(0, HP)
-    turns = tl.load(FREQS + d, mask=d < HALF, other=0.0) * t.to(tl.float64)
+def _cos_sin(FREQS, t, pair, inside):
+    """cos and sin of pairs of channels at a position; 1 and 0 outside. Whole turns are removed in fp64: at position
+    1,000,000 an fp32 angle is off by 0.06 rad."""
+    turns = tl.load(FREQS + pair, mask=inside, other=0.0) * t.to(tl.float64)
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     return tl.cos(angle), tl.sin(angle)
 
@@ -84,18 +84,27 @@ def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _pool_selector(new, RING, POOLED, b, g, t, slots, L: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-                   D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """The largest value of each channel over the l tokens that end with token t; the newest is not read from the ring.
-    Nothing if no compressed token ends here."""
-    first = t + 1 - L
-    if (first >= 0) & (first % S == 0):
-        i = tl.arange(0, L)
-        d = tl.arange(0, DP)
-        token = _slot(RING, b, L + 1, (first + i) % L, g, G, D)
-        held = tl.load(token[:, None] + d[None, :], mask=(i < L - 1)[:, None] & (d < D)[None, :], other=float("-inf"))
-        largest = tl.maximum(tl.max(held.to(tl.float32), 0), new.to(RING.dtype.element_ty).to(tl.float32))
-        _store(_slot(POOLED, b, slots, first // S, g, G, D), largest, D, DP)
+def _partners(ROTATED: tl.constexpr, DP: tl.constexpr):
+    """The channel with which RoPE mixes each channel of a selector, if it is one of the first ROTATED."""
+    d = tl.arange(0, DP)
+    return tl.where(d < ROTATED // 2, d + ROTATED // 2, d - ROTATED // 2)
+
+
+@triton.jit
+def _selector_cos_sin(FREQS, t, ROTATED: tl.constexpr, DP: tl.constexpr):
+    """(cos, sin) of each channel, such that x · cos + x[partner] · sin is rotated."""
+    d = tl.arange(0, DP)
+    cos, sin = _cos_sin(FREQS, t, d % (ROTATED // 2), d < ROTATED)
+    return cos, tl.where(d < ROTATED // 2, -sin, sin)
+
+
+@triton.jit
+def _largest(RING, new, b, g, first, channel, inside, L: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The largest value of channels over l tokens from `first` on; the last is `new`, not read from the ring."""
+    i = tl.arange(0, L)
+    token = _slot(RING, b, L + 1, (first + i) % L, g, G, D)
+    held = tl.load(token[:, None] + channel[None, :], mask=(i < L - 1)[:, None] & inside[None, :], other=float("-inf"))
+    return tl.maximum(tl.max(held.to(tl.float32), 0), new.to(RING.dtype.element_ty).to(tl.float32))
 
 
 @triton.jit
@@ -118,14 +127,18 @@ def _pool_keys(first_half, second_half, KS, KC, b, g, t, slots, pooled_slots, L:
         _store_halves(_slot(KC, b, pooled_slots, first // S, g, G, D) + one, one == 0, low, high, HALF, HP)
 
 
-@triton.jit(do_not_specialize=["batch", "selected_slots", "compressed_slots", "selector_row", "phi"])
+@triton.jit(
+    do_not_specialize=["batch", "selected_slots", "compressed_slots", "selector_q_row", "selector_k_row", "phi"]
+)
 def decode_append_kernel(
-    Q, KV, SELECTOR_K, QOUT, FREQS, LENGTHS, COUNTS, QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, POOLED, KSR,
+    Q, KV, SELECTOR_Q, SELECTOR_K, QOUT, SELECTOR_QOUT, FREQS, SELECTOR_FREQS, LENGTHS, COUNTS,
+    QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, POOLED, KSR,
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
-    batch, selected_slots, compressed_slots, selector_row, phi,
+    batch, selected_slots, compressed_slots, selector_q_row, selector_k_row, phi,
     eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, TIED: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, NORM: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, SHEADS: tl.constexpr, SRP: tl.constexpr, SD: tl.constexpr,
+    SDP: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
     POOL: tl.constexpr, SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -176,9 +189,23 @@ def decode_append_kernel(
                 w1, w2 = _halves(k + 2 * SECOND + one, KNW, alone, eps, HALF, HALFP, NORM)
                 wv = _load(v + 2 * SECOND, DV, DVP)
             if SELECTOR:
-                selector_k = _load(SELECTOR_K + b.to(tl.int64) * selector_row + g * SD, SD, SDP)
+                d = tl.arange(0, SDP)
+                at_k = SELECTOR_K + b.to(tl.int64) * selector_k_row + g * SD
+                selector_k = _load(at_k, SD, SDP)
+            if ROTATED > 0:
+                partner = _partners(ROTATED, SDP)
+                sr = tl.arange(0, SRP)
+                partner_k = tl.load(at_k + partner, mask=d < ROTATED, other=0.0)
+                at_q = (SELECTOR_Q + b.to(tl.int64) * selector_q_row + (g * SHEADS + sr) * SD)[:, None]
+                in_q = (sr < SHEADS)[:, None] & (d < SD)[None, :]
+                mixed = (sr < SHEADS)[:, None] & (d < ROTATED)[None, :]
+                selector_q = tl.load(at_q + d[None, :], mask=in_q, other=0.0).to(tl.float32)
+                partner_q = tl.load(at_q + partner[None, :], mask=mixed, other=0.0).to(tl.float32)
             t = tl.load(LENGTHS + b)
-            cos, sin = _cos_sin(FREQS, t, HALF, HALFP)
+            half = tl.arange(0, HALFP)
+            cos, sin = _cos_sin(FREQS, t, half, half < HALF)
+            if ROTATED > 0:
+                selector_cos, selector_sin = _selector_cos_sin(SELECTOR_FREQS, t, ROTATED, SDP)
             _store_rotated(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
             if COMPRESSED:
                 slot = t % L
@@ -197,8 +224,18 @@ def decode_append_kernel(
                 slot_w = t % WINDOW
                 _store_rotated(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
                 _store(_slot(VW, b, WINDOW + 1, slot_w, g, G, DV), wv, DV, DVP)
+            if ROTATED > 0:
+                to = SELECTOR_QOUT + ((b.to(tl.int64) * G + g) * SHEADS + sr)[:, None] * SD + d[None, :]
+                turned = selector_q * selector_cos[None, :] + partner_q * selector_sin[None, :]
+                tl.store(to, turned.to(SELECTOR_QOUT.dtype.element_ty), mask=in_q)
             if SELECTOR:
-                _pool_selector(selector_k, KSR, POOLED, b, g, t, compressed_slots, L, S, G, SD, SDP)
+                first = t + 1 - L
+                if (first >= 0) & (first % S == 0):  # a compressed token ends here
+                    pooled = _largest(KSR, selector_k, b, g, first, d, d < SD, L, G, SD)
+                    if ROTATED > 0:
+                        other = _largest(KSR, partner_k, b, g, first, partner, d < ROTATED, L, G, SD)
+                        pooled = pooled * selector_cos + other * selector_sin
+                    _store(_slot(POOLED, b, compressed_slots, first // S, g, G, SD), pooled, SD, SDP)
                 _store(_slot(KSR, b, L + 1, t % L, g, G, SD), selector_k, SD, SDP)
 
 
@@ -215,6 +252,7 @@ class Held:
     raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens; None: compressed keys are means of selected
     arrived: Tensor | None = None  # int32 [arrivals(…)]: counters of finished programs, 0 between steps
     selector: tuple[Tensor, Tensor] | None = None  # a learned selector's pooled keys, and a ring of its last l keys
+    selector_frequencies: Tensor | None = None  # of the selector's first channels, two for each; None: it rotates none
 
 
 def arrivals(batch: int, groups: int) -> int:
@@ -234,12 +272,13 @@ class Norms:
 def append(
     q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *, shared: bool,
     tied: bool, norms: Norms | None, phi: tuple[CompressionWeights, CompressionWeights] | None,
-    selector_k: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Write the tokens to the cache; returns the rotated queries. counts: int32 [B], 0 for rows without a new token.
-    selector_k: [B, G·size], rows of any stride."""
+    selector: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Write the tokens to the cache; returns the rotated queries, and those of the selector. counts: int32 [B], 0 for
+    rows without a new token. selector: queries [B, G·heads·size] and keys [B, G·size], rows of any stride."""
     batch, groups, per_group = q.shape[0], heads.groups, heads.heads // heads.groups
-    key_size, value_size, selector_size = heads.key_size, heads.value_size, max(1, heads.selector_size)
+    key_size, value_size = heads.key_size, heads.value_size
+    selector_heads, selector_size = max(1, heads.selector_heads), max(1, heads.selector_size)
     sets = 1 if shared else 3
     dtype = next(x for x in (held.selected, held.window, held.compressed) if x is not None)[0].dtype
     out = torch.empty(batch, heads.heads, key_size, dtype=dtype, device=q.device)
@@ -256,19 +295,27 @@ def append(
     slots = 0 if held.selected is None else held.selected[0].shape[1]
     pooled = next((pair[0] for pair in (held.compressed, held.selector) if pair is not None), None)
     compressed_slots = 0 if pooled is None else pooled.shape[1]
+    selector_q, selector_k = selector or (None, None)
+    selector_rows = (0, 0) if selector is None else tuple(x.stride(0) for x in selector)
+    rotated, turned = 0, None
+    if selector_q is not None and held.selector_frequencies is not None:
+        rotated = 2 * held.selector_frequencies.shape[0]
+        turned = torch.empty(selector_q.shape, dtype=dtype, device=q.device)
     early = overlap_launches(q, batch * groups)
     call(
         decode_append_kernel, (programs + batch * groups,),
-        (q, kv, selector_k, out, held.frequencies, held.lengths, counts, None if norms is None else norms.q, *keys,
-         *(x for pair in parts for x in pair), *weights[0].all(), *weights[1].all(), scratch, held.arrived),
-        (batch, slots, compressed_slots, 0 if selector_k is None else selector_k.stride(0), programs),
+        (q, kv, selector_q, selector_k, out, turned, held.frequencies, held.selector_frequencies, held.lengths, counts,
+         None if norms is None else norms.q, *keys, *(x for pair in parts for x in pair), *weights[0].all(),
+         *weights[1].all(), scratch, held.arrived),
+        (batch, slots, compressed_slots, *selector_rows, programs),
         (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets, tied,
          groups, per_group, power_of_2(per_group), key_size, value_size, power_of_2(key_size // 2),
-         padded(key_size), padded(value_size), selector_size, padded(selector_size), norms is not None,
+         padded(key_size), padded(value_size), selector_heads, power_of_2(selector_heads), selector_size,
+         padded(selector_size), rotated, norms is not None,
          counts is not None, mlp, held.selected is not None, held.window is not None, held.raw is not None,
          held.raw is None and held.compressed is not None, selector_k is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
          early),
         num_warps=8 if programs else 4, num_stages=2, launch_pdl=early,
     )  # fmt: skip
-    return out
+    return out, selector_q if turned is None else turned

@@ -81,10 +81,9 @@ def nsa_step(
     selector: projections of a learned selector, queries and keys; its keys are not counted as read. dense_below: rows
     with fewer tokens read every block."""
     batch, device = q.shape[0], q.device
-    selector_q, selector_k = (None, None) if selector is None else (x.flatten(1) for x in selector)
-    rotated = append(
+    rotated, selector_q = append(
         q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads, shared=shared, tied=tied,
-        norms=norms, phi=phi, selector_k=selector_k,
+        norms=norms, phi=phi, selector=None if selector is None else (selector[0].flatten(1), selector[1].flatten(1)),
     )  # fmt: skip
     pairs = batch * heads.groups
     select, learned = "selected" in branches, selector is not None
@@ -139,7 +138,7 @@ def dense_step(
     """(out [B, 1, H·Dv], keys read) of full attention: reads every key up to the new token of each row."""
     batch = q.shape[0]
     assert held.selected is not None
-    rotated = append(
+    rotated, _ = append(
         q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads, shared=True, tied=False,
         norms=norms, phi=None,
     )  # fmt: skip
