@@ -52,7 +52,7 @@ class BlockSparseAttention(DenseAttention):
         selector: str = "compressed",
         selector_heads: int = 1,
         selector_dim: int = 64,
-        selector_rotary: int = 0,
+        selector_rotary: int | None = None,
         backend: str = "auto",
         **dense: Any,
     ) -> None:

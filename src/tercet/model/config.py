@@ -114,9 +114,9 @@ class ModelConfig(BaseModel):
     """Query heads of a learned selector, per KV head."""
     selector_dim: int = Field(default=64, ge=1)
     """Size of one head of a learned selector."""
-    selector_rotary: int = Field(default=0, ge=0)
+    selector_rotary: int | None = Field(default=None, ge=0)
     """Channels of each head of a learned selector that are rotated by position, as RoPE rotates attention; the others
-    compare content alone. An even number of at most selector_dim."""
+    compare content alone. An even number of at most selector_dim; none: half of it."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
     dense_below: int = Field(default=0, ge=0)
@@ -172,10 +172,11 @@ class ModelConfig(BaseModel):
         self._check_block_sparse()
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
-        if self.selector_rotary % 2 or self.selector_rotary > self.selector_dim:
+        rotary = self.selector_rotary
+        if rotary is not None and (rotary % 2 or rotary > self.selector_dim):
             raise ValueError(
-                f"selector_rotary={self.selector_rotary} is not an even number of at most "
-                f"selector_dim={self.selector_dim}: use {min(self.selector_rotary, self.selector_dim) // 2 * 2}"
+                f"selector_rotary={rotary} is not an even number of at most selector_dim={self.selector_dim}: "
+                f"use {min(rotary, self.selector_dim) // 2 * 2}"
             )
         layer_kinds(self.attention, self.layers)
         return self

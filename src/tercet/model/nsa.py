@@ -72,7 +72,7 @@ class NativeSparseAttention(AttentionLayer):
     qk_norm      RMS-normalise each head of q and k
     selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (separate
                  projections with `selector_heads` heads of `selector_dim` per KV head, of which RoPE rotates the
-                 first `selector_rotary` channels) or "random" (a control)
+                 first `selector_rotary` channels, half of them by default) or "random" (a control)
     branches     omit branches, for ablations
     backend      "auto", "reference" or "triton"
     bias         biases in the projections
@@ -106,7 +106,7 @@ class NativeSparseAttention(AttentionLayer):
         selector: str = "compressed",
         selector_heads: int = 1,
         selector_dim: int = 64,
-        selector_rotary: int = 0,
+        selector_rotary: int | None = None,
     ) -> None:
         check_shared_keys(shared_kv, compress_selected_keys)
         value_sets = 1 if shared_kv else len(BRANCHES)

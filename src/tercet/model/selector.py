@@ -259,13 +259,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def build_selector(
-    kind: str, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int
+    kind: str, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None
 ) -> BlockSelector | None:
-    """The learned selector of a layer; None if it has none. rope: the layer's; rotated: channels."""
+    """The learned selector of a layer; None if it has none. rope: the layer's; rotated: channels, None for half."""
     if kind not in SELECTORS:
         raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
     if kind != "learned":
         return None
+    rotated = size // 4 * 2 if rotated is None else rotated
     rotary = Rotary(rotated, rope.theta, rope.scaling, rope.max_wavelength) if rotated else None
     return BlockSelector(dim, kv_heads, heads, size, config, rotary)
 
