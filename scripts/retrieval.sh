@@ -5,13 +5,13 @@
 #     bash scripts/retrieval.sh evals KIND RUNS
 #
 # KIND: learned, compressed (today's choice of blocks) or dense; a suffix -plain leaves the exercises out.
-# CORPUS: shards from scripts/linux_corpus.sh. On an H200 `learned` trains for nine minutes; its evaluations take three.
+# CORPUS: shards from scripts/linux_corpus.sh. On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
 usage() { sed -n '2,8p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
-STAGES=${STAGES:-8192:2600 32768:200 65536:250}
+STAGES=${STAGES:-8192:1700 32768:300 65536:500}
 
 case $phase in
 train)
@@ -29,7 +29,7 @@ train)
     # shellcheck disable=SC2086
     "$python" -m tercet train --preset "$preset" --run.name "m7c-$kind" --run.dir "$runs/$kind" --data.source shards \
         --data.path "$corpus" --data.tokenizer byte --data.shuffle_sequences 256 --model.rope_theta 500000 \
-        --train.stages $STAGES --train.lr 1e-3 --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every 650 \
+        --model.rope_max_wavelength 8192 --train.stages $STAGES --train.lr 1e-3 --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every 650 \
         --train.val_tokens 1048576 --checkpoint.every 1300 --checkpoint.keep 1 --health.memory_every 0 --resume auto \
         ${own[@]+"${own[@]}"} "$@"
     ;;

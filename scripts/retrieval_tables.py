@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "retrieval"
 QUALITY = FOLDER.parent / "quality"
-WORDINGS = {"training": "wording of training", "held-out": "held-out wording"}
 
 
 def _rows(header: list[str], rows: list[list[str]]) -> str:
@@ -42,6 +42,7 @@ def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
         "learned selector, with exercises": FOLDER / "learned-needle.txt",
+        "dense, with exercises": FOLDER / "dense-needle.txt",
         "compressed scores, without": QUALITY / "needle-nsa.txt",
         "dense, without": QUALITY / "needle-dense.txt",
     }
@@ -55,20 +56,46 @@ def needles() -> str:
 
 
 def single() -> str:
-    """Single needles by length, for both wordings."""
-    records = {label: _ruler(f"learned-single-{wording}.json") for wording, label in WORDINGS.items()}
-    records["450 more steps at 64k"] = _ruler("learned-longer-single.json")
-    lengths = sorted({f["length"] for found in records.values() for f in found})
-    rows = []
-    for label, found in records.items():
-        whole = {f["length"]: f for f in found if f["depth"] is None}
-        rows.append([label, *(f"{whole[n]['score']:.0%}" if n in whole else "" for n in lengths)])
+    """Single needles by length, both kinds of attention; lengths that no file of single needles has come from that of
+    all tasks, and a wording from what `tercet eval ruler` printed."""
+    tasks = [f for f in _ruler("learned-tasks.json") if f["task"] == "niah_single_2"]
+    found = {f["length"]: f["score"] for f in (*tasks, *_ruler("learned-single.json")) if f["depth"] is None}
+    text = (FOLDER / "learned-single-held-out.txt").read_text(encoding="utf-8")
+    printed = re.findall(r"([\d,]+) tokens, niah_single_2 +([\d.]+)%", text)
+    records = {
+        "learned selector": found,
+        "dense": {f["length"]: f["score"] for f in _ruler("dense-single.json") if f["depth"] is None},
+        "learned selector, held-out wording": {int(n.replace(",", "")): float(score) / 100 for n, score in printed},
+    }
+    lengths = sorted({length for scores in records.values() for length in scores})
+    rows = [[label, *(f"{scores[n]:.0%}" if n in scores else "" for n in lengths)] for label, scores in records.items()]
     return _rows(["", *map(_k, lengths)], rows)
 
 
+def blocks() -> str:
+    """Single needles of one model that may read more blocks than in training."""
+    rows, lengths = [], (8192, 32768)
+    for count in (16, 64, 128):
+        whole = {f["length"]: f for f in _ruler(f"learned-blocks-{count}.json") if f["depth"] is None}
+        rows.append([str(count), *(_cell(whole[n]) if n in whole else "" for n in lengths)])
+    return _rows(["blocks read", *map(_k, lengths)], rows)
+
+
+def losses() -> str:
+    """Held-out loss at the same step of the same run through the data."""
+    read = {}
+    for kind in ("learned", "dense"):
+        with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
+            read[kind] = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
+    steps = sorted(read["dense"])
+    rows = [[name, *(f"{read[kind][n]:.4f}" for n in steps)] for kind, name in
+            (("learned", "learned selector"), ("dense", "dense"))]  # fmt: skip
+    return _rows(["", *(f"step {n:,}" for n in steps)], rows)
+
+
 def depths() -> str:
-    """Single needles by depth, at the lengths beyond 8k."""
-    found = [f for f in _ruler("learned-single-training.json") if f["depth"] is not None]
+    """Single needles by depth, from 8k on."""
+    found = [f for f in _ruler("learned-single.json") if f["depth"] is not None]
     lengths = [n for n in sorted({f["length"] for f in found}) if n >= 8192]
     rows = []
     for depth in sorted({f["depth"] for f in found}):
@@ -117,6 +144,8 @@ def selectors() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "retrieval-needles": needles,
     "retrieval-single": single,
+    "retrieval-blocks": blocks,
+    "retrieval-losses": losses,
     "retrieval-depths": depths,
     "retrieval-tasks": tasks,
     "retrieval-context": context,
