@@ -29,8 +29,9 @@ train)
     # shellcheck disable=SC2086
     "$python" -m tercet train --preset "$preset" --run.name "m7c-$kind" --run.dir "$runs/$kind" --data.source shards \
         --data.path "$corpus" --data.tokenizer byte --data.shuffle_sequences 256 --model.rope_theta 500000 \
-        --model.rope_max_wavelength 8192 --train.stages $STAGES --train.lr 1e-3 --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every 650 \
-        --train.val_tokens 1048576 --checkpoint.every 1300 --checkpoint.keep 1 --health.memory_every 0 --resume auto \
+        --model.rope_max_wavelength 8192 --train.stages $STAGES --train.lr 1e-3 --train.warmup_steps 100 \
+        --train.weight_decay 0.1 --train.val_every 650 --train.val_tokens 1048576 --checkpoint.every 1300 \
+        --checkpoint.keep 1 --health.memory_every 0 --resume auto \
         ${own[@]+"${own[@]}"} "$@"
     ;;
 evals)
