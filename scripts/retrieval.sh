@@ -3,36 +3,56 @@
 #
 #     bash scripts/retrieval.sh train KIND CORPUS RUNS [flags of tercet train]
 #     bash scripts/retrieval.sh evals KIND RUNS
+#     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
-# KIND: learned, compressed (today's choice of blocks) or dense; a suffix -plain leaves the exercises out.
-# CORPUS: shards from scripts/linux_corpus.sh. On an H200 `learned` trains for eight minutes; its evaluations take four.
+# KIND: learned, compressed (the paper's choice of blocks) or dense; small also takes the controls random and all
+# (blocks). A suffix -plain leaves the exercises out. CORPUS: shards from scripts/linux_corpus.sh.
+# On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,8p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
-STAGES=${STAGES:-8192:1700 32768:300 65536:500}
+
+flags_of() { # kind -> preset and flags
+    case ${1%-plain} in
+    learned) echo m7c --model.selector learned ;;
+    compressed) echo m7c ;;
+    random) echo m7c --model.selector random ;;
+    all) echo m7c --model.nsa.select_count 128 ;;
+    dense) echo m7c-dense ;;
+    *) usage ;;
+    esac
+    [ "$1" != "${1%-plain}" ] || echo "--data.retrieval $SHARE"
+}
+
+run() { # folder, flags: train, or continue
+    local folder=$1 words
+    words=$(flags_of "$kind")
+    shift
+    # shellcheck disable=SC2086
+    "$python" -m tercet train --preset $words --run.name "$(basename "$folder")" --run.dir "$folder" \
+        --data.source shards --data.path "$corpus" --data.tokenizer byte --data.shuffle_sequences 256 \
+        --model.rope_theta 500000 --model.rope_max_wavelength 8192 --train.stages $STAGES --train.warmup_steps 100 \
+        --train.weight_decay 0.1 --train.val_tokens 1048576 --checkpoint.keep 1 --health.memory_every 0 --resume auto "$@"
+}
 
 case $phase in
 train)
     [ $# -ge 4 ] || usage
-    corpus=$3 runs=$4
+    corpus=$3 runs=$4 SHARE=0.3
+    STAGES=${STAGES:-8192:1700 32768:300 65536:500}
     shift 4
-    preset=m7c own=()
-    case ${kind%-plain} in
-    learned) own=(--model.selector learned) ;;
-    compressed) ;;
-    dense) preset=m7c-dense ;;
-    *) usage ;;
-    esac
-    [ "$kind" != "${kind%-plain}" ] || own+=(--data.retrieval 0.3)
-    # shellcheck disable=SC2086
-    "$python" -m tercet train --preset "$preset" --run.name "m7c-$kind" --run.dir "$runs/$kind" --data.source shards \
-        --data.path "$corpus" --data.tokenizer byte --data.shuffle_sequences 256 --model.rope_theta 500000 \
-        --model.rope_max_wavelength 8192 --train.stages $STAGES --train.lr 1e-3 --train.warmup_steps 100 \
-        --train.weight_decay 0.1 --train.val_every 650 --train.val_tokens 1048576 --checkpoint.every 1300 \
-        --checkpoint.keep 1 --health.memory_every 0 --resume auto \
-        ${own[@]+"${own[@]}"} "$@"
+    run "$runs/$kind" --train.lr 1e-3 --train.val_every 650 --checkpoint.every 1300 "$@"
+    ;;
+small)
+    [ $# -ge 5 ] || usage
+    corpus=$3 runs=$4 folder=$4/small-$kind-$5 SHARE=0.5
+    STAGES=${STAGES:-1024:700 8192:300}
+    run "$folder" --run.seed "$5" --model.dim 256 --model.layers 6 --model.heads 4 --model.ffn_dim 640 --train.lr 3e-3 \
+        --train.tokens_per_step 32768 --train.val_every 0 --checkpoint.every 0 --log.no_tensorboard "${@:6}"
+    "$python" -m tercet eval ruler "$folder" --lengths 1024,2048,4096,8192 --tasks niah_single_2 --wording training \
+        --out "$folder.json"
     ;;
 evals)
     run=$3/$kind
