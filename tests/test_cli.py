@@ -411,7 +411,7 @@ def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, 
     made = run(capsys, "data", "prepare", *source, "--workers", "1", "--out", "my shards")[1]
     assert "--data.source shards --data.path 'my shards' --data.tokenizer byte\n" in made
 
-    imported = SimpleNamespace(exact_length=None)
+    imported = SimpleNamespace(exact_length=None, restored=False)
     monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: imported)
     Path("theirs").mkdir()
     made = run(capsys, "import", "hf", "theirs", "my model")[1]
