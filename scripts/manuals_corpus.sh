@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Build the second corpus: English documentation and manuals from Debian's packages, as shards of a BPE trained on it.
 #
-#     bash scripts/manuals_corpus.sh corpus/manuals [DOWNLOADS]   # needs apt-get and dpkg-deb; 810 MB to download
+#     bash scripts/manuals_corpus.sh corpus/manuals                   # needs apt-get and dpkg-deb; 810 MB to download
+#     bash scripts/manuals_corpus.sh corpus/manuals archive.tar.xz    # also pack the shards into an archive
 #
 # HTML pages, man pages, text, RST and POD of the packages below, one document per page, at most 6 MB per package.
-# Near-copies are removed, and no held-out document has one in training (scripts/near_copies.py).
+# Near-copies are removed, and no held-out document has one in training (scripts/near_copies.py). DOWNLOADS: a folder
+# for the packages, to keep them. Half an hour on one core.
 set -euo pipefail
-out=${1:?usage: manuals_corpus.sh OUT [DOWNLOADS]}
+out=${1:?usage: manuals_corpus.sh OUT [ARCHIVE.tar.xz]}
+archive=${2:-}
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 packages=(
@@ -30,7 +33,7 @@ packages=(
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work" # apt downloads as another user
-debs=${2:-$work/debs}
+debs=${DOWNLOADS:-$work/debs}
 if [ ! -d "$debs" ]; then
     mkdir -p "$debs"
     chmod 777 "$debs"
@@ -38,7 +41,19 @@ if [ ! -d "$debs" ]; then
 fi
 "$python" "$here/manuals_text.py" "$debs" "$work/all.jsonl"
 "$python" "$here/near_copies.py" remove "$work/all.jsonl" "$work/manuals.jsonl"
-data=(--data.source jsonl --data.path "$work/manuals.jsonl")
-"$python" -m tercet data train-tokenizer "${data[@]}" --vocab-size 16384 --max-bytes 100000000 --out "$work/tokenizer.json"
-"$python" -m tercet data prepare "${data[@]}" --data.tokenizer "$work/tokenizer.json" --out "$out"
+mkdir -p "$(dirname "$out")"
+out=$(cd "$(dirname "$out")" && pwd)/$(basename "$out")
+# In $work, because shards record the names of their sources.
+data=(--data.source jsonl --data.path manuals.jsonl)
+(
+    cd "$work"
+    "$python" -m tercet data train-tokenizer "${data[@]}" --vocab-size 16384 --max-bytes 100000000 --out tokenizer.json
+    "$python" -m tercet data prepare "${data[@]}" --data.tokenizer tokenizer.json --out "$out"
+)
 "$python" "$here/near_copies.py" measure "$out"
+if [ -n "$archive" ]; then
+    # Sorted names and fixed times make the archive reproducible; lp=1: tokens are pairs of bytes.
+    tar -C "$(dirname "$out")" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --exclude .lock \
+        -cf - "$(basename "$out")" | xz --lzma2=preset=9e,dict=192MiB,nice=273,lc=3,lp=1,pb=1 > "$archive"
+    ls -l "$archive"
+fi
