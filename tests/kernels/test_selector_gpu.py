@@ -1,4 +1,4 @@
-"""Learned selection on a GPU: against the reference, compiled, packed, without synchronising, same bits."""
+"""Learned and random selection on a GPU: against the reference, compiled, packed, without synchronising, same bits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NSA = tercet.NSAConfig(compress_block=16, compress_stride=16, window=128)
 BOUNDS = [0, 700, 716, 4096]
 
 
-def make_model() -> Transformer:
+def make_model(selector: str = "learned") -> Transformer:
     torch.manual_seed(1)
-    config = ModelConfig(layers=2, nsa=NSA, compression="mean", compress_selected_keys=True, selector="learned")
+    config = ModelConfig(layers=2, nsa=NSA, compression="mean", compress_selected_keys=True, selector=selector)
     return Transformer(config).cuda().train()
 
 
@@ -39,9 +39,9 @@ def test_log_sum_exps_of_blocks_are_the_references(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_model_trains_compiled_as_eager_and_twice_the_same(packed: bool) -> None:
-    model = make_model()
+@pytest.mark.parametrize(("selector", "packed"), [("learned", False), ("learned", True), ("random", True)])
+def test_a_model_trains_compiled_as_eager_and_twice_the_same(selector: str, packed: bool) -> None:
+    model = make_model(selector)
     tokens = torch.randint(0, 256, (1, 4096) if packed else (2, 2048), device="cuda")
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda") if packed else None
     eager = step(model, tokens, bounds)

@@ -13,7 +13,7 @@ from tercet.attention.config import BRANCHES, NSAConfig, check_branches, check_s
 from tercet.attention.dispatch import check_backend
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.hardware import kernels_run_on
-from tercet.attention.layout import Packing
+from tercet.attention.layout import Packing, keep_selection
 from tercet.model import decode
 from tercet.model.cache import NewTokens, NSACache
 from tercet.model.compression import Compression, compress_keys_and_values
@@ -176,7 +176,7 @@ class NativeSparseAttention(AttentionLayer):
         if self.random_blocks is not None:
             longest = x.shape[1] if packing is None else packing.max_seqlen
             position = torch.arange(longest, device=x.device) if packing is None else packing.position
-            given = self.random_blocks(position, longest, rope.layer).expand(x.shape[0], -1, -1, -1)
+            given = keep_selection(self.random_blocks(position, longest, rope.layer)).expand(x.shape[0], -1, -1, -1)
         fuse_output = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._route = run_nsa(
             inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
