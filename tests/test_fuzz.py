@@ -51,7 +51,10 @@ LLAMA = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+        "attention_factor": 1.1,
+    },
     "tie_word_embeddings": True,
 }  # fmt: skip
 NESTED = "[" * 2000 + "]" * 2000  # written without quotes

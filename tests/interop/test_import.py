@@ -262,7 +262,7 @@ def test_options_of_a_dense_import_are_refused_for_an_export(tmp_path):
         ({"model_type": "gpt2"}, "model_type='gpt2' cannot be imported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
         ({"sliding_window": 8, "use_sliding_window": True}, "sliding_window=8 cannot be imported"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type='llama3' cannot be imported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' cannot be imported"),
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "unexpected weights"),
         ({"intermediate_size": 64}, "config.json requires [32, 64]"),

@@ -15,6 +15,7 @@ from tercet.attention.kernels.decode.attend import read_stages
 from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks
 from tercet.attention.reference import block_importance
+from tercet.model.config import RopeConfig
 
 pytestmark = pytest.mark.interpreter
 
@@ -83,7 +84,7 @@ def test_an_empty_cache_begins_with_its_first_token(reference):
 
 def test_all_options_at_once_equal_the_reference(reference):
     layer = make(heads=4, kv_heads=2, gate="softmax", qk_norm=True, shared_kv=True, rope_scaling=3.0,
-                 rope_max_wavelength=500.0, bias=True)  # fmt: skip
+                 rope_max_wavelength=500.0, rope=RopeConfig("yarn", original_length=100), bias=True)  # fmt: skip
     compare(reference, layer, [131], [None])
 
 

@@ -44,7 +44,7 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compr
         shapes = (32, size), (size, 32 * size), (size,), (size, size), (size,)
         return decode.CompressionWeights(*(torch.empty(s, dtype=dtype) for s in shapes))
 
-    lengths, turns = torch.zeros(batch, dtype=torch.int64), torch.empty(dk // 2, dtype=torch.float64)
+    lengths, turns = torch.zeros(batch, dtype=torch.int64), torch.empty(dk // 2 + 1, dtype=torch.float64)
     arrived = torch.zeros(decode.arrivals(batch, groups), dtype=torch.int32)
     held = decode.Held(
         lengths, turns, room, pair(room + 1), pair(513), pair(config.num_compressed(room) + 1), pair(33), arrived

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import layer_oracle
 import tercet
 from cases import config, configs, cu
+from tercet.model.config import RopeConfig
 
 CFG = config()
 # As in preset m7c: blocks are selected by means of the selected keys, in compression blocks that do not overlap.
@@ -70,6 +71,7 @@ OPTIONS = [
     {"gate": "softmax", "qk_norm": True},
     {"rope_scaling": 3.0},
     {"rope_max_wavelength": 100.0},
+    {"rope_scaling": 4.0, "rope": RopeConfig("yarn", original_length=20)},
     {"branches": ("compressed",)},
     {"branches": ("selected",)},
     {"branches": ("window",)},

@@ -117,14 +117,15 @@ class Cache:
     # ------------------------------------------------------------ for the decode kernels
 
     def rope_frequencies(self) -> Tensor:
-        """fp64 [Dk/2]: full rotations per position of each pair."""
+        """fp64 [Dk/2 + 1]: full rotations per position of each pair, and the factor of rotated vectors."""
         if self._rope_frequencies is None:
-            self._rope_frequencies = self._frequencies(self.key["head_dim"])
+            rotary = self._rotary(self.key["head_dim"])
+            turns = rotary.frequencies(self.device) / (2 * math.pi)
+            self._rope_frequencies = torch.cat((turns, turns.new_full((1,), rotary.attention_factor)))
         return self._rope_frequencies
 
-    def _frequencies(self, size: int) -> Tensor:
-        rotary = Rotary(size, *(self.key[name] for name in ("theta", "scaling", "max_wavelength")))
-        return rotary.frequencies(self.device) / (2 * math.pi)
+    def _rotary(self, size: int) -> Rotary:
+        return Rotary(size, *(self.key[name] for name in ("theta", "scaling", "max_wavelength", "rope")))
 
     def arrival_counters(self, size: int) -> Tensor:
         """int32 [size]: counters with which the programs of a decode kernel synchronise; 0 between steps."""
@@ -452,9 +453,10 @@ class NSACache(Cache):
         return self.compresses or self.pools_keys
 
     def selector_frequencies(self) -> Tensor | None:
-        """`rope_frequencies` of a learned selector's rotated channels; None if it has none."""
+        """fp64 [rotated/2]: as `rope_frequencies`, of a learned selector's rotated channels; None if it has none."""
         if self._selector_frequencies is None and self.key.get("selector_rotary"):
-            self._selector_frequencies = self._frequencies(self.key["selector_rotary"])
+            rotary = self._rotary(self.key["selector_rotary"])
+            self._selector_frequencies = rotary.frequencies(self.device) / (2 * math.pi)
         return self._selector_frequencies
 
     def selector_keys(self, new: NewTokens) -> Tensor:

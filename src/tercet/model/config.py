@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -12,6 +12,7 @@ from tercet.attention.config import NSAConfig, check_branches, check_group_size,
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
+RopeType = Literal["linear", "llama3", "yarn"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = (
     "nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches",
@@ -65,6 +66,45 @@ def is_all_dense(attention: object) -> bool:
         except ValueError:
             return False
     return isinstance(attention, (list, tuple)) and set(attention) == {"dense"}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Which channels model.rope_scaling slows down, validated on construction."""
+
+    type: RopeType = "linear"
+    """linear: all channels alike. llama3 and yarn, as in models of these names: channels that turn slowly; those that
+    turn fast keep their frequency."""
+    original_length: int = 8192
+    """llama3, yarn: sequence length before the model was extended."""
+    slow: float = 1.0
+    """llama3, yarn: channels with fewer turns than this in original_length are slowed down in full."""
+    fast: float | None = None
+    """llama3, yarn: channels with more turns than this in original_length are not slowed down; none: 4 for llama3, 32
+    for yarn."""
+    attention_factor: float | None = None
+    """yarn: factor of rotated queries and keys; none: 0.1 · ln(rope_scaling) + 1."""
+
+    def __post_init__(self) -> None:
+        if self.type not in (types := get_args(RopeType)):
+            raise ValueError(f"rope.type={self.type!r} is unknown: pick one of {', '.join(types)}")
+        plain = {f.name: f.default for f in fields(self) if f.name != "type"}
+        unused = {"linear": tuple(plain), "llama3": ("attention_factor",), "yarn": ()}[self.type]
+        for name in unused:
+            if getattr(self, name) != plain[name]:
+                raise ValueError(f"rope.{name}={getattr(self, name)} has no effect with rope.type={self.type}: drop it")
+        if self.original_length < 1 or not 0 < self.slow < self.turns_kept:
+            raise ValueError(
+                f"rope.original_length={self.original_length} must be at least 1, and rope.slow={self.slow:g} above 0 "
+                f"and below rope.fast={self.turns_kept:g}"
+            )
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ValueError(f"rope.attention_factor={self.attention_factor} must be above 0")
+
+    @property
+    def turns_kept(self) -> float:
+        """`fast`, or its default."""
+        return self.fast if self.fast is not None else {"linear": 32.0, "llama3": 4.0, "yarn": 32.0}[self.type]
 
 
 class ModelConfig(BaseModel):
@@ -126,7 +166,10 @@ class ModelConfig(BaseModel):
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position embedding."""
     rope_scaling: float = Field(default=1.0, gt=0)
-    """Divides all positions; above 1 to extend a model to longer sequences."""
+    """Divides all positions, or with model.rope those of some channels; above 1 to extend a model to longer
+    sequences."""
+    rope: RopeConfig = RopeConfig()
+    """Which channels rope_scaling slows down."""
     rope_max_wavelength: float = Field(default=0.0, ge=0)
     """Channels that would need more positions than this for a full turn are not rotated: they compare content alone, at
     any distance. Set it to the length of most of the training, to read longer texts later. 0: all are rotated."""

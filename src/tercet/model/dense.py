@@ -12,7 +12,7 @@ from tercet.attention.dense import dense_attention, dense_route
 from tercet.attention.layout import Packing
 from tercet.model import decode
 from tercet.model.cache import DenseCache
-from tercet.model.config import NSA_ONLY, AttentionKind
+from tercet.model.config import NSA_ONLY, AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer
 from tercet.model.rope import CosSin, RopeCache, rotate
 
@@ -34,6 +34,7 @@ class DenseAttention(AttentionLayer):
         rope_theta: float = 10000.0,
         rope_scaling: float = 1.0,
         rope_max_wavelength: float = 0.0,
+        rope: RopeConfig | None = None,
         qk_norm: bool = False,
         bias: bool = False,
         norm_eps: float | None = None,
@@ -44,7 +45,7 @@ class DenseAttention(AttentionLayer):
             raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=1, value_sets=1, rope_theta=rope_theta,
-            rope_scaling=rope_scaling, rope_max_wavelength=rope_max_wavelength, bias=bias,
+            rope_scaling=rope_scaling, rope_max_wavelength=rope_max_wavelength, rope=rope, bias=bias,
         )  # fmt: skip
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None

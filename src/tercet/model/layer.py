@@ -12,7 +12,7 @@ from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing
-from tercet.model.config import AttentionKind
+from tercet.model.config import AttentionKind, RopeConfig
 from tercet.model.rope import RopeCache, Rotary
 
 
@@ -41,6 +41,7 @@ class AttentionLayer(nn.Module):
         rope_theta: float,
         rope_scaling: float,
         rope_max_wavelength: float,
+        rope: RopeConfig | None,
         bias: bool,
     ) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class AttentionLayer(nn.Module):
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.key_sets = key_sets
-        self.rotary = Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength)
+        self.rotary = Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength, rope)
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
         self.kv_proj = nn.Linear(dim, kv_heads * (key_sets * head_dim + value_sets * value_dim), bias=bias)
         self.o_proj = nn.Linear(heads * value_dim, dim, bias=bias)
@@ -92,7 +93,7 @@ class AttentionLayer(nn.Module):
         return {
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.value_dim,
             "theta": self.rotary.theta, "scaling": self.rotary.scaling,
-            "max_wavelength": self.rotary.max_wavelength,
+            "max_wavelength": self.rotary.max_wavelength, "rope": self.rotary.rope,
         }  # fmt: skip
 
     def phi_is_plain(self) -> bool:

@@ -17,7 +17,7 @@ from tercet.attention.layout import Packing, keep_selection
 from tercet.model import decode
 from tercet.model.cache import NewTokens, NSACache
 from tercet.model.compression import Compression, compress_keys_and_values
-from tercet.model.config import AttentionKind
+from tercet.model.config import AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
 from tercet.model.selector import RandomBlocks, attach_loss, build_selector
@@ -69,6 +69,7 @@ class NativeSparseAttention(AttentionLayer):
                  a summary of the keys that will be read
     rope_theta, rope_scaling, rope_max_wavelength  RoPE base, a divisor for all positions, and the longest wavelength
                  of rotated channels (0: no limit)
+    rope         which channels rope_scaling slows down; all by default
     qk_norm      RMS-normalise each head of q and k
     selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (separate
                  projections with `selector_heads` heads of `selector_dim` per KV head, of which RoPE rotates the
@@ -98,6 +99,7 @@ class NativeSparseAttention(AttentionLayer):
         rope_theta: float = 10000.0,
         rope_scaling: float = 1.0,
         rope_max_wavelength: float = 0.0,
+        rope: RopeConfig | None = None,
         qk_norm: bool = False,
         branches: tuple[str, ...] = BRANCHES,
         backend: str = "auto",
@@ -113,7 +115,7 @@ class NativeSparseAttention(AttentionLayer):
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=value_sets - compress_selected_keys,
             value_sets=value_sets, rope_theta=rope_theta, rope_scaling=rope_scaling,
-            rope_max_wavelength=rope_max_wavelength, bias=bias,
+            rope_max_wavelength=rope_max_wavelength, rope=rope, bias=bias,
         )  # fmt: skip
         check_backend(backend)
         self.config = NSAConfig() if config is None else config

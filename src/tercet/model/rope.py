@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
+from tercet.model.config import RopeConfig
 
 CosSin = tuple[Tensor, Tensor]
 """(cos, sin), fp32 [..., T, 1, D/2]."""
@@ -30,11 +32,19 @@ class RopeCache(NamedTuple):
 class Rotary:
     """Angles theta^(-2i/D) · position / scaling for every pair (i, i + D/2) of a head.
 
-    `scaling` divides all positions: a model trained at 8k reads 32k with scaling 4 (position interpolation).
-    Pairs that would need more than `max_wavelength` positions for a full turn are not rotated (0: all are).
+    `scaling` divides all positions: a model trained at 8k reads 32k with scaling 4 (position interpolation); `rope`
+    may limit it to some pairs. Pairs that would need more than `max_wavelength` positions for a full turn are not
+    rotated (0: all are).
     """
 
-    def __init__(self, size: int, theta: float = 10000.0, scaling: float = 1.0, max_wavelength: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        theta: float = 10000.0,
+        scaling: float = 1.0,
+        max_wavelength: float = 0.0,
+        rope: RopeConfig | None = None,
+    ) -> None:
         if size % 2:
             raise ValueError(f"head_dim={size} is odd: RoPE rotates pairs, use an even size")
         if theta <= 0 or scaling <= 0:
@@ -43,21 +53,57 @@ class Rotary:
             raise ValueError(f"rope_max_wavelength={max_wavelength} must be at least 0")
         self.size, self.theta, self.scaling = size, float(theta), float(scaling)
         self.max_wavelength = float(max_wavelength)
+        self.rope = RopeConfig() if rope is None else rope
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of rotated queries and keys, in cos and sin (YaRN)."""
+        if self.rope.type != "yarn":
+            return 1.0
+        if self.rope.attention_factor is not None:
+            return self.rope.attention_factor
+        return 0.1 * math.log(max(self.scaling, 1.0)) + 1.0
+
+    def of_size(self, size: int) -> Rotary:
+        """The same rotation for other vectors, without an attention factor."""
+        rope = self.rope if self.attention_factor == 1 else replace(self.rope, attention_factor=1.0)
+        return Rotary(size, self.theta, self.scaling, self.max_wavelength, rope)
 
     def frequencies(self, device: torch.device) -> Tensor:
         """fp64 [size/2]: radians per position of each pair."""
         exponent = torch.arange(0, self.size, 2, device=device, dtype=torch.float64) / self.size
-        frequencies = self.theta**-exponent / self.scaling
+        frequencies = self.theta**-exponent
+        kept = self._kept(frequencies)
+        frequencies = frequencies / self.scaling if kept is None else frequencies * (kept + (1 - kept) / self.scaling)
         if self.max_wavelength:
             frequencies = torch.where(2 * math.pi / frequencies > self.max_wavelength, 0.0, frequencies)
         return frequencies
+
+    def _kept(self, frequencies: Tensor) -> Tensor | None:
+        """How much of its frequency each pair keeps: 0 is divided by `scaling`, 1 is not. None: all are divided."""
+        rope, length = self.rope, self.rope.original_length
+        if rope.type == "linear":
+            return None
+        if rope.type == "llama3":  # by turns in the original length
+            turns = length * frequencies / (2 * math.pi)
+            return ((turns - rope.slow) / (rope.turns_kept - rope.slow)).clamp(0, 1)
+
+        # yarn: by index, between the pairs that have these turns
+        def pair(turns: float) -> float:
+            return self.size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        first, last = max(math.floor(pair(rope.turns_kept)), 0), min(math.ceil(pair(rope.slow)), self.size - 1)
+        index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float64)
+        return 1 - ((index - first) / (last - first or 0.001)).clamp(0, 1)
 
     def cos_sin(self, positions: Tensor) -> CosSin:
         """Computed per pass, because a table would need the longest T in advance; but once for all layers, because
         fp64 cosines fused into every kernel that uses them took a third of a training step."""
         # fp64: at position 1,000,000 an fp32 angle is off by 0.06 rad
         angle = positions[..., None].double() * self.frequencies(positions.device)
-        return angle.cos().float().unsqueeze(-2), angle.sin().float().unsqueeze(-2)
+        factor = self.attention_factor
+        cos, sin = ((part * factor).float().unsqueeze(-2) for part in (angle.cos(), angle.sin()))
+        return cos, sin
 
     def of_tokens(self, x: Tensor, positions: Tensor | None) -> CosSin:
         """cos/sin of the tokens x [B, T, ...], at 0 … T-1 unless positions are given."""

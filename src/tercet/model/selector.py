@@ -267,7 +267,7 @@ def build_selector(
     if kind != "learned":
         return None
     rotated = size // 4 * 2 if rotated is None else rotated
-    rotary = Rotary(rotated, rope.theta, rope.scaling, rope.max_wavelength) if rotated else None
+    rotary = rope.of_size(rotated) if rotated else None
     return BlockSelector(dim, kv_heads, heads, size, config, rotary)
 
 

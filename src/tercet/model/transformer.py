@@ -74,7 +74,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, config.rope_max_wavelength)
+        self.rotary = Rotary(
+            config.head_dim, config.rope_theta, config.rope_scaling, config.rope_max_wavelength, config.rope
+        )
         # Tied: no head at all rather than one parameter with two names, so that checkpoints, shards and weight-decay
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -238,6 +240,7 @@ def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAt
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
         rope_max_wavelength=config.rope_max_wavelength,
+        rope=config.rope,
         qk_norm=config.qk_norm,
         branches=config.branches,
         backend=config.backend,

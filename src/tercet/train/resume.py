@@ -249,7 +249,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
     unused_keys = {f"model.{key}" for key in ("backend", *nsa_only)}
     unused = [k for k in changed if ".".join(k.split(".")[:2]) in unused_keys]
-    model_keys = [k for k in changed if k.startswith("model.") and k not in (*unused, "model.rope_scaling")]
+    extension = ("model.rope_scaling", "model.rope.")  # of a model to longer sequences
+    model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
         raise WrongCheckpoint(
             f"the checkpoint is of a different model: {'; '.join(messages[k] for k in model_keys)}: change these back "

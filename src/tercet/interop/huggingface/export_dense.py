@@ -19,7 +19,7 @@ from torch import Tensor
 from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
 from tercet.inference.load import LanguageModel, open_model
-from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, rope_parameters, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.model.config import ModelConfig
 
@@ -98,9 +98,7 @@ def _check_output_bias(weights: Mapping[str, Tensor], family: str) -> None:
 def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
     """The config.json of the family. `tercet` keeps the settings of the blocks, which transformers ignores."""
     config = model.config
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling != 1:
-        rope |= {"rope_type": "linear", "factor": config.rope_scaling}
+    extended = round(config.rope.original_length * config.rope_scaling) if config.rope.type != "linear" else 0
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -111,7 +109,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": model.context,
+        "max_position_embeddings": max(model.context, extended),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
@@ -119,7 +117,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
         "sliding_window": None,
         "use_sliding_window": False,
         "rope_theta": config.rope_theta,
-        "rope_parameters": rope,
+        "rope_parameters": rope_parameters(config),
         "eos_token_id": model.tokenizer.eos_id,
         "pad_token_id": model.tokenizer.eos_id,
         "bos_token_id": None,

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
+from tercet.config.keys import flatten_table
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
@@ -221,8 +222,7 @@ def _write(
 
 def _model_keys(config: ModelConfig) -> dict[str, Any]:
     """The model section of a configuration, with dotted keys."""
-    values = config.model_dump(mode="json")
-    return {**{f"nsa.{k}": v for k, v in values.pop("nsa").items()}, **values}
+    return flatten_table(config.model_dump(mode="json"))
 
 
 def _is_byte_tokenizer(tokenizer: Path) -> bool:

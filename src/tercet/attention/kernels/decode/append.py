@@ -204,6 +204,8 @@ def decode_append_kernel(
             t = tl.load(LENGTHS + b)
             half = tl.arange(0, HALFP)
             cos, sin = _cos_sin(FREQS, t, half, half < HALF)
+            factor = tl.load(FREQS + HALF).to(tl.float32)
+            cos, sin = cos * factor, sin * factor
             if ROTATED > 0:
                 selector_cos, selector_sin = _selector_cos_sin(SELECTOR_FREQS, t, ROTATED, SDP)
             _store_rotated(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
@@ -244,7 +246,7 @@ class Held:
     """The tensors of a cache, (keys, values) of [B, slots, G, D]; None where the step does not read them."""
 
     lengths: Tensor  # int64 [B]: tokens before this one; the step's last launch increments it
-    frequencies: Tensor  # fp64 [Dk/2]: RoPE frequencies, in turns per position
+    frequencies: Tensor  # fp64 [Dk/2 + 1]: RoPE frequencies, in turns per position, and the factor of rotated vectors
     tokens: int  # capacity
     selected: tuple[Tensor, Tensor] | None = None
     window: tuple[Tensor, Tensor] | None = None  # a ring

@@ -141,6 +141,7 @@ def compress(
             if ROTATE:
                 HALF: tl.constexpr = D // 2
                 PART: tl.constexpr = 16 if DP < 64 else 32 if DP == 64 else 64
+                factor = tl.load(FREQS + HALF).to(tl.float32)
                 for o0 in range(0, HALF, PART):
                     o = o0 + tl.arange(0, PART)
                     # a half that is not a multiple of PART must not run into the other half
@@ -150,8 +151,8 @@ def compress(
                     # at the position of the block's last token
                     turns = tl.load(FREQS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
                     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
-                    cos = tl.cos(angle)
-                    sin = tl.sin(angle)
+                    cos = tl.cos(angle) * factor
+                    sin = tl.sin(angle) * factor
                     mask = done[:, None] & (o < HALF)[None, :]
                     kept = OUT.dtype.element_ty
                     tl.store(out[:, None] + o[None, :], (one * cos - two * sin).to(kept), mask=mask)
