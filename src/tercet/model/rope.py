@@ -133,3 +133,14 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_first(x: Tensor, cos_sin: CosSin) -> Tensor:
+    """`rotate` for fewer angles than x has pairs: its first channels are rotated, the others stay as they are."""
+    cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
+    pairs = cos.shape[-1]
+    first, second, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    first, second = first.to(cos.dtype), second.to(cos.dtype)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    # rounded before they are joined: a sequence's queries are copied once
+    return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)

@@ -21,7 +21,7 @@ from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing, move_rows
 from tercet.attention.reference import block_importance, compute_dtype
 from tercet.model.cache import NewTokens, NSACache
-from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rotate
+from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rotate_first
 
 SELECTORS = ("compressed", "learned", "random")
 TEACHERS = ("all", "selected")
@@ -94,7 +94,7 @@ class BlockSelector(nn.Module):
             return q, k
         known = None if rope is None else rope.selector
         tokens, compressed = known or selector_rope(self.rotary, x, packing, self.config)
-        return self._rotate(q, tokens), self._rotate(k, compressed)
+        return rotate_first(q, tokens), rotate_first(k, compressed)
 
     def append(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
@@ -114,11 +114,7 @@ class BlockSelector(nn.Module):
 
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, T, heads, size], rotated at the positions."""
-        return x if self.rotary is None else self._rotate(x, self.rotary.cos_sin(positions))
-
-    def _rotate(self, x: Tensor, cos_sin: CosSin) -> Tensor:
-        rotated = 2 * cos_sin[0].shape[-1]
-        return torch.cat((rotate(x[..., :rotated], cos_sin), x[..., rotated:]), dim=-1)
+        return x if self.rotary is None else rotate_first(x, self.rotary.cos_sin(positions))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of every token: [B, T, G·heads, size], [B, T, G, size]."""
