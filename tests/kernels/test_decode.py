@@ -127,7 +127,7 @@ def test_branches_that_are_left_out(branches, reference):
 )
 def test_a_learned_selector_equals_the_reference(heads, rotary, reference):
     layer = make(selector="learned", selector_heads=heads, selector_dim=12, selector_rotary=rotary, heads=4, kv_heads=2,
-                 rope_scaling=3.0, rope_max_wavelength=500.0)  # fmt: skip
+                 rope_scaling=3.0, rope_max_wavelength=500.0, rope=RopeConfig("yarn", original_length=100))  # fmt: skip
     compare(reference, layer, [6, 130], [None, [0, 1], None])
 
 

@@ -69,6 +69,7 @@ def test_steps_equal_the_reference(shape, dtype) -> None:
         assert relative(store[:, :-1], other._stores[name][:, :-1]) < LIMIT[dtype], name
 
 
+LEARNED = {"selector": "learned", "selector_rotary": 32}
 OPTIONS = [
     {"compression": "mean", "gate": "softmax"},
     {"shared_kv": True, "qk_norm": True},
@@ -76,9 +77,9 @@ OPTIONS = [
     {"branches": ("selected",)},
     {"branches": ("compressed", "window")},
     {"qk_norm": True, "rope_scaling": 4.0, "bias": True},
-    {"selector": "learned"},
-    {"selector": "learned", "selector_heads": 4, "selector_dim": 32, "compress_selected_keys": True},
-    {"selector": "learned", "branches": ("selected", "window"), "compression": "mean"},
+    {"selector": "learned", "selector_rotary": 0},
+    {**LEARNED, "selector_heads": 4, "selector_dim": 32, "compress_selected_keys": True},
+    {**LEARNED, "branches": ("selected", "window"), "compression": "mean", "rope_max_wavelength": 1000.0},
 ]
 
 
@@ -93,11 +94,12 @@ def test_steps_equal_the_reference_with_any_options(options) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize(("heads", "size"), [(1, 64), (2, 32)])
-def test_a_learned_selector_equals_the_reference(groups, heads, size) -> None:
-    options = {"selector": "learned", "selector_heads": heads, "selector_dim": size}
+@pytest.mark.parametrize(("heads", "size", "rotary"), [(1, 64, 32), (2, 32, 32), (1, 64, 0), (3, 40, 12)])
+def test_a_learned_selector_equals_the_reference(groups, heads, size, rotary) -> None:
+    options = {"selector": "learned", "selector_heads": heads, "selector_dim": size, "selector_rotary": rotary}
     layer = make(tercet.NativeSparseAttention, 16, groups, 64, dtype=torch.float32, **options)
-    cache = filled(layer, [0, 30, 500, 1039, 4095, 20001], 20100)
+    # each row but the first completes a compressed token on the way
+    cache = filled(layer, [0, 30, 509, 1039, 4095, 19998], 20100)
     other = copy.deepcopy(cache)
     xs = torch.randn(3, 6, 1, 64, device="cuda")
     found = stepped(layer, cache, xs, "triton")
@@ -105,6 +107,23 @@ def test_a_learned_selector_equals_the_reference(groups, heads, size) -> None:
     assert torch.equal(cache.reads, other.reads)
     for name, store in cache._stores.items():
         assert relative(store[:, :-1], other._stores[name][:, :-1]) < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rotated_selector_keeps_the_references_keys_in_half_precision(dtype) -> None:
+    layer = make(tercet.NativeSparseAttention, 16, 2, 64, dtype=dtype, **LEARNED)
+    tokens = torch.randn(2, 1056, 64, device="cuda", dtype=dtype)
+    caches = []
+    for backend in ("triton", "reference"):
+        cache = layer.make_cache(2, 1100)
+        layer.backend = backend
+        with torch.no_grad():
+            layer(tokens[:, :1000], cache=cache)
+        stepped(layer, cache, tokens[:, 1000:].unsqueeze(2).transpose(0, 1), backend)
+        caches.append(cache._stores["selector"][:, : CONFIG.num_compressed(1056)])
+    assert relative(*caches) < LIMIT[dtype]
+    with torch.no_grad():
+        assert relative(caches[0], layer.selector(tokens)[1]) < LIMIT[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -132,7 +151,7 @@ def test_window_steps_equal_the_reference(dtype) -> None:
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 @pytest.mark.parametrize("tokens", [65536, 300_000, 1_000_000])
 def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: str) -> None:
-    layer = make(tercet.NativeSparseAttention, 16, 2, 64, selector=selector)
+    layer = make(tercet.NativeSparseAttention, 16, 2, 64, selector=selector, selector_rotary=32)
     cache = filled(layer, [tokens - 5], tokens)
     x = torch.randn(1, 1, 64, device="cuda", dtype=torch.bfloat16)
     stepped(layer, cache, x[None], "triton")
@@ -141,7 +160,7 @@ def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: 
         if selector == "compressed":
             q, *_ = layer.project(x, torch.tensor([[t]], device="cuda"))
         else:
-            q, _ = layer.selector.project(x)
+            q = layer.selector.at(layer.selector.project(x)[0], torch.tensor([[t]], device="cuda"))
     store = cache._stores["k_compressed" if selector == "compressed" else "selector"]
     k = store[0, : CONFIG.num_compressed(t + 1)].double()
     p = torch.einsum("ghd,sgd->ghs", q[0, 0].double().unflatten(0, (2, -1)), k).mul(64**-0.5).softmax(-1).sum(1)
@@ -203,7 +222,7 @@ def test_the_same_bits_every_time_and_from_poisoned_memory() -> None:
         {"branches": ("window",)},
         {"shared_kv": True},
         None,
-        {"selector": "learned"},
+        LEARNED,
         {"selector": "learned", "branches": ("selected", "window")},
     ],
     ids=str,
@@ -239,7 +258,7 @@ def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None
 def model(request) -> Transformer:
     torch.manual_seed(0)
     learned = request.param == "learned"
-    kinds = {"attention": "nsa", "selector": "learned"} if learned else {"attention": request.param}
+    kinds = {"attention": "nsa", **LEARNED} if learned else {"attention": request.param}
     config = load(preset="tiny").config.model.model_copy(update=kinds)
     model = Transformer(config).to("cuda").eval()
     for parameter in model.parameters():

@@ -17,7 +17,9 @@ BOUNDS = [0, 700, 716, 4096]
 
 def make_model(selector: str = "learned") -> Transformer:
     torch.manual_seed(1)
-    config = ModelConfig(layers=2, nsa=NSA, compression="mean", compress_selected_keys=True, selector=selector)
+    config = ModelConfig(
+        layers=2, nsa=NSA, compression="mean", compress_selected_keys=True, selector=selector, selector_rotary=32
+    )
     return Transformer(config).cuda().train()
 
 
@@ -69,7 +71,7 @@ def test_a_model_trains_compiled_as_eager_and_twice_the_same(selector: str, pack
 
 
 def test_the_kernels_choose_the_references_blocks() -> None:
-    layer = tercet.NativeSparseAttention(768, 12, 2, 64, config=NSA, selector="learned").cuda()
+    layer = tercet.NativeSparseAttention(768, 12, 2, 64, config=NSA, selector="learned", selector_rotary=32).cuda()
     layer.init_weights(0.1, 0.02)
     x = torch.randn(1, 4096, 768, device="cuda")
     chosen = []

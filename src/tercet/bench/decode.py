@@ -120,6 +120,8 @@ def _attention_at(
         "dense_ms": dense[best], "dense": best, "dense_all_ms": dense, "caches": len(made.caches),
         "times_dense": dense[best] / nsa if correct else None, "keys_read": read, "keys_dense": context - _MARGIN // 2,
     }  # fmt: skip
+    if made.layer.selector is not None:
+        row |= made.layer.selector.cache_key()  # how many of its channels are rotated
     every_dense = ", ".join(f"{name} {ms:.4f}" for name, ms in dense.items())
     ratio = f"{dense[best] / nsa:8.2f}" if correct else "   WRONG"
     print(
