@@ -100,9 +100,10 @@ def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_learned_selector_adds_no_launch_and_spills_nothing() -> None:
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_a_learned_selector_adds_no_launch_and_spills_nothing(selector: str) -> None:
     with compiling(90) as found:
-        steps("C", torch.bfloat16, plain=True, selector="learned")
+        steps("C", torch.bfloat16, plain=True, selector=selector)
     assert [c.name for c in found] == [
         "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
         "decode_merge_kernel",
@@ -114,7 +115,7 @@ def test_a_learned_selector_adds_no_launch_and_spills_nothing() -> None:
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "masked, normed, softmax gate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("selector", ["compressed", *SELECTORS])
+@pytest.mark.parametrize("selector", ["compressed", "learned", "learned, four heads of 32"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_everything_compiles(
     capability: int, selector: str, shape: str, dtype: torch.dtype, plain: bool, monkeypatch
