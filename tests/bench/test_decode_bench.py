@@ -114,7 +114,9 @@ def test_the_attention_step_never_writes_past_its_caches(capsys, monkeypatch) ->
         for _ in range(17):
             one()
 
-    monkeypatch.setattr(attention_step, "_make", lambda *_: SimpleNamespace(caches=caches))
+    monkeypatch.setattr(
+        attention_step, "_make", lambda *_: SimpleNamespace(caches=caches, layer=SimpleNamespace(selector=None))
+    )
     monkeypatch.setattr(attention_step, "_error", lambda *_: 0.0)
     monkeypatch.setattr(attention_step, "_nsa", step)
     monkeypatch.setattr(attention_step, "_dense", step)
