@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from tercet.attention.layout import Packing
 from tercet.cli import main
 from tercet.model import selector
-from tercet.model.rope import Rotary
 from tercet.model.selector import BlockSelector, TaughtQueries
 
 REPORT_EVERY = 40
@@ -69,8 +68,7 @@ class Layer:
     def _build(own: BlockSelector, variant: Variant) -> BlockSelector:
         if own.rotary is None:
             sys.exit("the run's selectors rotate no channels: use a run with model.selector_rotary above 0")
-        rope = (own.rotary.theta, own.rotary.scaling, own.rotary.max_wavelength)
-        rotary = Rotary(variant.rotary, *rope) if variant.rotary else None
+        rotary = own.rotary.of_size(variant.rotary) if variant.rotary else None
         dim = own.q_proj.in_features
         built = BlockSelector(dim, own.kv_heads, variant.heads, variant.size, own.config, rotary)
         built.init_weights(std=0.02)

@@ -294,6 +294,11 @@ def test_a_baseline_must_match_in_everything_but_attention(healthy, tmp_path):
     config.write_text("".join(line for line in told.splitlines(keepends=True) if not line.startswith("rope_scaling")))
     assert "rope_scaling" in told
     assert baseline_mismatch(healthy, read_run(dense.folder)) == ""  # an older version without the key
+    config.write_text("".join(line for line in told.splitlines(keepends=True) if not line.startswith("fast =")))
+    assert 'fast = "none"' in told  # a key of model.rope
+    assert baseline_mismatch(healthy, read_run(dense.folder)) == ""
+    config.write_text(told.replace("only = false", "only = true"))  # a run of selectors alone has no backward pass
+    assert baseline_mismatch(healthy, read_run(dense.folder)) == "train.selector.only is True instead of False"
     config.write_text(told.replace('backend = "auto"', 'backend = "reference"', 1))  # another FFN
     assert baseline_mismatch(healthy, read_run(dense.folder)) == "model.backend is reference instead of auto"
     config.write_text(told.replace('gate = "sigmoid"', 'gate = "softmax"'))  # which a dense model does not use

@@ -393,6 +393,17 @@ def test_resuming_with_another_backend_is_reported_and_not_refused(preset: str) 
     assert resume.check_config(saved, now, allow_change=False) == ["model.backend was 'auto', now 'triton'"]
 
 
+def test_settings_of_a_learned_selector_matter_only_where_there_is_one() -> None:
+    def check(selector: str) -> list[str]:
+        flags = [{"model.selector": selector, "model.selector_rotary": rotary} for rotary in (0, 8)]
+        saved, now = (load("tiny", flags=f).config.model_dump(mode="json") for f in flags)
+        return resume.check_config(saved, now, allow_change=False)
+
+    assert check("compressed") == ["model.selector_rotary was 0, now 8"]  # reported, not refused
+    with pytest.raises(CheckpointError, match="selector_rotary was 0, now 8"):
+        check("learned")
+
+
 def test_auto_finds_earlier_runs_with_exactly_this_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(preset="tiny").config

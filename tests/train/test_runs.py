@@ -249,6 +249,14 @@ def test_a_missing_init_from_is_one_line(tmp_path: Path, source: str, said: str)
     assert "--resume" not in str(told.value)
 
 
+def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
+    first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
+    assert train(first, origins={}) == 0
+    second = small(run__dir=str(tmp_path / "second"), model__selector="learned", train__init_from=first.run.dir)
+    with pytest.raises(TercetError, match=r"rotate 32 channels, and .* learned with 0: use --model.selector-rotary 0"):
+        train(second, origins={})
+
+
 def test_a_missing_resume_checkpoint_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TercetError, match=r"neither a checkpoint folder .* or use --resume auto") as told:
         train(small(run__dir=str(tmp_path / "run")), origins={}, resume=str(tmp_path / "nowhere"))

@@ -254,6 +254,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def rotated_channels(size: int, rotary: int | None) -> int:
+    """Channels of a selector's head that RoPE rotates: half of them unless the setting says how many."""
+    return size // 4 * 2 if rotary is None else rotary
+
+
 def build_selector(
     kind: str, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None
 ) -> BlockSelector | None:
@@ -262,7 +267,7 @@ def build_selector(
         raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
     if kind != "learned":
         return None
-    rotated = size // 4 * 2 if rotated is None else rotated
+    rotated = rotated_channels(size, rotated)
     rotary = rope.of_size(rotated) if rotated else None
     return BlockSelector(dim, kv_heads, heads, size, config, rotary)
 

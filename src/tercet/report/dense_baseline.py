@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tercet import hints
-from tercet.config.keys import flatten
-from tercet.config.schema import RunConfig
 from tercet.model.config import NSA_ONLY, is_all_dense
-from tercet.report.read import Run, is_fastest
+from tercet.report.read import Run, is_fastest, with_defaults
 
 # A baseline must have the same values for these keys …
 _SAME_MODEL = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.stages",
-               "train.precision", "train.compile", "train.activation_checkpointing", "parallel.")  # fmt: skip
+               "train.precision", "train.compile", "train.activation_checkpointing", "train.selector.only",
+               "parallel.")  # fmt: skip
 # … except for these, which only concern sparse attention.
 _ATTENTION_ONLY = ("model.attention", *(f"model.{key}" for key in NSA_ONLY))
 # To compare losses, everything that influences learning must be the same too.
@@ -36,17 +35,12 @@ def loss_mismatch(run: Run, baseline: Run) -> str:
 
 
 def _config_difference(run: Run, baseline: Run, same: tuple[str, ...], except_for: tuple[str, ...]) -> str:
-    defaults = flatten(RunConfig())  # a run of an older version lacks newer keys: it behaved as their default
-    for key in sorted(set(run.config) | set(baseline.config)):
-        ours, theirs = (_as_read(r.config.get(key, defaults.get(key))) for r in (run, baseline))
+    first, second = with_defaults(run), with_defaults(baseline)
+    for key in sorted(first.keys() | second.keys()):
+        ours, theirs = first.get(key), second.get(key)
         if key.startswith(same) and not key.startswith(except_for) and ours != theirs:
             return f"{key} is {theirs} instead of {ours}"
     return ""
-
-
-def _as_read(value: object) -> object:
-    """A default as a file would give it: TOML has no tuples."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def slow_routes(baseline: Run) -> str:

@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tercet.config.keys import flatten_table
+from tercet.config.keys import flatten, flatten_table
+from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
 from tercet.model.config import layer_kinds
 from tercet.parse import parse_json, parse_toml
@@ -311,6 +312,17 @@ def _locked(folder: Path) -> bool:
 # The routes that nothing faster replaces: by branch, otherwise the kernels.
 _FASTEST = {"dense": ("cudnn", "sdpa", "varlen")}
 _KERNELS = ("triton",)
+
+
+def with_defaults(run: Run) -> dict[str, Any]:
+    """The configuration of a run; one of an older version behaved as the defaults of newer keys."""
+    defaults = {key: _as_in_toml(value) for key, value in flatten(RunConfig()).items()}
+    return {**defaults, **run.config} if run.config else {}
+
+
+def _as_in_toml(value: object) -> object:
+    """TOML has no tuples and no null."""
+    return "none" if value is None else list(value) if isinstance(value, tuple) else value
 
 
 def is_fastest(branch: str, route: str) -> bool:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tercet.config.keys import flatten, flatten_table
-from tercet.config.schema import RunConfig
+from tercet.config.keys import flatten_table
 from tercet.report.facts import Facts, Figure, collect_facts, format_value, key_figures
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, downsample, draw, label_step_axis
 from tercet.report.plots import loss_axis_limits, paint_losses, step_series, validation_points
-from tercet.report.read import Run
+from tercet.report.read import Run, with_defaults
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
 
@@ -65,7 +64,7 @@ def comparison_page(runs: list[Column], created: str) -> str:
             gates=_gate_rows(runs),
             plots=_plots(runs),
             caution=loss_caution([c.run for c in runs]),
-            differences=differences([expand_mixture(_with_defaults(c.run)) for c in runs]),
+            differences=differences([expand_mixture(with_defaults(c.run)) for c in runs]),
             environments=[
                 row for row in differences([flatten_table(c.run.environment) for c in runs]) if row["key"] != "started"
             ],
@@ -102,16 +101,11 @@ def expand_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def loss_caution(runs: Sequence[Run]) -> str:
     """Which settings make the losses of these runs incomparable; empty if none does."""
-    rows = differences([_with_defaults(run) for run in runs if run.config])
+    rows = differences([with_defaults(run) for run in runs if run.config])
     keys = [row["key"] for row in rows if row["key"].startswith(_LOSS_KEYS)]
     more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
     named = f"{', '.join(keys[:4])}{more} differ{'s' * (len(keys) == 1)}"
     return f"The losses are of different data: {named}." if keys else ""
-
-
-def _with_defaults(run: Run) -> dict[str, Any]:
-    """The configuration of a run; of an older version, with the default of newer keys, which is how it behaved."""
-    return {**flatten(RunConfig()), **run.config} if run.config else {}
 
 
 def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:

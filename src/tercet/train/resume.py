@@ -245,9 +245,11 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     before, after = _comparable(saved), _comparable(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
-    # A dense model does not read the NSA settings, so they may have changed in its preset.
+    # A dense model does not read the NSA settings, so they may have changed in its preset; the same of a selector.
     nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
-    unused_keys = {f"model.{key}" for key in ("backend", *nsa_only)}
+    learned = "learned" in (before.get("model.selector"), after.get("model.selector"))
+    selector_only = () if learned else ("selector_heads", "selector_dim", "selector_rotary")
+    unused_keys = {f"model.{key}" for key in ("backend", *nsa_only, *selector_only)}
     unused = [k for k in changed if ".".join(k.split(".")[:2]) in unused_keys]
     extension = ("model.rope_scaling", "model.rope.")  # of a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]

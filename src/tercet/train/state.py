@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from tercet.config.schema import RunConfig
 from tercet.config.sections import SelectorConfig
 from tercet.errors import UsageError
+from tercet.model.config import ModelConfig
 from tercet.model.layer import AttentionLayer
 from tercet.model.nsa import NativeSparseAttention
-from tercet.model.selector import BlockSelector
+from tercet.model.selector import BlockSelector, rotated_channels
 from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
@@ -246,8 +248,22 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
             f"train.init_state=optimizer, but {found.path} has the state of {saved}, not {config.train.optimizer}: use "
             f"--train.init-state weights, or --train.optimizer {saved}"
         )
+    _check_rotation(found.path, found.run_state["config"]["model"], config.model)
     resume.load_tensors(found.path, state.model, optimizer)
     state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
+
+
+def _check_rotation(path: Path, saved: Mapping[str, Any], model: ModelConfig) -> None:
+    """Learned selectors have the same shapes however many channels they rotate."""
+    if saved.get("selector") != "learned" or model.selector != "learned":
+        return
+    was = rotated_channels(saved["selector_dim"], saved.get("selector_rotary", 0))  # missing in old checkpoints
+    now = rotated_channels(model.selector_dim, model.selector_rotary)
+    if was != now:
+        raise UsageError(
+            f"the learned selectors rotate {now} channels, and those of train.init_from={path} learned with {was}: "
+            f"use --model.selector-rotary {was}"
+        )
 
 
 def seed_all(seed: int) -> None:
