@@ -5,6 +5,7 @@ Accepts a run folder, a checkpoint folder, or a folder of weights with a config.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from tercet.config.load import load as load_config
@@ -91,8 +93,11 @@ class StoredWeights(Mapping[str, Tensor]):
     used."""
 
     def __init__(self, folder: Path) -> None:
+        reader = HuggingFaceStorageReader(str(folder))  # reads every .safetensors file that `fs` lists
+        if has_weights(folder):
+            reader.fs = _WeightsFile()
         try:
-            metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+            metadata = reader.read_metadata()
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{folder}: its weights cannot be read ({error}): damaged, copy it again") from None
         self._files = metadata.storage_data
@@ -125,6 +130,13 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+class _WeightsFile(FileSystem):
+    """Lists the file that `load_model` reads from a folder of weights, not backups or adapters beside it."""
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(Path(path) / WEIGHTS)]
 
 
 def _find_model(path: str | Path, verify: bool) -> LanguageModel:
