@@ -79,6 +79,37 @@ def test_settings_of_use_block_sparse_are_imported(tmp_path):
     assert (model.gate, model.nsa, model.dense_below, model.qk_norm) == ("none", NSA, 50, True)
 
 
+def test_other_safetensors_files_beside_imported_weights_are_not_exported(tmp_path):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["llama"])
+    import_model(tmp_path / "dense", tmp_path / "ours", attention="dense")
+    weights = load_file(tmp_path / "ours" / "model.safetensors")
+    for name in ("a-backup", "z-backup"):
+        save_file({name: 0 * tensor for name, tensor in weights.items()}, tmp_path / "ours" / f"{name}.safetensors")
+    save_file({"lora": torch.ones(1)}, tmp_path / "ours" / "adapter.safetensors")
+    export_dense(tmp_path / "ours", tmp_path / "back", "llama")
+    written = dict(tensors(tmp_path / "back"))
+    assert all(torch.equal(written[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_null_entry_of_settings_is_ignored(tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    path = tmp_path / "dense" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tercet": None}))
+    imported = import_model(tmp_path / "dense", tmp_path / "ours", nsa=NSA)
+    assert not imported.restored
+    assert imported.run.model.nsa == NSA
+
+
+@pytest.mark.parametrize("attention", [["dense", "nsa"], "dense,nsa"])
+def test_saved_settings_for_another_number_of_layers_are_refused(attention: object, tmp_path):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["llama"])
+    use_block_sparse(theirs, NSA)
+    theirs.config.tercet |= {"layers": 2, "attention": attention}
+    theirs.save_pretrained(tmp_path / "sparse")
+    with pytest.raises(UsageError, match=r"^config\.json: attention.* names 2 layers but layers=3"):
+        import_model(tmp_path / "sparse", tmp_path / "ours")
+
+
 def test_selectors_that_do_not_fit_are_refused(tmp_path):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     import_model(tmp_path / "dense", tmp_path / "ours", attention="block-sparse", selector="learned")
@@ -88,7 +119,7 @@ def test_selectors_that_do_not_fit_are_refused(tmp_path):
     first = "blocks.0.attention.selector.k_proj.weight"
     for changed, words in (
         ({first: saved[first][1:].clone()}, r"k_proj\.weight has shape \[127, 32\]"),
-        ({"blocks.9.x": torch.zeros(1)}, r"has blocks\.9\.x, which the model of config\.json does not have"),
+        ({"blocks.9.x": torch.zeros(1)}, r"has blocks\.9\.x, which the model of config\.json does not have: copy"),
         (None, "lacks blocks.0"),
     ):
         save_file(saved | changed if changed else {}, path)
@@ -175,7 +206,7 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     [
         ("gpt2", {}, "pick one of tercet, llama"),
         ("llama", {"attention": "nsa"}, "model.attention=nsa cannot be exported"),
-        ("llama", {"rope_max_wavelength": 512.0}, "model.rope_max_wavelength=512.0 cannot be exported"),
+        ("llama", {"rope_max_wavelength": 512.0}, "rope_max_wavelength=512.0 .*use --format tercet"),
         ("llama", {"qk_norm": True}, "qwen3 has norms"),
         ("qwen3", {}, "qwen3 has norms"),
         ("qwen2", {}, "use --format llama"),

@@ -136,8 +136,9 @@ def test_logits_equal_transformers_wherever_the_model_goes(kind: str, tmp_path):
         ({"original_max_position_embeddings": 0.5}, "rope.original_length=0 must be at least 1"),
         ({"factor": -1.0}, "config.json: rope_scaling: "),
         ({"factor": "x"}, "config.json has a value of the wrong type"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 cannot be imported"),
-        ({"rope_type": "yarn", "truncate": False}, "truncate=False"),
+        ({"partial_rotary_factor": 0.5}, "Tercet rotates whole heads; pick a model"),
+        ({"rope_type": "yarn", "truncate": False}, "Tercet rounds its range; pick another model"),
+        ({"rope_type": "yarn", "rope_theta": 1.0}, "config.json: rope_theta=1.0 must be above 1 for rope.type=yarn"),
     ],
     ids=str,
 )

@@ -215,6 +215,8 @@ class ModelConfig(BaseModel):
         self._check_block_sparse()
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
+        if self.rope.type == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 1 for rope.type=yarn: 10000 is usual")
         rotary = self.selector_rotary
         if rotary is not None and (rotary % 2 or rotary > self.selector_dim):
             raise ValueError(

@@ -85,8 +85,8 @@ def read_settings(config: PretrainedConfig) -> Settings:
         model = ModelConfig.model_validate(getattr(config, "tercet", None) or _BLOCK_SPARSE)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UnsupportedError(f"config.json: tercet.{where}: {first['msg']}") from None
+        where = ".".join(map(str, ("tercet", *first["loc"])))
+        raise UnsupportedError(f"config.json: {where}: {first['msg']}") from None
     kinds = model.attention_kinds
     if "window" in kinds or ("nsa" in kinds and model.gate != "none"):
         raise _unsupported(

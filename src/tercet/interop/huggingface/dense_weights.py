@@ -125,7 +125,9 @@ def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         )
     partial = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
     if partial != 1.0:
-        raise ForeignModelError(f"partial_rotary_factor={partial} cannot be imported: Tercet rotates whole heads")
+        raise ForeignModelError(
+            f"partial_rotary_factor={partial} cannot be imported: Tercet rotates whole heads; pick a model that does"
+        )
     settings: dict[str, Any] = {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_scaling": 1.0, "rope": {}}
     if kind == "default":
         return settings
@@ -146,7 +148,9 @@ def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         options = {"slow": need("low_freq_factor"), "fast": need("high_freq_factor")}
     else:
         if not rope.get("truncate", True):
-            raise ForeignModelError("truncate=False of rope_type='yarn' cannot be imported: Tercet rounds its range")
+            raise ForeignModelError(
+                "truncate=False of rope_type='yarn' cannot be imported: Tercet rounds its range; pick another model"
+            )
         factor = need("factor", None if longest is None or rope.get("factor") else longest / original)
         options = {"slow": float(rope.get("beta_slow") or 1), "fast": float(rope.get("beta_fast") or 32)}
         if rope.get("attention_factor") is not None:
@@ -218,7 +222,10 @@ def check_selectors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) ->
     """As `check_weights`, for the file of the selectors."""
     expected = selector_shapes(config)
     if surplus := sorted(shapes.keys() - expected.keys()):
-        raise ForeignModelError(f"{SELECTOR_WEIGHTS} has {surplus[0]}, which the model of config.json does not have")
+        raise ForeignModelError(
+            f"{SELECTOR_WEIGHTS} has {surplus[0]}, which the model of config.json does not have: copy both files from "
+            "the same export"
+        )
     for name, shape in expected.items():
         if name not in shapes:
             raise ForeignModelError(f"{SELECTOR_WEIGHTS} lacks {name}: it is incomplete, or of another model")

@@ -75,7 +75,7 @@ def check_family(config: ModelConfig, family: str) -> None:
             kinds <= {"dense", "nsa"} and ("nsa" not in kinds or config.gate == "none"),
             "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
         ),
-        "rope_max_wavelength": (not config.rope_max_wavelength, "its models rotate all channels"),
+        "rope_max_wavelength": (not config.rope_max_wavelength, "its models rotate all channels; use --format tercet"),
         "value_dim": (config.head_value_dim == config.head_dim, "values must be as large as keys"),
         "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 has norms of queries and keys, the others do not"),
         "attention_bias": (

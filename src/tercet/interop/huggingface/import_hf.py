@@ -102,7 +102,7 @@ def import_model(
         "compress_selected_keys": compress_selected_keys,
     }
     ours = hf_config.get("model_type") == "tercet"
-    restored = ours or ("tercet" in hf_config and attention is None)
+    restored = ours or (bool(hf_config.get("tercet")) and attention is None)
     if restored:
         given = {**options, "cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
         unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
@@ -119,7 +119,7 @@ def import_model(
             options = dense_weights.saved_options(_saved_config(source, hf_config))
         else:
             options |= dense_weights.attention_options(attention or "nsa", dense_below, selector)
-        config = _dense_model_config(hf_config, options)
+        config = _dense_model_config(hf_config, options, attention)
         files = weight_files(source)
         dense_weights.check_weights(config, shapes(files))
         selectors = _saved_selectors(source, config) if restored else {}
@@ -144,7 +144,7 @@ def _saved_selectors(source: Path, config: ModelConfig) -> Mapping[str, Tensor]:
     return LazyWeights([path])
 
 
-def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> ModelConfig:
+def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any], attention: str | None) -> ModelConfig:
     try:
         return dense_weights.model_config(hf_config, options)
     except KeyError as error:
@@ -152,9 +152,10 @@ def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any]) -> M
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")
-        if message.startswith("attention=") or first["loc"] == ("attention",):  # an option, not config.json's
-            raise UsageError(f"--attention {options['attention']}: {message}") from None
-        raise FolderError(f"config.json: {'.'.join(map(str, first['loc']))}: {message}") from None
+        where = ".".join(map(str, first["loc"]))
+        if attention and (message.startswith("attention=") or where == "attention"):
+            raise UsageError(f"--attention {attention}: {message}") from None
+        raise FolderError(": ".join(filter(None, ("config.json", where, message)))) from None
     except WRONG_VALUE as error:
         raise FolderError(f"config.json has a value of the wrong type ({describe(error)}): copy it again") from None
 

@@ -47,8 +47,8 @@ class TercetConfig(PretrainedConfig):
             model = ModelConfig.model_validate(tercet or {})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"config.json: tercet.{where}: {first['msg']}") from None
+            where = ".".join(map(str, ("tercet", *first["loc"])))
+            raise ValueError(f"config.json: {where}: {first['msg']}") from None
         for theirs, ours in _NAMES.items():
             expected = getattr(model, ours)
             given = kwargs.pop(theirs, expected)
