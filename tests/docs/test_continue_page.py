@@ -43,9 +43,9 @@ def test_the_commands_of_the_page_run(
         words = [SMALLER.get(word, word).replace("step-00000320", "step-00000004") for word in arguments]
         if words[:2] == ["train", "--preset"]:
             words += [*FASTER, "--train.warmup_steps=1", "--data.shuffle_sequences=0"]
-        if "model/config.toml" in words:
+        if {"model/config.toml", "sparse/config.toml"} & set(words):
             words += [*FASTER, "--train.steps=1", "--train.tokens_per_step=256", "--train.micro_batch=1"]
             words += ["--train.warmup_steps=0"]
         assert cli.main(words) == 0, capsys.readouterr().err
     ends = {run.name: json.loads((run / "metrics.json").read_text())["step"] for run in Path("runs").iterdir()}
-    assert ends == {"mine": 6, "longer": 6, "long": 2, "fork": 8, "tuned": 2, "qwen": 1}
+    assert ends == {"mine": 6, "longer": 6, "long": 2, "fork": 8, "tuned": 2, "qwen": 1, "dense": 2, "sparse": 1}

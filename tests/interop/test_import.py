@@ -195,10 +195,12 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
     for line in lines:
         assert cli.main(shlex.split(line)[1:]) == 0
         out = Path(shlex.split(line)[4])
-        made.append(load(file=out / "config.toml").config.model)
+        run = load(file=out / "config.toml").config
+        made.append(run.model)
         out.rename(f"made-{len(made)}")
     paper, recommended, blocks, learned = made
     assert (blocks.gate, blocks.dense_below) == ("none", 4096)
+    assert run.data.seq_len > max(learned.dense_below, learned.nsa.select_count * learned.nsa.select_block)
     assert learned == blocks.model_copy(update={"selector": "learned"})
     m7c = load("m7c").config.model
     assert (paper.compression, paper.compress_selected_keys, paper.nsa) == ("mlp", False, NSAConfig())
