@@ -193,7 +193,12 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     source, ours, back = (str(tmp_path / name) for name in ("dense", "ours", "back"))
     assert cli.main(["import", "hf", source, ours, "--attention", "block-sparse", "--dense_below", "2000"]) == 0
-    assert "equal to the dense model up to 2,000 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "equal to the dense model up to 2,000 tokens" in said
+    assert "train dense attention: to train the choice of blocks, use more" in said
+    longer = ["--attention", "block-sparse", "--dense_below", "2000", "--seq_len", "4000"]
+    assert cli.main(["import", "hf", source, str(tmp_path / "longer"), *longer]) == 0
+    assert "train dense attention" not in capsys.readouterr().out
     assert cli.main(["export", "hf", ours, back, "--format", "llama", "--dtype", "bfloat16"]) == 0
     assert "AutoModelForCausalLM.from_pretrained" in capsys.readouterr().out
     assert (tmp_path / "back" / "model.safetensors").exists()
