@@ -245,7 +245,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     before, after = _comparable(saved), _comparable(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
-    # A dense model does not read the NSA settings, so they may have changed in its preset; the same of a selector.
+    # Settings that a model does not read may have changed in its preset: those of NSA in a dense model, those of
+    # learned selectors in a model without.
     nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
     learned = "learned" in (before.get("model.selector"), after.get("model.selector"))
     selector_only = () if learned else ("selector_heads", "selector_dim", "selector_rotary")
