@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +40,7 @@ def _cell(result: dict[str, Any]) -> str:
 def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
-        "learned selector, with exercises": FOLDER / "learned-needle.txt",
+        "learned selectors, with exercises": FOLDER / "learned-needle.txt",
         "dense, with exercises": FOLDER / "dense-needle.txt",
         "compressed scores, without": QUALITY / "needle-nsa.txt",
         "dense, without": QUALITY / "needle-dense.txt",
@@ -55,52 +54,78 @@ def needles() -> str:
     return _rows(["", *map(_k, lengths)], rows)
 
 
+def _whole(name: str) -> dict[int, dict[str, Any]]:
+    """Results over all depths, by length."""
+    return {f["length"]: f for f in _ruler(name) if f["depth"] is None}
+
+
 def single() -> str:
-    """Single needles by length, both kinds of attention; lengths that no file of single needles has come from that of
-    all tasks, and a wording from what `tercet eval ruler` printed."""
-    tasks = [f for f in _ruler("learned-tasks.json") if f["task"] == "niah_single_2"]
-    found = {f["length"]: f["score"] for f in (*tasks, *_ruler("learned-single.json")) if f["depth"] is None}
-    text = (FOLDER / "learned-single-held-out.txt").read_text(encoding="utf-8")
-    printed = re.findall(r"([\d,]+) tokens, niah_single_2 +([\d.]+)%", text)
-    records = {
-        "learned selector": found,
-        "dense": {f["length"]: f["score"] for f in _ruler("dense-single.json") if f["depth"] is None},
-        "learned selector, held-out wording": {int(n.replace(",", "")): float(score) / 100 for n, score in printed},
+    """Single needles by length."""
+    files = {
+        "learned selectors": "learned-single-training.json",
+        "dense": "dense-single.json",
+        "learned selectors without rotation": "unrotated-single.json",
+        "learned selectors, held-out wording": "learned-single-held-out.json",
     }
-    lengths = sorted({length for scores in records.values() for length in scores})
-    rows = [[label, *(f"{scores[n]:.0%}" if n in scores else "" for n in lengths)] for label, scores in records.items()]
+    records = {label: _whole(name) for label, name in files.items()}
+    lengths = sorted({length for found in records.values() for length in found})
+    rows = [
+        [label, *(f"{found[n]['score']:.0%}" if n in found else "" for n in lengths)]
+        for label, found in records.items()
+    ]
     return _rows(["", *map(_k, lengths)], rows)
 
 
-def blocks() -> str:
-    """Single needles of one model that may read more blocks than in training."""
-    rows, lengths = [], (8192, 32768)
-    for count in (16, 64, 128):
-        whole = {f["length"]: f for f in _ruler(f"learned-blocks-{count}.json") if f["depth"] is None}
-        rows.append([str(count), *(_cell(whole[n]) if n in whole else "" for n in lengths)])
-    return _rows(["blocks read", *map(_k, lengths)], rows)
+def probe() -> str:
+    """The layers and KV heads that attend to the needle's block, and whether they choose it."""
+    rows = []
+    for found in json.loads((FOLDER / "learned-probe.json").read_text(encoding="utf-8"))["found"]:
+        for cell in found["cells"]:
+            if cell["mass"] > 0.2:
+                shares = (f"{cell[key]:.0%}" for key in ("chosen", "chosen_if_right", "chosen_if_wrong"))
+                place = f"layer {cell['layer']}, KV head {cell['kv_head']}"
+                rows.append([_k(found["length"]), place, f"{cell['mass']:.2f}", f"{cell['rank']:g}", *shares])
+    return _rows(["length", "", "attention", "rank", "chosen", "right answers", "wrong answers"], rows)
+
+
+def more_training() -> str:
+    """Single needles after training the selectors alone."""
+    files = {
+        "as trained": "learned-single-training.json",
+        "30% exercises": "selectors-30.json",
+        "90% exercises, 16 times the queries": "selectors-90.json",
+        "the same, learning rate 3e-3": "selectors-90-fast.json",
+    }
+    records = {label: _whole(name) for label, name in files.items()}
+    lengths = sorted(records["30% exercises"])
+    rows = [[label, *(_cell(found[n]) for n in lengths)] for label, found in records.items()]
+    return _rows(["200 more steps for the selectors", *map(_k, lengths)], rows)
 
 
 def losses() -> str:
     """Held-out loss at the same step of the same run through the data."""
+    kinds = {"learned": "learned selectors", "unrotated": "learned selectors without rotation", "dense": "dense"}
     read = {}
-    for kind in ("learned", "dense"):
+    for kind in kinds:
         with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
             read[kind] = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
     steps = sorted(read["dense"])
-    rows = [[name, *(f"{read[kind][n]:.4f}" for n in steps)] for kind, name in
-            (("learned", "learned selector"), ("dense", "dense"))]  # fmt: skip
+    rows = [[name, *(f"{read[kind][n]:.4f}" for n in steps)] for kind, name in kinds.items()]
     return _rows(["", *(f"step {n:,}" for n in steps)], rows)
 
 
 def depths() -> str:
-    """Single needles by depth, from 8k on."""
-    found = [f for f in _ruler("learned-single.json") if f["depth"] is not None]
-    lengths = [n for n in sorted({f["length"] for f in found}) if n >= 8192]
+    """Single needles by depth; the last row leaves out the ends, which every query reads."""
+    found = [f for f in _ruler("learned-single-training.json") if f["depth"] is not None]
+    lengths = (8192, 32_768, 65_536)
+    every = sorted({f["depth"] for f in found})
     rows = []
-    for depth in sorted({f["depth"] for f in found}):
+    for depth in every:
         cells = {f["length"]: f for f in found if f["depth"] == depth}
         rows.append([f"{depth:.0%}", *(_cell(cells[n]) for n in lengths)])
+    inner = [[f for f in found if f["length"] == n and 0 < f["depth"] < 1] for n in lengths]
+    shares = (sum(f["right"] for f in cells) / sum(f["questions"] for f in cells) for cells in inner)
+    rows.append([f"**{every[1]:.0%} to {every[-2]:.0%}**", *(f"**{share:.0%}**" for share in shares)])
     return _rows(["depth", *map(_k, lengths)], rows)
 
 
@@ -129,22 +154,35 @@ def _gain(losses: list[float], base: list[float]) -> str:
     return f"{statistics.fmean(differences):+.4f} ± {statistics.stdev(differences) / len(differences) ** 0.5:.4f}"
 
 
+def _captured(name: str) -> dict[int, dict[str, float]]:
+    """Means over layers, by step."""
+    with (FOLDER / name).open(encoding="utf-8") as stream:
+        read = list(csv.DictReader(stream))
+    return {
+        step: {
+            key: statistics.fmean(float(row[key]) for row in read if int(row["step"]) == step)
+            for key in ("mass", "best", "random")
+        }
+        for step in sorted({int(row["step"]) for row in read})
+    }
+
+
 def selectors() -> str:
     """Share of the attention to free blocks that the chosen blocks receive, mean over layers."""
-    with (FOLDER / "learned-selectors.csv").open(encoding="utf-8") as stream:
-        read = list(csv.DictReader(stream))
-    rows = []
-    for step in dict.fromkeys(row["step"] for row in read):
-        layers = [row for row in read if row["step"] == step]
-        means = {k: statistics.fmean(float(row[k]) for row in layers) for k in ("kl", "mass", "best", "random")}
-        rows.append([f"{int(step):,}", f"{means['kl']:.2f}", *(f"{means[k]:.2f}" for k in ("mass", "best", "random"))])
-    return _rows(["step", "KL", "captured", "best possible", "at random"], rows)
+    rotated, unrotated = _captured("learned-selectors.csv"), _captured("unrotated-selectors.csv")
+    rows = [
+        [f"{step:,}", f"{means['mass']:.2f}", f"{unrotated[step]['mass']:.2f}", f"{means['best']:.2f}",
+         f"{means['random']:.2f}"]
+        for step, means in rotated.items()
+    ]  # fmt: skip
+    return _rows(["step", "captured", "without rotation", "best possible", "at random"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "retrieval-needles": needles,
     "retrieval-single": single,
-    "retrieval-blocks": blocks,
+    "retrieval-probe": probe,
+    "retrieval-more-training": more_training,
     "retrieval-losses": losses,
     "retrieval-depths": depths,
     "retrieval-tasks": tasks,
