@@ -6,10 +6,11 @@
 #     bash scripts/conversion.sh evals RUNS
 #
 # KIND: block-sparse (blocks chosen by the means of their keys), learned (block-sparse, with learned selectors that
-# first learn alone for 76 steps) or nsa (three branches). Trains on 50M tokens and keeps the checkpoints after 5M, 20M
-# and 50M. CORPUS: shards from scripts/linux_corpus.sh.
+# first learn alone for 76 steps), nsa (three branches) or continued (dense, for comparison). Trains on 50M tokens and
+# keeps the checkpoints after 5M, 20M and 50M. CORPUS: shards from scripts/linux_corpus.sh. All models are evaluated on
+# the validation text of RUNS/dense.
 set -euo pipefail
-usage() { sed -n '2,10p' "$0" >&2; exit 2; }
+usage() { sed -n '2,11p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 phase=$1
 shift
@@ -25,6 +26,7 @@ convert)
     block-sparse) own=(--attention block-sparse) ;;
     learned) own=(--attention block-sparse --selector learned) ;;
     nsa) own=(--attention nsa --compression mean --nsa.window 128) ;;
+    continued) own=(--attention dense) ;;
     *) usage ;;
     esac
     [ -d "$runs/dense-hf" ] || tercet export hf "$runs/dense" "$runs/dense-hf" --format llama
@@ -48,12 +50,15 @@ convert)
 evals)
     runs=$1
     evaluate() { # model, name
-        tercet eval perplexity "$1" --seq-len "$LENGTH" --sequences "${SEQUENCES:-128}" --batch 8 > "$runs/$2-perplexity.txt"
-        tercet eval needle "$1" --style text --lengths $((LENGTH / 8)) $((LENGTH / 4)) $((LENGTH / 2)) "$LENGTH" \
-            --trials "${TRIALS:-8}" --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$runs/$2-needle.txt"
+        tercet eval perplexity "$1" --data-of "$runs/dense" --seq-len "$LENGTH" --sequences "${SEQUENCES:-128}" \
+            --batch 8 > "$runs/$2-perplexity.txt"
+        tercet eval needle "$1" --data-of "$runs/dense" --style text --trials "${TRIALS:-8}" \
+            --lengths $((LENGTH / 8)) $((LENGTH / 4)) $((LENGTH / 2)) "$LENGTH" \
+            --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$runs/$2-needle.txt"
     }
     evaluate "$runs/dense" dense &
-    for kind in block-sparse learned nsa; do
+    [ ! -d "$runs/learned-warmup" ] || evaluate "$runs/learned-warmup" learned-warmup &
+    for kind in block-sparse learned nsa continued; do
         [ -d "$runs/$kind" ] || continue
         evaluate "$runs/$kind-start" "$kind-0" &
         for step in "$EVERY" $((EVERY * 4)) "$STEPS"; do

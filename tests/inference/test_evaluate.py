@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from inference.models import language_model
+from inference.models import language_model, trained
 from tercet.cli import main
 from tercet.config.load import write_config
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
+from tercet.inference.load import load_model
 from tercet.inference.needle import default_lengths, find_needles
 from tercet.inference.perplexity import ContextLoss, by_context, by_position, held_out, overall, within_documents
 from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
@@ -159,6 +160,24 @@ def test_only_sequences_within_one_document_measure_the_context():
     model = language_model(data__source="synthetic", data__synthetic__length=64)
     assert list(within_documents(model, length=16, sequences=5))[4].cu_seqlens.tolist() == [0, 16]
     assert ContextLoss(8, [1.0, 2.0]).gain(ContextLoss(4, [1.5, 2.1])) == pytest.approx((-0.3, 0.2))
+
+
+def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, capsys):
+    folders = []
+    for seed, word in enumerate(("one", "another")):
+        file = tmp_path / f"{word}.txt"
+        file.write_text("".join(f"{word} line, number {i}\n" for i in range(800)))
+        data = {"data__source": "text", "data__path": str(file), "data__validation_fraction": 0.5}
+        folders.append(trained(tmp_path / word, run__seed=seed, train__steps=2, data__seq_len=64 >> seed, **data))
+    first, second = (str(folder) for folder in folders)
+    capsys.readouterr()
+    assert main(["eval", "perplexity", first, "--data-of", second, "--seq-len", "64", "--device", "cpu"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["data_of"], record["trained_length"]) == (second, 64)
+    compared, own, given = load_model(first, data_of=second), load_model(first), load_model(second)
+    texts = [b"".join(bytes(b.tokens[0].tolist()) for b in held_out(m, sequences=4, seq_len=64))
+             for m in (compared, own, given)]  # fmt: skip
+    assert texts[0] == texts[2] != texts[1]
 
 
 def test_longer_sequences_than_in_training_can_be_measured():

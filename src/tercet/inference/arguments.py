@@ -19,6 +19,12 @@ Dtype = Annotated[
     Arg("Weights and arithmetic; auto: bfloat16 on a GPU if the model was trained in bfloat16, else float32."),
 ]
 Plot = Annotated[Path | None, Arg("Write a plot to this SVG file.")]
+DataOf = Annotated[
+    Path | None,
+    Arg(
+        "Take the validation text of this run, in its order: compares models that were trained on other data or seeds."
+    ),
+]
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.toml"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import (
+    DataOf,
     Device,
     Dtype,
     Plot,
@@ -35,6 +36,7 @@ def perplexity(
     sequences: int = 32,
     seq_len: int | None = None,
     batch: int = 4,
+    data_of: DataOf = None,
     plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -47,12 +49,12 @@ def perplexity(
         batch: Sequences per batch.
     """
     check_plot(plot)
-    check_model(run)
+    _check_models(run, data_of)
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     from tercet.inference.load import load_model
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
-    model = load_model(run, device=device, dtype=dtype)
+    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     warning = _warn_beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
     sizes = []
 
@@ -75,8 +77,8 @@ def perplexity(
         perplexity_plot({model.run.run.name: buckets}, plot)
         print(plot)
     print(json.dumps({"eval": "perplexity", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "bits_per_byte": bits, "bytes": sum(sizes), "all": total.as_dict(),
-                      "by_position": [b.as_dict() for b in buckets]}))  # fmt: skip
+                      "warning": warning, "data_of": _path(data_of), "bits_per_byte": bits, "bytes": sum(sizes),
+                      "all": total.as_dict(), "by_position": [b.as_dict() for b in buckets]}))  # fmt: skip
     return 0
 
 
@@ -85,6 +87,7 @@ def context(
     lengths: tuple[int, ...] = (),
     last: int | None = None,
     sequences: int = 32,
+    data_of: DataOf = None,
     plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -97,12 +100,12 @@ def context(
         sequences: Sequences to read, each from one document of at least the greatest length.
     """
     check_plot(plot)
-    check_model(run)
+    _check_models(run, data_of)
     at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
     from tercet.inference.load import load_model
     from tercet.inference.perplexity import ContextLoss, by_context, within_documents
 
-    model = load_model(run, device=device, dtype=dtype)
+    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
     scored = sizes[0] if last is None else last
     if scored > sizes[0]:
@@ -127,7 +130,7 @@ def context(
         context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
         print(plot)
     print(json.dumps({"eval": "context", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "last": scored, "sequences": len(losses),
+                      "warning": warning, "data_of": _path(data_of), "last": scored, "sequences": len(losses),
                       "by_context": [{"tokens": each.context, "loss": each.loss, "losses": each.losses}
                                      for each in found]}))  # fmt: skip
     return 0
@@ -141,6 +144,7 @@ def needle(
     style: Literal["auto", "recall", "text"] = "auto",
     seed: int = 0,
     batch: int = 8,
+    data_of: DataOf = None,
     plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -156,13 +160,13 @@ def needle(
         batch: Texts per batch.
     """
     check_plot(plot)
-    check_model(run)
+    _check_models(run, data_of)
     at_least_one(trials=trials, batch=batch, lengths=min(lengths, default=None))
     check_depths(depths)
     from tercet.inference.load import load_model
     from tercet.inference.needle import default_lengths, find_needles
 
-    model = load_model(run, device=device, dtype=dtype)
+    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     sizes = lengths or default_lengths(model, style)
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     results = []
@@ -179,7 +183,8 @@ def needle(
         needle_map(results, plot)
         print(plot)
     print(json.dumps({"eval": "needle", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "found": [r.as_dict() for r in results]}))  # fmt: skip
+                      "warning": warning, "data_of": _path(data_of),
+                      "found": [r.as_dict() for r in results]}))  # fmt: skip
     return 0
 
 
@@ -192,6 +197,7 @@ def ruler(
     wording: Literal["held-out", "training"] = "held-out",
     seed: int = 0,
     out: Path | None = None,
+    data_of: DataOf = None,
     plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -208,7 +214,7 @@ def ruler(
         out: Write all results to this .json or .csv file.
     """
     check_plot(plot)
-    check_model(run)
+    _check_models(run, data_of)
     at_least_one(questions=questions, depths=depths)
     sizes = [_length(number) for word in lengths for number in word.split(",") if number]
     names = [name for word in tasks for name in word.split(",") if name]
@@ -222,7 +228,7 @@ def ruler(
 
     if unknown := [name for name in names if name not in TASKS]:
         raise UsageError(f"--tasks {unknown[0]} is unknown: pick from {', '.join(TASKS)}")
-    model = load_model(run, device=device, dtype=dtype)
+    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     sizes = sizes or list(default_lengths(model, "text"))
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     progress = Progress(sizes, names or TASKS, questions)
@@ -244,7 +250,8 @@ def ruler(
         ruler_map(results, plot)
         print(plot)
     about = {"eval": "ruler", "run": str(run), "step": model.step, "trained_length": model.context,
-             "warning": warning, "wording": wording, "seed": seed, "skipped": skipped}  # fmt: skip
+             "warning": warning, "data_of": _path(data_of), "wording": wording, "seed": seed,
+             "skipped": skipped}  # fmt: skip
     if out is not None:
         write_results(results, about, out)
         print(out)
@@ -253,6 +260,16 @@ def ruler(
     print(table(results))
     print(json.dumps({**about, "found": [result.as_dict() for result in results]}))
     return 0
+
+
+def _check_models(run: Path, data_of: Path | None) -> None:
+    check_model(run)
+    if data_of is not None:
+        check_model(data_of)
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _length(word: str) -> int:

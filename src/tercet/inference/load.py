@@ -63,14 +63,24 @@ class LanguageModel(Transformer):
         return self.embedding.weight.dtype
 
 
-def load_model(path: str | Path, *, device: str = "auto", dtype: Dtype = "auto", verify: bool = True) -> LanguageModel:
+def load_model(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+    verify: bool = True,
+    data_of: str | Path | None = None,
+) -> LanguageModel:
     """Load the model of a run folder (its newest intact checkpoint), a checkpoint, or a folder of weights.
 
     dtype: auto is bfloat16 on a GPU if the model was trained in bfloat16, otherwise float32.
     verify: check the checkpoint's checksums first.
+    data_of: another run or model, whose data and seed replace the model's own.
     """
     model = _find_model(path, verify).to_empty(device="cpu")
     assert model.source is not None
+    if data_of is not None:
+        model.run = _with_data_of(model.run, _find_model(data_of, verify=False).run)
     if has_weights(model.source):
         resume.load_weights_file(model.source / WEIGHTS, model)
     else:
@@ -152,6 +162,13 @@ def _find_model(path: str | Path, verify: bool) -> LanguageModel:
     # Initializing weights would be wasted work and advance the caller's random state.
     with torch.device("meta"):
         return LanguageModel(run, source=source, step=step)
+
+
+def _with_data_of(own: RunConfig, other: RunConfig) -> RunConfig:
+    """The order of the validation text depends on the seed. Length and tokenizer belong to the model."""
+    kept = {name: getattr(own.data, name) for name in ("seq_len", "tokenizer", "eos_token")}
+    data, run = other.data.model_copy(update=kept), own.run.model_copy(update={"seed": other.run.seed})
+    return own.model_copy(update={"data": data, "run": run})
 
 
 def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
