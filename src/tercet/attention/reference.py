@@ -23,6 +23,8 @@ from tercet.attention.layout import WHOLE, Packing, Span
 
 # Numbers in one tile of scores: 8 MiB of fp32 fits in a CPU's outer caches.
 TILE_NUMBERS = 1 << 21
+# Products that block_scores computes at once.
+_SCORES = 1 << 24
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -157,6 +159,28 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     ascending = torch.where(chosen, j, num_blocks).sort(-1).values[..., :n]
     ascending = torch.where(ascending == num_blocks, -1, ascending).int()
     return torch.nn.functional.pad(ascending, (0, n - ascending.shape[-1]), value=-1)
+
+
+# ------------------------------------------------------------ learned selection: scores of blocks
+
+
+def block_scores(q: Tensor, k: Tensor, first_row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
+    """Largest q·k over the tokens of each block of the queries' documents. [S, G, blocks] in the compute dtype
+
+    q: [S, G, size]; k: [rows, G, size]; first_row: int64 [S], row of the document's first token among k; position:
+    int64 [S], where the queries are in their documents. -inf for blocks that are not complete there. The gradient goes
+    to the first token among equals.
+    """
+    keys, s = k.to(compute_dtype(q)), torch.arange(blocks * block, device=q.device)
+    last = s // block * block + block - 1
+    found = []
+    step = max(1, _SCORES // (k.shape[1] * k.shape[0]))
+    for queries, first, t in zip(q.split(step), first_row.split(step), position.split(step), strict=True):
+        logits = torch.einsum("sgd,tgd->sgt", queries.to(keys.dtype), keys)
+        row = (first[:, None] + s).clamp(max=k.shape[0] - 1)[:, None].expand(-1, k.shape[1], -1)
+        logits = logits.gather(-1, row).masked_fill((last > t[:, None])[:, None], -torch.inf)
+        found.append(logits.unflatten(-1, (blocks, block)).max(-1).values)
+    return torch.cat(found)
 
 
 # ------------------------------------------------------------ Equation 12: selected branch
