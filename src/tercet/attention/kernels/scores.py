@@ -16,6 +16,8 @@ scores: fp32 [queries, G, blocks]   block_indices: int32 [B, T, G, n], ascending
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -194,26 +196,36 @@ def largest(key, wanted):
 
 
 @triton.jit
-def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr):
-    """Scores as integers of the same order; -1 for forced and absent blocks.
+def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr):
+    """Scores as integers of the same order, at least 0; -1 for forced and absent blocks.
+
+    Without SIGNED, scores are at least 0. With it, half of the integers stand for negative scores, so that the last bit
+    of the mantissa is dropped, and neighbouring numbers may count as equal. NaN counts as lowest: indices are always
+    valid.
 
     A row has `blocks` scores. That suffices unless a packed document is longer than the caller's upper bound; then
-    blocks beyond count as 0, which selects worse but reads no other row's memory."""
+    blocks beyond count as lowest, which selects worse but reads no other row's memory."""
     if PACKED:
         there = tl.minimum(end, blocks)
     else:  # the host knows the length; a bound would cost registers
         there = end
-    score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=0.0)
-    score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
-    return tl.where((block >= INITIAL) & (block < end[:, None]), score.to(tl.int32, bitcast=True), -1)
+    score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=float("-inf"))
+    if SIGNED:
+        bits = score.to(tl.int32, bitcast=True)
+        key = tl.where(bits < 0, -2147483648 - bits, bits)  # -0 becomes 0
+        key = tl.where(score == score, (key >> 1) + 1073741824, 0)
+    else:
+        key = tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True)
+    return tl.where((block >= INITIAL) & (block < end[:, None]), key, -1)
 
 
 @triton.jit
 def _choose_range(
     SCORES, OUT, end, blocks, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     block = tl.arange(0, NP)[None, :]
-    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
+    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED, SIGNED), WANTED)
     to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
     tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
 
@@ -223,7 +235,7 @@ def select_kernel(
     SCORES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
-    QUERY_RANGE: tl.constexpr,
+    QUERY_RANGE: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     # R queries of one tile
     row = tl.program_id(0) * R
@@ -252,12 +264,15 @@ def select_kernel(
             scores = SCORES + ((row + tl.arange(0, R)).to(tl.int64) * G + g) * tl.multiple_of(blocks, 4)
             end = tl.where(inside & (current >= COUNT), current - LOCAL + 1, 0)
             last -= LOCAL - 1
-            if (NP >= 128) & (last <= NP // 4):
-                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP // 4 if NP >= 128 else NP, PACKED)
-            elif (NP >= 128) & (last <= NP // 2):
-                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP // 2 if NP >= 128 else NP, PACKED)
+            HALF: tl.constexpr = NP // 2 if NP >= 128 else NP
+            QUARTER: tl.constexpr = NP // 4 if NP >= 128 else NP
+            out += INITIAL
+            if (NP >= 128) & (last <= QUARTER):
+                _choose_range(scores, out, end, blocks, INITIAL, WANTED, QUARTER, PACKED, SIGNED)
+            elif (NP >= 128) & (last <= HALF):
+                _choose_range(scores, out, end, blocks, INITIAL, WANTED, HALF, PACKED, SIGNED)
             else:
-                _choose_range(scores, out + INITIAL, end, blocks, INITIAL, WANTED, NP, PACKED)
+                _choose_range(scores, out, end, blocks, INITIAL, WANTED, NP, PACKED, SIGNED)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
@@ -265,7 +280,7 @@ def shortlist_kernel(
     SCORES, KEYS, PLACES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr,
-    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     # first round of long rows: the best of each NP scores, in ascending order, with their scores
     row = tl.program_id(0)
@@ -283,7 +298,7 @@ def shortlist_kernel(
         block = (chunk * NP + tl.arange(0, NP))[None, :]
         alone = tl.arange(0, 1)
         scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4) + alone
-        key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED)
+        key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED, SIGNED)
         taken = largest(key, WANTED)
         place = tl.cumsum(taken.to(tl.int32), 1) - 1
         number = tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
@@ -323,6 +338,60 @@ def select_shortlisted_kernel(
             tl.store(out + INITIAL + tl.cumsum(taken.to(tl.int32), 1) - 1, block, mask=taken)
 
 
+def choose(
+    q: Tensor, groups: int, config: NSAConfig, documents: Documents, queries: int,
+    score: Callable[[Tensor, int, int, int], None], signed: bool, scratch_bytes: int, widest: int,
+) -> Tensor:  # fmt: skip
+    """block_indices of every query: forced blocks, and the best others by their scores.
+
+    `score(scores, blocks, tile0, tiles)` writes the scores of `tiles` tiles of `queries` queries each, from tile0 on,
+    to the scratch, fp32 [queries, groups, blocks]. signed: whether scores may be negative."""
+    B, T = q.shape[:2]
+    count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
+    wanted = count - initial - local
+    indices = torch.empty(B, T, groups, count, dtype=torch.int32, device=q.device)
+    blocks = config.num_blocks(min(documents.first_query + documents.queries, documents.longest))
+    tiles = documents.query_tiles(queries)
+    chunks = -(-(blocks - local) // widest) if blocks > count and wanted else 1
+    per_tile = queries * groups * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
+    step = max(1, min(tiles, scratch_bytes // per_tile))
+    scored = wanted > 0 and blocks > count
+    blocks = -(-blocks // 4) * 4  # rows of scores start at multiples of 16 bytes
+    scores = torch.empty(step * queries * groups * blocks if scored else 0, dtype=torch.float32, device=q.device)
+    listed = chunks * wanted
+    if chunks > 1:
+        shortlist = torch.empty(2, step * queries * groups * listed, dtype=torch.int32, device=q.device)
+    cu, *bounds = documents.query_tokens(queries)
+    sizes = (block, count, initial, local)
+    packing = (documents.packed, documents.query_range)
+    slots = power_of_2(count)
+    for tile0 in range(0, tiles, step):
+        here = min(step, tiles - tile0)
+        if scored:
+            score(scores, blocks, tile0, here)
+        if chunks > 1:
+            call(
+                shortlist_kernel, (here * queries, groups, chunks), (scores, shortlist[0], shortlist[1], cu),
+                (*bounds, tile0, blocks),
+                (*sizes, groups, queries, widest, chunks, power_of_2(wanted), *packing, signed), num_warps=1,
+            )  # fmt: skip
+            call(
+                select_shortlisted_kernel, (here * queries, groups), (shortlist[0], shortlist[1], indices, cu),
+                (*bounds, tile0),
+                (*sizes, slots, groups, queries, listed, power_of_2(listed), *packing), num_warps=1,
+            )  # fmt: skip
+        else:
+            # at least as many as wanted, also if documents are longer than the upper bound
+            wide = power_of_2(max(32, wanted + initial, blocks - local))
+            side = min(_SIDE_BY_SIDE, queries, max(1, 512 // wide))
+            call(
+                select_kernel, (here * queries // side, groups), (scores, indices, cu),
+                (*bounds, tile0, blocks if scored else 0),
+                (*sizes, slots, groups, queries, side, wide, *packing, signed), num_warps=1,
+            )  # fmt: skip
+    return indices
+
+
 def select(
     q: Tensor, k: Tensor, lse: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None,
     scratch_bytes: int = SCRATCH_BYTES, widest: int = WIDEST,
@@ -330,8 +399,7 @@ def select(
     """block_indices of every query, from the compressed keys and the log-sum-exp of compressed attention."""
     B, T, H, DK = q.shape
     G = k.shape[2]
-    heads = H // G
-    count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
+    heads, block = H // G, config.select_block
     launch = launch or triton_launch("score", q, k)
     # at most 32 blocks a tile, whose scores fit the registers
     keys = max(min(launch.keys, 32 * block // config.compress_stride), block // config.compress_stride)
@@ -339,55 +407,18 @@ def select(
     together = min(launch.rows, power_of_2(-(-heads // launch.held)))
     held = -(-heads // together)
     queries = launch.rows // together
-    wanted = count - initial - local
-    indices = torch.empty(B, T, G, count, dtype=torch.int32, device=q.device)
-    blocks = config.num_blocks(min(documents.first_query + documents.queries, documents.longest))
-    tiles = documents.query_tiles(queries)
-    chunks = -(-(blocks - local) // widest) if blocks > count and wanted else 1
-    per_tile = queries * G * (blocks * 4 + (chunks > 1) * chunks * wanted * 8)
-    step = max(1, min(tiles, scratch_bytes // per_tile))
-    scored = wanted > 0 and blocks > count
-    blocks = -(-blocks // 4) * 4  # rows of scores start at multiples of 16 bytes
-    scores = torch.empty(step * queries * G * blocks if scored else 0, dtype=torch.float32, device=q.device)
-    listed = chunks * wanted
-    if chunks > 1:
-        shortlist = torch.empty(2, step * queries * G * listed, dtype=torch.int32, device=q.device)
     (kd,) = descriptors(launch.tma, keys, k)
     split = q.dtype != torch.float32 and not interpreting()  # the interpreter multiplies no bf16
     cu, *bounds = documents.query_tokens(queries)
-    sizes = (block, count, initial, local)
-    for tile0 in range(0, tiles, step):
-        here = min(step, tiles - tile0)
-        if scored:
-            call(
-                scores_kernel, (here, G), (q, k, kd, lse, scores, cu, documents.ccu),
-                (*bounds, tile0, blocks, documents.compressed_length, B * T),
-                (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
-                config.compress_block, config.compress_stride, block, count, local, G, heads, DK, padded(DK),
-                together, queries, held, keys, documents.packed, documents.query_range, kd is not None, split),
-                **launch.options,
-            )  # fmt: skip
-        slots = power_of_2(count)
-        if chunks > 1:
-            call(
-                shortlist_kernel, (here * queries, G, chunks), (scores, shortlist[0], shortlist[1], cu),
-                (*bounds, tile0, blocks),
-                (*sizes, G, queries, widest, chunks, power_of_2(wanted), documents.packed, documents.query_range),
-                num_warps=1,
-            )  # fmt: skip
-            call(
-                select_shortlisted_kernel, (here * queries, G), (shortlist[0], shortlist[1], indices, cu),
-                (*bounds, tile0),
-                (*sizes, slots, G, queries, listed, power_of_2(listed), documents.packed, documents.query_range),
-                num_warps=1,
-            )  # fmt: skip
-        else:
-            # at least as many as wanted, also if documents are longer than the upper bound
-            wide = power_of_2(max(32, wanted + initial, blocks - local))
-            side = min(_SIDE_BY_SIDE, queries, max(1, 512 // wide))
-            call(
-                select_kernel, (here * queries // side, G), (scores, indices, cu),
-                (*bounds, tile0, blocks if scored else 0),
-                (*sizes, slots, G, queries, side, wide, documents.packed, documents.query_range), num_warps=1,
-            )  # fmt: skip
-    return indices
+
+    def score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
+        call(
+            scores_kernel, (tiles, G), (q, k, kd, lse, scores, cu, documents.ccu),
+            (*bounds, tile0, blocks, documents.compressed_length, B * T),
+            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), DK**-0.5 * LOG2E,
+            config.compress_block, config.compress_stride, block, config.select_count, config.select_local, G, heads,
+            DK, padded(DK), together, queries, held, keys, documents.packed, documents.query_range, kd is not None,
+            split), **launch.options,
+        )  # fmt: skip
+
+    return choose(q, G, config, documents, queries, score, False, scratch_bytes, widest)

@@ -62,6 +62,7 @@ class Row(NamedTuple):
 TRITON = {
     "compressed_forward": "compressed",
     "score": "scores",
+    "token_score": "block_scores",
     "window_forward": "window",
     "query_gradient": "dq",
     "compressed_key_gradients": "compressed",
@@ -92,6 +93,8 @@ TABLE: tuple[Row, ...] = (
     Row(("score",), "", (9, 10), (64,), Launch(stages=2, tma=True, held=6, registers=168)),
     Row(("score",), "", (9, 10), (128,), Launch(stages=2, tma=True)),
     Row(("score",), "", (9, 10), (256,), Launch(stages=2)),
+    Row(("token_score",), "", (9, 10), (64,), Launch(rows=128, keys=128, stages=3, tma=True)),
+    Row(("token_score",), "", (9, 10), (128, 256), Launch(rows=128, keys=128, tma=True)),
     Row(("query_gradient",), "", (9, 10), (64,), Launch(stages=2, tma=True, registers=128)),
     Row(("query_gradient",), "", (9, 10), (128,), Launch(stages=2, tma=True)),
     Row(("query_gradient",), "", (9, 10), (256,), Launch(warps=8, stages=1)),
@@ -301,6 +304,7 @@ def too_large(shared: int, dtype: torch.dtype, dk: int, dv: int, select_block: i
 _TITLES = {
     "compressed_forward": "compressed forward",
     "score": "block scores",
+    "token_score": "block scores of a learned selector",
     "window_forward": "window forward",
     "query_gradient": "dQ of compressed and window",
     "compressed_key_gradients": "compressed dK/dV",

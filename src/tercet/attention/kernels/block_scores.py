@@ -1,0 +1,77 @@
+"""Block choice of a learned selector: a block scores the largest q·k over its tokens. No gradients.
+
+Each KV head has one selector query and one selector key per token (model/selector.py). A program holds M queries and
+reads the keys of their document once, several blocks at a time: one matrix product, then the maximum over each block's
+tokens. Only free blocks need scores. They are complete before the query's own block begins, so that there is no causal
+mask: what lies beyond a query's free blocks is computed and never read.
+
+scores: fp32 [queries, G, blocks], from which the kernels of scores.py select
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels.launch import call, padded
+from tercet.attention.kernels.scores import SCRATCH_BYTES, WIDEST, choose
+from tercet.attention.kernels.table import Launch, triton_launch
+from tercet.attention.kernels.tiles import load_rows, load_tile
+from tercet.attention.kernels.tma import descriptors
+from tercet.attention.kernels.varlen import Documents, locate_queries
+
+
+@triton.jit(do_not_specialize=["docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks"])
+def token_scores_kernel(
+    Q, K, KD, SCORES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks, q_t, q_h, k_t, k_h,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    g = tl.program_id(1)
+    _, start, rows, size, first = locate_queries(
+        CU, docs, tile0 + local_tile, length, per_sequence, first_query, queries, M, PACKED, QUERY_RANGE
+    )
+    last = tl.minimum(first + M, size) - 1
+    # a query with at most COUNT blocks selects them all and needs no scores
+    if (first < size) & (last // BLOCK >= COUNT):
+        i = tl.arange(0, M)
+        inside = first + i < size
+        q = load_rows(Q + g.to(tl.int64) * q_h, rows + first + i, q_t, inside, D, DP)
+        K += g.to(tl.int64) * k_h
+        AT_ONCE: tl.constexpr = N // BLOCK
+        block = tl.arange(0, AT_ONCE)
+        out = SCORES + ((local_tile * M + i).to(tl.int64) * G + g)[:, None] * tl.multiple_of(blocks, 4) + block[None, :]
+        free = last // BLOCK - LOCAL + 1
+        end = tl.minimum(free, blocks)  # fewer if a packed document is longer than the caller's upper bound
+        for j in tl.range(0, end, AT_ONCE):
+            k = load_tile(K, KD, start + j * BLOCK, (end - j) * BLOCK, g, k_t, D, DP, N, TMA, False)
+            products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            score = tl.max(tl.reshape(products, [M, AT_ONCE, BLOCK]), 2)
+            tl.store(out + j, score, mask=inside[:, None] & (block < end - j)[None, :])
+
+
+def select_by_tokens(
+    q: Tensor, k: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None,
+    scratch_bytes: int = SCRATCH_BYTES, widest: int = WIDEST,
+) -> Tensor:  # fmt: skip
+    """block_indices of every query from selector queries [B, T, G, size] and keys [B, rows, G, size], both flat
+    (ops.flat). Keys and documents are those of the selected branch: row for row, with the same first query."""
+    G, size = k.shape[2:]
+    block, count, local = config.select_block, config.select_count, config.select_local
+    launch = launch or triton_launch("token_score", q, k)
+    keys = max(launch.keys, block)
+    (kd,) = descriptors(launch.tma, keys, k)
+    cu, *bounds = documents.query_tokens(launch.rows)
+
+    def score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
+        call(
+            token_scores_kernel, (tiles, G), (q, k, kd, scores, cu), (*bounds, tile0, blocks),
+            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), block, count, local, G, size, padded(size),
+             launch.rows, keys, documents.packed, documents.query_range, kd is not None),
+            **launch.options,
+        )  # fmt: skip
+
+    return choose(q, G, config, documents, launch.rows, score, True, scratch_bytes, widest)
