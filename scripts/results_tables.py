@@ -658,6 +658,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-80": lambda: gpu_plans("H100"),
     "gpu-141": lambda: gpu_plans("H200"),
     **runpy.run_path(str(ROOT / "scripts" / "retrieval_tables.py"))["TABLES"],
+    **runpy.run_path(str(ROOT / "scripts" / "conversion_tables.py"))["TABLES"],
     **runpy.run_path(str(ROOT / "scripts" / "evidence_tables.py"))["TABLES"],
 }
 

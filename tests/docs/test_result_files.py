@@ -69,6 +69,7 @@ def test_the_scripts_measure_noise_with_the_settings_of_the_recorded_runs() -> N
     assert "--data.shuffle_sequences 4096 --train.steps 800" in script
 
 
-def test_no_report_names_a_path_of_the_machine_that_wrote_it() -> None:
-    for file in (RESULTS / "production").rglob("*.*"):
+@pytest.mark.parametrize("folder", ["production", "retrieval", "conversion"])
+def test_no_result_names_a_path_of_the_machine_that_wrote_it(folder: str) -> None:
+    for file in (RESULTS / folder).rglob("*.*"):
         assert not re.search(r"(?<![\w.])/(tmp|work|root|home)/", file.read_text(encoding="utf-8")), file

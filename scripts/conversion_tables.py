@@ -1,0 +1,184 @@
+"""Tables and picture of docs/results/conversion.md, from what scripts/conversion.sh wrote.
+
+python scripts/conversion_tables.py draw     # loss and needles against tokens, as SVG
+python scripts/results_tables.py             # fills the tables below between their markers
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "conversion"
+KINDS = {"block-sparse": "by means", "learned": "learned selectors"}
+STEPS = (76, 304, 760)
+TOKENS_PER_STEP = 65_536
+DENSE = "dense, other held-out text"
+COLOURS = {"block-sparse": "#d55e00", "learned": "#0072b2", "dense": "#555555"}
+
+
+def _rows(header: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(line)} |".replace("  ", " ") for line in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def _k(length: int) -> str:
+    return f"{length // 1024}k" if length >= 1024 else str(length)
+
+
+def _evaluation(name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()[-1])
+    return record
+
+
+def _models() -> dict[str, str]:
+    """Label of each evaluated model, and the beginning of its files' names."""
+    converted = {
+        f"{label}, {step * TOKENS_PER_STEP / 1e6:.0f}M tokens": f"{kind}-{step}"
+        for kind, label in KINDS.items()
+        for step in STEPS
+    }
+    return converted | {DENSE: "dense"}
+
+
+def _found(name: str) -> dict[int, tuple[int, int]]:
+    """Needles found and asked, by length."""
+    found = _evaluation(f"{name}-needle")["found"]
+    lengths = sorted({f["length"] for f in found})
+    return {n: tuple(sum(f[key] for f in found if f["length"] == n) for key in ("right", "asked")) for n in lengths}
+
+
+def losses() -> str:
+    """Held-out loss, overall and by position. The converted models must have read the same tokens."""
+    records = {label: _evaluation(f"{name}-perplexity") for label, name in _models().items()}
+    bins = [b for b in records[DENSE]["by_position"] if b["first"] >= 512]
+    read = {tuple(b["tokens"] for b in record["by_position"]) for label, record in records.items() if label != DENSE}
+    if len(read) != 1:
+        raise ValueError("the converted models were evaluated on different text: run the evaluations again")
+    rows = []
+    for label, record in records.items():
+        by_first = {b["first"]: b["loss"] for b in record["by_position"]}
+        rows.append(
+            [label, *(f"{loss:.4f}" for loss in (record["all"]["loss"], *(by_first[b["first"]] for b in bins)))]
+        )
+    return _rows(["", "all", *(f"{_k(b['first'])}–{_k(b['last'] + 1)}" for b in bins)], rows)
+
+
+def needles() -> str:
+    found = {label: _found(name) for label, name in _models().items()}
+    lengths = list(found[DENSE])
+    rows = [[label, *(str(by[n][0]) for n in lengths)] for label, by in found.items()]
+    return _rows(["", *map(_k, lengths)], rows)
+
+
+def target() -> str:
+    """Against dense after 20M tokens: loss, and needles in points of a percent."""
+
+    def change(name: str, first: int | None) -> str:
+        both = (_evaluation(f"{each}-perplexity") for each in (name, "dense"))
+        mine, dense = (
+            r["all"]["loss"] if first is None else next(b["loss"] for b in r["by_position"] if b["first"] == first)
+            for r in both
+        )
+        return f"{mine / dense - 1:+.1%}".replace("-", "−")
+
+    def points(name: str, length: int) -> str:
+        mine, dense = (found / asked for found, asked in (_found(each)[length] for each in (name, "dense")))
+        return f"{100 * (mine - dense):+.0f}".replace("-", "−")
+
+    names = [f"{kind}-304" for kind in KINDS]
+    rows = [["loss", *(change(name, None) for name in names)]]
+    rows += [[f"loss, {_k(n)}–{_k(2 * n)}", *(change(name, n) for name in names)] for n in (512, 1024)]
+    rows += [[f"needles at {_k(n)}, points", *(points(name, n) for name in names)] for n in _found("dense")]
+    return _rows(["20M tokens vs dense, other text", *KINDS.values()], rows)
+
+
+def validations() -> str:
+    """Loss at the end of the runs, on the same tokens."""
+    labels = {
+        "learned-warmup": "dense weights, selectors trained alone for 5M tokens",
+        "block-sparse": "by means, 50M tokens",
+        "learned": "learned selectors, 50M tokens",
+    }
+    rows = []
+    for name, label in labels.items():
+        with (FOLDER / f"{name}-validation.csv").open(encoding="utf-8") as stream:
+            rows.append([label, f"{float(list(csv.DictReader(stream))[-1]['loss']):.4f}"])
+    return _rows(["", "loss"], rows)
+
+
+def speeds() -> str:
+    """Median of the logged steps."""
+    labels = {
+        "dense": "dense",
+        "learned": "block-sparse, learned selectors",
+        "block-sparse": "block-sparse, by means",
+    }
+    read = {}
+    for name in labels:
+        log = (FOLDER / f"{name}-log.txt").read_text(encoding="utf-8")
+        read[name] = statistics.median(float(speed) for speed in re.findall(r"([\d.]+)k tok/s", log))
+    rows = [[label, f"{read[name]:.0f}k", f"{read[name] / read['dense']:.2f}×"] for name, label in labels.items()]
+    return _rows(["", "tokens/s", "vs dense"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "conversion-losses": losses,
+    "conversion-needles": needles,
+    "conversion-target": target,
+    "conversion-validations": validations,
+    "conversion-speeds": speeds,
+}
+
+
+def draw() -> Path:
+    """Loss and needles against tokens of training after the conversion; dense as a line."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "tercet"  # reproducible files
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
+    tokens = [step * TOKENS_PER_STEP / 1e6 for step in STEPS]
+    longest = max(_found("dense"))
+
+    def share(name: str) -> float:
+        found, asked = _found(name)[longest]
+        return 100 * found / asked
+
+    for kind, label in KINDS.items():
+        names = [f"{kind}-{step}" for step in STEPS]
+        loss = [_evaluation(f"{name}-perplexity")["all"]["loss"] for name in names]
+        left.plot(tokens, loss, "o-", color=COLOURS[kind], label=label)
+        right.plot(tokens, [share(name) for name in names], "o-", color=COLOURS[kind], label=label)
+    for axes, value in ((left, _evaluation("dense-perplexity")["all"]["loss"]), (right, share("dense"))):
+        axes.axhline(value, color=COLOURS["dense"], ls="--", label=DENSE)
+        axes.set(xlabel="million tokens after the conversion", xlim=(0, 52))
+        axes.grid(alpha=0.25)
+    left.set(ylabel="held-out loss, nats per byte")
+    right.set(ylabel=f"needles found at {_k(longest)}, %", ylim=(0, 100))
+    left.legend(frameon=False)
+    figure.tight_layout()
+    target = FOLDER / "conversion.svg"
+    figure.savefig(target, metadata={"Date": None})
+    plt.close(figure)
+    return target
+
+
+def main(arguments: list[str]) -> int:
+    if arguments != ["draw"]:
+        print(__doc__, file=sys.stderr)
+        return 2
+    print(draw())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
