@@ -1,7 +1,8 @@
 """Search launch settings for this GPU (`tercet bench tune`).
 
-Times candidates for every kernel of the compressed and window branches in CUDA graphs and prints the rows to add to the
-kernel table. Candidates whose result differs from the shipped setting's are skipped.
+Times candidates for every kernel of the compressed and window branches and for the block scores of a learned selector
+in CUDA graphs and prints the rows to add to the kernel table. Candidates whose result differs from the shipped
+setting's are skipped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.dq import compressed_window_dq
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.table import Launch, triton_launch
@@ -28,6 +30,8 @@ from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import SHAPES, Shape, make_inputs, relative_error
 from tercet.bench.timing import graphed, milliseconds
 from tercet.errors import EXIT_FAILURE, EXIT_USAGE
+
+SELECTOR_SIZE = 32  # of a learned selector's queries and keys
 
 
 def _tried(*rows: tuple[int, int, int, int, bool, int]) -> list[Launch]:
@@ -56,6 +60,11 @@ CANDIDATES: dict[str, list[Launch]] = {
     "compressed_key_gradients": [replace(x, parts=parts) for x in _KEY_GRADIENTS for parts in (16, 48)],
     "compressed_forward": _FORWARD,
     "score": [replace(x, held=held) for x in _SCORE for held in (1, 2, 4, 6)],
+    "token_score": _tried(
+        (128, 128, 4, 2, True, 0), (128, 128, 4, 3, True, 0), (128, 128, 4, 4, True, 0), (128, 128, 4, 3, False, 0),
+        (128, 64, 4, 3, True, 0), (64, 128, 4, 3, True, 0), (64, 256, 4, 3, True, 0), (128, 128, 8, 3, True, 0),
+        (128, 256, 8, 3, True, 0), (256, 64, 8, 3, True, 0),
+    ),
 }  # fmt: skip
 
 
@@ -70,9 +79,11 @@ def calls(shape: Shape, config: NSAConfig) -> dict[str, Callable[[Launch | None]
     gate = torch.rand(planes, device=x.q.device)
     of_compressed = Branch(x.kc, x.vc, lse, delta, gate)
     of_window = Branch(x.kw, x.vw, lse, delta, gate)
+    selector = x.q[:, :, : shape.G, :SELECTOR_SIZE].contiguous(), x.ks[..., :SELECTOR_SIZE].contiguous()
     return {
         "compressed_forward": lambda s: compressed.forward(x.q, x.kc, x.vc, config, documents, s),
         "score": lambda s: (select(x.q, x.kc, lse, config, documents, s),),
+        "token_score": lambda s: (select_by_tokens(*selector, config, documents, s),),
         "query_gradient": lambda s: (compressed_window_dq(x.q, dout, of_compressed, of_window, config, documents, s),),
         "compressed_key_gradients": lambda s: compressed.dkv(x.q, dout, of_compressed, config, documents, s),
         "window_forward": lambda s: window.forward(x.q, x.kw, x.vw, config.window, documents, s),
@@ -87,9 +98,8 @@ def tune(name: str, kernels: Sequence[str], config: NSAConfig, share: tuple[int,
     place = 0
     for kernel in kernels:
         call = every[kernel]
-        shipped = triton_launch(
-            kernel, torch.empty(1, shape.D, device="cuda", dtype=torch.bfloat16), torch.empty(1, shape.D)
-        )
+        size = SELECTOR_SIZE if kernel == "token_score" else shape.D
+        shipped = triton_launch(kernel, torch.empty(1, size, device="cuda", dtype=torch.bfloat16), torch.empty(1, size))
         wanted = call(None) if share is None else None
         for launch in dict.fromkeys([shipped, *CANDIDATES[kernel]]):
             place += 1
