@@ -9,7 +9,7 @@
 #     bash scripts/evidence.sh parameters                               # of every kind
 #
 # KIND: nsa (m7c), learned (with a learned selector), all-blocks (NSA that reads every block), random-blocks, dense, or
-# dense-matched (a wider FFN: as many parameters as nsa; MATCHED=2272 for learned).
+# dense-matched (a wider FFN: as many parameters as nsa; MATCHED=2224 for learned).
 # CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate (1e-3). STEPS: instead of
 # 200M tokens. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
 # On an H200 a step of nsa takes 0.14 s at 8,192 tokens. scripts/evidence_tables.py collects the results.

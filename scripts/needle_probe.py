@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.selector import block_lse
 from tercet.inference.load import LanguageModel, load_model
 from tercet.inference.ruler import Question, QuestionWriter
 from tercet.model import block_sparse, nsa
-from tercet.model.selector import block_lse
 
 TASK = "niah_single_2"
 DEPTHS = 10
@@ -93,7 +93,7 @@ def measure(attended: Attended, rows: Tensor, needle: list[int], config: NSAConf
     """For each KV head: mass, rank (None if the block is forced) and chosen of every query."""
     length = attended.q.shape[0]
     blocks = config.num_blocks(length)
-    lse = block_lse(attended.q[rows], attended.k, rows, rows, blocks, config)
+    lse = block_lse(attended.q[rows], attended.k, rows, rows, blocks, config.select_block)
     mass = lse.softmax(-1).cpu()  # [S, G, h, NB]
     mean = mass.mean(2)
     j = torch.arange(blocks)

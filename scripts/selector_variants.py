@@ -6,8 +6,8 @@
 Flags are those of `tercet train`; model and data must be those of RUN, whose selectors are learned ones. A learning
 rate of 1e-12 leaves the model as it is, so all variants see the same queries, keys and teacher. Every 40 steps one row
 per variant: KL; share of the attention to free blocks that its choice captures, and the best possible; and, of the
-queries that put over 30% of that attention on one block, how many have it chosen. Queries that can read everything do
-not count.
+queries that put over 30% of that attention on one block, how many have it chosen, and of those where it is more than
+2,048 tokens back. Queries that can read everything do not count.
 """
 
 from __future__ import annotations
@@ -19,36 +19,34 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.layout import Packing
+from tercet.attention.selector import block_lse
 from tercet.cli import main
 from tercet.model import selector
 from tercet.model.selector import BlockSelector, TaughtQueries
 
 REPORT_EVERY = 40
 WARMUP = 20
+FAR = 32  # blocks
 
 
 class Variant(NamedTuple):
     """One way to select, and to learn it. `rotary`: channels; `skip`: one taught query in this many is used."""
 
-    heads: int = 1
-    size: int = 64
-    rotary: int = 0
+    size: int = 32
+    rotary: int = 16
     lr: float = 1e-3
     skip: int = 4
 
 
 VARIANTS = {
-    "1 head of 64": Variant(),
-    "four times the queries": Variant(skip=1),
-    "learning rate 3e-3": Variant(lr=3e-3),
-    "1 head of 128": Variant(size=128),
-    "3 heads": Variant(heads=3),
-    "6 heads": Variant(heads=6),
-    "6 heads of 32": Variant(heads=6, size=32),
-    "16 of 64 channels rotated": Variant(rotary=16),
-    "32 of 64 channels rotated": Variant(rotary=32),
-    "64 of 64 channels rotated": Variant(rotary=64),
-    "3 heads, 32 of 64 rotated": Variant(heads=3, rotary=32),
+    "16 channels, 8 rotated": Variant(16, 8),
+    "32 channels, none rotated": Variant(32, 0),
+    "32 channels, 8 rotated": Variant(32, 8),
+    "32 channels, 16 rotated": Variant(32, 16),
+    "64 channels, 16 rotated": Variant(64, 16),
+    "64 channels, 32 rotated": Variant(64, 32),
+    "32 channels, four times the queries": Variant(skip=1),
+    "32 channels, learning rate 3e-3": Variant(lr=3e-3),
 }
 
 
@@ -70,41 +68,42 @@ class Layer:
             sys.exit("the run's selectors rotate no channels: use a run with model.selector_rotary above 0")
         rotary = own.rotary.of_size(variant.rotary) if variant.rotary else None
         dim = own.q_proj.in_features
-        built = BlockSelector(dim, own.kv_heads, variant.heads, variant.size, own.config, rotary)
+        built = BlockSelector(dim, own.kv_heads, variant.size, own.config, rotary)
         built.init_weights(std=0.02)
         return built
 
     def learn(self, x: Tensor, q: Tensor, k: Tensor, rows: Tensor, packing: Packing | None) -> None:
         """One step of every variant. x, q, k: as for BlockSelector.loss_of_rows."""
         config = next(iter(self.selectors.values())).config
-        compressed = config.num_compressed(q.shape[1])
-        queries = selector._locate(rows, q.shape[1], compressed, packing)
+        queries = selector._locate(rows, q.shape[1], packing)
         teacher = selector._teach(q.flatten(0, 1)[rows], k.flatten(0, 1), queries, config)
-        blocks = torch.arange(teacher.free.shape[-1], device=x.device)
-        slots = min(config.select_count - config.select_initial - config.select_local, len(blocks))
+        blocks = teacher.free.shape[-1]
+        slots = min(config.select_count - config.select_initial - config.select_local, blocks)
         best = teacher.mass.topk(slots, -1)
         chooses = teacher.counted & (teacher.free.sum(-1) > slots)[:, None]
         sharp = chooses & (best.values[..., 0] > 0.3)
+        current = (queries.position // config.select_block)[:, None]
+        far = sharp & (current - best.indices[..., 0] > FAR)
         total = torch.zeros((), device=x.device)
+        positions = None if packing is None else packing.position
         for name, built in self.selectors.items():
             some = slice(None, None, VARIANTS[name].skip)
-            position, key_row, first_key = (part[some] for part in queries[:3])
-            found = TaughtQueries(position, key_row, first_key, queries.longest)
-            _, keys = built(x, packing)
-            mine = built.at(built.queries(x.flatten(0, 1)[rows[some]])[None], position)[0]
-            with torch.autocast(x.device.type, enabled=False):
-                p = built._block_probabilities(mine, keys.flatten(0, 1), found.position, found.first_key, blocks)
-            p = p * teacher.free[some][:, None] + 1e-12
+            found = TaughtQueries(queries.position[some], queries.row[some], queries.longest)
+            mine, keys = built.queries(x.flatten(0, 1)[rows[some]], found.position), built(x, positions)[1]
+            scores = block_lse(mine, keys.flatten(0, 1), found.row, found.position, blocks, config.select_block)
+            p = scores[:, :, 0].masked_fill(~teacher.free[some][:, None], -1e30).log_softmax(-1)
             mass = teacher.mass[some]
-            kl = (torch.special.xlogy(mass, mass) - mass * (p / p.sum(-1, keepdim=True)).log()).sum(-1)
+            kl = (torch.special.xlogy(mass, mass) - mass * p).sum(-1)
             total = total + kl.mean()
             with torch.no_grad():
                 chosen = p.topk(slots, -1).indices
                 captured = mass.gather(-1, chosen).sum(-1)
                 first = (chosen == best.indices[some][..., :1]).any(-1)
-                counted, is_sharp = chooses[some], sharp[some]
-                row = [(kl * counted).sum(), (captured * counted).sum(), (best.values[some].sum(-1) * counted).sum(),
-                       counted.sum(), (first * is_sharp).sum(), is_sharp.sum()]  # fmt: skip
+                counted, is_sharp, is_far = chooses[some], sharp[some], far[some]
+                row = [
+                    (kl * counted).sum(), (captured * counted).sum(), (best.values[some].sum(-1) * counted).sum(),
+                    counted.sum(), (first * is_sharp).sum(), is_sharp.sum(), (first * is_far).sum(), is_far.sum(),
+                ]  # fmt: skip
                 self.sums[name] = self.sums.get(name, 0) + torch.stack(row).double()
         self.optimizer.zero_grad()
         total.backward()
@@ -133,12 +132,13 @@ def learn_beside(
 
 
 def report(steps: int) -> None:
-    print(f"after {steps} steps: KL, captured, best possible, sharpest block chosen", flush=True)
+    print(f"after {steps} steps: KL, captured, best possible, sharpest block chosen, if far back", flush=True)
     for name in VARIANTS:
         sums = torch.stack([layer.sums.pop(name) for layer in LAYERS.values()]).sum(0)
-        kl, captured, best, counted, first, sharp = sums.tolist()
+        kl, captured, best, counted, first, sharp, far_first, far = sums.tolist()
         print(
-            f"{name:28s} {kl / counted:.3f} {captured / counted:.3f} {best / counted:.3f} {first / max(sharp, 1):.3f}"
+            f"{name:36s} {kl / counted:.3f} {captured / counted:.3f} {best / counted:.3f} "
+            f"{first / max(sharp, 1):.3f} {far_first / max(far, 1):.3f}"
         )
 
 

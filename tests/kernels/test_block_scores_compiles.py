@@ -1,4 +1,4 @@
-"""The learned selector's block scores compile for every architecture; Hopper's keep all values in registers."""
+"""The learned selector's kernels compile for every architecture; Hopper's keep all values in registers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from kernels.offline import SHARED_KIB, Compiled, compiling
 from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import block_lse
 from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.varlen import Documents
 
@@ -34,7 +35,7 @@ def compiled(capability: int, size: int, block: int, *, part: bool = False, dtyp
 def test_hopper_keeps_scores_in_registers_and_three_programs_fit(size: int, block: int, part: bool) -> None:
     scores, choice = compiled(90, size, block, part=part)
     assert (scores.stack, choice.stack) == (0, 0)
-    # programs overlap each other's products and maxima; a multiprocessor has 65,536 registers
+    # programs overlap each other's products and exponentials; a multiprocessor has 65,536 registers
     assert 3 * 32 * scores.warps * scores.registers <= 65536
     assert 3 * (scores.shared + 1024) <= 228 * 1024
 
@@ -46,3 +47,31 @@ def test_every_architecture_has_room(capability: int, dtype: torch.dtype) -> Non
     for size, block in ((32, 64), (16, 128), (256, 64)):
         for c in compiled(capability, size, block, part=True, dtype=dtype):
             assert c.shared <= SHARED_KIB[capability] * 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "block", "dtype"),
+    [
+        (90, 32, 64, torch.bfloat16),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                (90, 32, 64, torch.float32),
+                (90, 64, 128, torch.bfloat16),
+                (90, 48, 16, torch.bfloat16),
+                (80, 32, 64, torch.float16),
+                (100, 32, 64, torch.bfloat16),
+            )
+        ),
+    ],
+)
+def test_log_sum_exps_and_their_backward_compile_without_spills(
+    capability: int, size: int, block: int, dtype: torch.dtype
+) -> None:
+    q, k = torch.empty(512, 2, size, dtype=dtype), torch.empty(65536, 2, size, dtype=dtype)
+    queries = [torch.empty(512, dtype=torch.int64)] * 2
+    with compiling(capability) as found:
+        lse = block_lse.nsa_block_lse(q, k, *queries, block, 65536 // block)
+        block_lse.nsa_block_lse_backward(lse, lse, q, k, *queries, block)
+    names = ["block_lse_kernel", "block_lse_dq_kernel", "block_lse_dk_kernel"]
+    assert [(c.name, c.stack) for c in found] == [(name, 0) for name in names]

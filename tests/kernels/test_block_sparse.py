@@ -56,12 +56,12 @@ def test_documents_whose_bounds_the_host_does_not_know() -> None:
         assert (found - right).norm() <= 1e-5 * right.norm()
 
 
-def test_blocks_of_128_with_a_selector_of_its_own_heads() -> None:
+def test_blocks_of_128_with_a_selector() -> None:
     config = tercet.NSAConfig(
         compress_block=128, compress_stride=128, select_block=128, select_count=2, select_initial=0, select_local=1
     )
     x = sample(400, config, groups=1)
-    selector = torch.randn(1, 400, 3, 32), torch.randn(1, 3, 1, 32)
+    selector = torch.randn(1, 400, 1, 32), torch.randn(1, 400, 1, 32)
     out, grads, aux = results(x, "triton", config, selector=selector)
     right, right_grads, right_aux = results(x, "reference", config, selector=selector)
     assert torch.equal(aux.block_indices, right_aux.block_indices)
@@ -141,7 +141,7 @@ def test_where_every_block_is_read_a_dense_kernel_runs() -> None:
     [
         {},
         {"dense_below": 70, "qk_norm": True},
-        {"selector": "learned", "selector_dim": 6, "selector_heads": 2, "selector_rotary": 4},
+        {"selector": "learned", "selector_dim": 6, "selector_rotary": 4},
     ],
     ids=str,
 )

@@ -119,22 +119,23 @@ def test_branches_that_are_left_out(branches, reference):
     compare(reference, layer, [99], [None])
 
 
-# A learned selector: pooled keys are completed on the way (131 + 1 = 8 + 31·4), and none is seen yet.
-# With all, some or none of its channels rotated: 6 and 12 are no powers of two.
-@pytest.mark.parametrize(
-    ("heads", "rotary"),
-    [pytest.param(1, 0, marks=pytest.mark.slow), (3, 6), pytest.param(2, 12, marks=pytest.mark.slow)],
-)
-def test_a_learned_selector_equals_the_reference(heads, rotary, reference):
-    layer = make(selector="learned", selector_heads=heads, selector_dim=12, selector_rotary=rotary, heads=4, kv_heads=2,
+# A learned selector: before it has a choice, at the border of a block (127 + 1 = 8 · 16), and over several tiles of
+# keys. With all, some or none of its channels rotated: 6 and 12 are no powers of two.
+@pytest.mark.parametrize("rotary", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 12))])
+def test_a_learned_selector_equals_the_reference(rotary, reference):
+    layer = make(selector="learned", selector_dim=12, selector_rotary=rotary, heads=4, kv_heads=2, compression="mean",
                  rope_scaling=3.0, rope_max_wavelength=500.0, rope=RopeConfig("yarn", original_length=100))  # fmt: skip
-    compare(reference, layer, [6, 130], [None, [0, 1], None])
+    compare(reference, layer, [6, 127, 1300], [None, [0, 1, 1], None])
+
+
+def test_blocks_of_128_and_a_selector_of_many_channels_equal_the_reference(reference):
+    config = replace(CFG, select_block=128, select_initial=0, select_local=1, select_count=2)
+    layer = make(selector="learned", selector_dim=100, config=config, compression="mean")
+    compare(reference, layer, [1000], [None])
 
 
 def test_a_learned_selector_in_half_precision_equals_the_reference(reference):
-    layer = make(
-        dtype=torch.float16, selector="learned", selector_rotary=32, compress_selected_keys=True, compression="mean"
-    )
+    layer = make(dtype=torch.float16, selector="learned", compress_selected_keys=True, compression="mean")
     compare(reference, layer, [127], [None], limit=5e-3)
 
 
@@ -165,7 +166,7 @@ def test_a_step_has_four_products_and_copies_no_keys(selector, monkeypatch):
 
 
 def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
-    options = {"selector": "learned", "selector_dim": 16, "selector_heads": 2, "selector_rotary": 8}
+    options = {"selector": "learned", "selector_dim": 16, "selector_rotary": 8}
     layer = make(compression="mean", heads=4, kv_heads=2, **options)
     x = torch.randn(1, 300, 16)
     cache, seen, chosen = layer.make_cache(1), [], []
@@ -199,10 +200,11 @@ def test_token_by_token_equals_the_whole():
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
 
 
-def test_equal_scores_take_the_lowest_index():
-    layer = make(compression="mean")
+@pytest.mark.parametrize(("selector", "scoring"), [("compressed", "k_compressed"), ("learned", "selector")])
+def test_equal_scores_take_the_lowest_index(selector, scoring):
+    layer = make(compression="mean", selector=selector)
     cache = filled(layer, [150], 160)
-    cache._stores["k_compressed"].zero_()
+    cache._stores[scoring].zero_()
     with torch.no_grad():
         layer(torch.randn(1, 1, 16), cache=cache)
     assert cache.block_indices.tolist() == [[[0, 1, 8, 9]]]
@@ -242,14 +244,38 @@ def test_blocks_are_chosen_as_sorting_them_all_would(tokens, count, d, block):
     assert not arrived.any()
 
 
-def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing():
-    layer = make(compression="mean")
-    heads = decode.Heads(3, 1, 8, 6)
+@pytest.mark.parametrize(("tokens", "count"), [(900, 16), (2100, 16), (4300, 40), (20_000, 16)])
+def test_blocks_are_chosen_by_a_selectors_scores_as_sorting_them_all_would(tokens, count):
+    """Scores of both signs, infinite, or not a number, which is the lowest; equal ones take the lowest index."""
+    config, groups = replace(CFG, select_count=count), 2
+    current = tokens // config.select_block
+    scores = torch.randn(2, groups, config.num_blocks(tokens + 70))
+    scores[0, 0, 5::7], scores[0, 0, 6::7], scores[0, 1, 10:] = torch.nan, -torch.inf, -torch.inf
+    scores[1, 0], scores[1, 1] = -2.0, -scores[1, 1].abs()
+    scores[1, 0, 20:23] = torch.tensor([-0.0, 0.0, torch.inf])
+    indices = torch.full((2, groups, count), -7, dtype=torch.int32)
+    lengths, arrived = torch.tensor([tokens] * 2), torch.zeros(2 * groups, dtype=torch.int32)
+    select_blocks(Scores(scores, None), indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
+    free = scores[..., 1 : current - 1].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = free.sort(descending=True, stable=True).indices[..., : count - 3] + 1
+    assert indices.tolist() == [
+        [[0, *sorted(blocks), current - 1, current] for blocks in row] for row in order.tolist()
+    ]
+    assert not arrived.any()
+
+
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
+def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing(selector, monkeypatch):
+    config = replace(CFG, select_count=8)
+    layer = make(compression="mean", selector=selector, selector_dim=64, selector_rotary=0, config=config)
+    heads = decode.Heads(3, 1, 8, 6, layer.selector_size())
     outs = []
     q, kv, gates = torch.randn(1, 1, 24), torch.randn(1, 1, 42), torch.randn(1, 1, 9)
+    scored = None if layer.selector is None else (torch.randn(1, 1, 64), torch.randn(1, 1, 64))
     torch.manual_seed(0)
-    cache = filled(layer, [300], 310)
+    cache = filled(layer, [800], 810)
     for splits, per in ((1, 1), (3, 4), (2, 3)):
+        monkeypatch.setattr(decode.step, "_scoring_programs", lambda *_, n=splits: n)
         mine = twin(layer, cache)
         held = decode.Held(
             mine.lengths,
@@ -259,8 +285,8 @@ def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing():
             arrived=mine.arrival_counters(decode.arrivals(1, 1)),
         )
         out, read, blocks = decode.nsa_step(
-            q, kv, gates, held, None, CFG, heads, branches=layer.branches, shared=False, softmax_gate=False,
-            norms=None, phi=(decode.CompressionWeights(),) * 2, splits=splits, per=per,
+            q, kv, gates, held, None, config, heads, branches=layer.branches, shared=False, softmax_gate=False,
+            norms=None, phi=(decode.CompressionWeights(),) * 2, splits=splits, per=per, selector=scored,
         )  # fmt: skip
         outs.append((out, read.sum(-1), blocks))
     for out, read, blocks in outs[1:]:
@@ -352,13 +378,16 @@ def test_sizes_beyond_the_kernels_go_to_the_reference_and_say_so():
     assert "compress_block=6 is not a power of two" in str(layer.routes["window"].reason)
 
 
-def test_a_prompt_in_chunks_runs_on_the_kernels_and_equals_the_whole():
-    layer = make(compression="mean", head_dim=16, value_dim=16)
-    x = torch.randn(2, 23, 16)
-    cache = layer.make_cache(2, 50)
+@pytest.mark.parametrize(
+    ("selector", "chunks"), [("compressed", [4, 5, 14]), ("learned", [70, 5, 14])], ids=["compressed", "learned"]
+)
+def test_a_prompt_in_chunks_runs_on_the_kernels_and_equals_the_whole(selector, chunks):
+    layer = make(compression="mean", head_dim=16, value_dim=16, selector=selector)
+    x = torch.randn(2, sum(chunks), 16)
+    cache = layer.make_cache(2, 100)
     parts = []
     with torch.no_grad():
-        for part in x.split([4, 5, 14], 1):
+        for part in x.split(chunks, 1):
             parts.append(layer(part, cache=cache))
             assert set(layer.routes.values()) == {"triton"}
         layer.backend = "reference"

@@ -28,14 +28,15 @@ SHAPES = {
 TABLE = 32
 
 
-# heads per KV head, their size, and how many of its channels are rotated
-SELECTORS = {"learned": (1, 64, 32), "learned, four heads of 32": (4, 32, 32), "learned, unrotated": (1, 64, 0)}
+# channels of a selector, and how many of them are rotated
+SELECTORS = {"learned": (32, 16), "learned, 256 channels": (256, 128), "learned, unrotated": (64, 0)}
 
 
 def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compressed") -> None:
     batch, room, heads, groups, dk, dv, *block = SHAPES[shape]
     config = tercet.NSAConfig(select_block=block[0] if block else 64)
-    sizes = decode.Heads(heads, groups, dk, dv, *SELECTORS.get(selector, ())[:2])
+    size, rotary = SELECTORS.get(selector, (0, 0))
+    sizes = decode.Heads(heads, groups, dk, dv, size)
 
     def pair(slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.empty((), dtype=dtype).expand(batch, slots, groups, size) for size in (dk, dv))
@@ -59,15 +60,12 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compr
         "norms": None if plain else decode.Norms(norm, (norm,) * 3, 1e-6), "phi": (weights(dk), weights(dv)),
     }  # fmt: skip
     if selector in SELECTORS:
-        own, size, rotary = SELECTORS[selector]
-        stored = (
-            torch.empty((), dtype=dtype).expand(batch, n, groups, size) for n in (config.num_compressed(room) + 1, 33)
-        )
+        stored = torch.empty((), dtype=dtype).expand(batch, room + 1, groups, size)
         own_turns = torch.empty(rotary // 2, dtype=torch.float64) if rotary else None
-        held = replace(held, selector=tuple(stored), selector_frequencies=own_turns)
+        held = replace(held, selector=stored, selector_frequencies=own_turns)
         # queries, keys and gates as the layer projects them: slices of one row
-        fused = torch.empty(batch, 1, 3 * heads + groups * (own + 1) * size, dtype=dtype)
-        *scored, gates = fused.split([groups * own * size, groups * size, 3 * heads], -1)
+        fused = torch.empty(batch, 1, 3 * heads + 2 * groups * size, dtype=dtype)
+        *scored, gates = fused.split([groups * size, groups * size, 3 * heads], -1)
         decode.nsa_step(
             q, kv.repeat(1, 1, 3)[..., groups * dk :], gates, held, counts, config, sizes,
             **options | {"tied": True, "selector": scored, "phi": (decode.CompressionWeights(),) * 2},
@@ -115,7 +113,7 @@ def test_a_learned_selector_adds_no_launch_and_spills_nothing(selector: str) -> 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "masked, normed, softmax gate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("selector", ["compressed", "learned", "learned, four heads of 32"])
+@pytest.mark.parametrize("selector", ["compressed", "learned", "learned, 256 channels"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_everything_compiles(
     capability: int, selector: str, shape: str, dtype: torch.dtype, plain: bool, monkeypatch

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
-from tercet.attention.kernels import combine, qkv_split, student
+from tercet.attention.kernels import combine, qkv_split
 from tercet.model import swiglu
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -60,31 +60,3 @@ def test_swiglu_gradient_and_delta_compile_without_spills(capability: int) -> No
         swiglu.swiglu_gradient._init_fn(torch.empty(8, 4096), torch.empty(8, 2048))
         combine.deltas([o, o, o], o, gates, mix=True)
     assert [(c.name, c.stack) for c in found] == [("_gradient", 0), ("delta_kernel", 0)]
-
-
-@pytest.mark.parametrize(
-    ("capability", "size", "block", "dtype"),
-    [
-        (90, 32, 64, torch.bfloat16),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in (
-                (90, 32, 64, torch.float32),
-                (90, 64, 128, torch.bfloat16),
-                (90, 48, 16, torch.bfloat16),
-                (80, 32, 64, torch.float16),
-                (100, 32, 64, torch.bfloat16),
-            )
-        ),
-    ],
-)
-def test_block_scores_and_their_backward_compile_without_spills(
-    capability: int, size: int, block: int, dtype: torch.dtype
-) -> None:
-    q, k = torch.empty(512, 2, size, dtype=dtype), torch.empty(65536, 2, size, dtype=dtype)
-    queries = [torch.empty(512, dtype=torch.int64)] * 2
-    with compiling(capability) as found:
-        scores, places = student.nsa_block_maximum(q, k, *queries, block, 65536 // block)
-        student.nsa_block_maximum_backward(scores, q, k, places, *queries, block)
-    names = ["block_maximum_kernel", "block_maximum_dq_kernel", "block_maximum_dk_kernel"]
-    assert [(c.name, c.stack) for c in found] == [(name, 0) for name in names]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tercet
-from tercet.attention.kernels.teacher import nsa_block_lse
+from tercet.attention.kernels.block_lse import nsa_block_lse
 from tercet.model.selector import sample_queries
 
 pytestmark = pytest.mark.interpreter

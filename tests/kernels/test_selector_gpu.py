@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tercet
-from tercet.model.selector import block_lse, sample_queries
+from tercet.attention.selector import block_lse
+from tercet.model.selector import sample_queries
 from tercet.model.transformer import ModelConfig, Transformer
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +37,8 @@ def test_log_sum_exps_of_blocks_are_the_references(dtype: torch.dtype) -> None:
     q, k = torch.randn(40, 12, 64, device="cuda", dtype=dtype), torch.randn(5000, 2, 64, device="cuda", dtype=dtype)
     rows = torch.randint(900, 5000, (40,), device="cuda")
     position = rows - torch.randint(0, 900, (40,), device="cuda")
-    found = block_lse(q, k, rows, position, 79, NSA)
-    expected = block_lse(q.double().cpu(), k.double().cpu(), rows.cpu(), position.cpu(), 79, NSA)
+    found = block_lse(q, k, rows, position, 79, NSA.select_block)
+    expected = block_lse(q.double().cpu(), k.double().cpu(), rows.cpu(), position.cpu(), 79, NSA.select_block)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-3)
 
 

@@ -79,7 +79,7 @@ OPTIONS = [
     {"heads": 3, "kv_heads": 3},
     {"heads": 5, "kv_heads": 1},
     LEARNED,
-    {**LEARNED, "selector_heads": 3, "selector_rotary": 6, "rope_scaling": 3.0, "rope_max_wavelength": 100.0},
+    {**LEARNED, "selector_rotary": 6, "rope_scaling": 3.0, "rope_max_wavelength": 100.0},
 ]
 
 
@@ -160,8 +160,9 @@ def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
     assert cache.lengths.tolist() == [sum(map(len, parts)) for parts in fed]
 
 
-def test_nan_padding_does_not_spread():
-    layer = make()
+@pytest.mark.parametrize("options", [{}, LEARNED], ids=str)
+def test_nan_padding_does_not_spread(options):
+    layer = make(**options)
     x = torch.randn(2, 19, 12, dtype=torch.float64)
     x[1, 7:] = float("nan")
     one = torch.ones(2, 3, 12, dtype=torch.float64)
@@ -288,6 +289,12 @@ def test_the_cache_stores_each_token_once_plus_window_and_compressed_tokens():
     per_slot = 2 * (4 + 3) * 8  # groups x (key + value) x bytes
     slots = tokens + CFG.num_compressed(tokens) + 6 + CFG.compress_block - 1
     assert slots * per_slot <= cache.nbytes() <= (slots + 8) * per_slot
+
+
+def test_a_learned_selector_adds_one_small_key_per_token():
+    plain, learned = (make(**options).make_cache(2, 100) for options in ({}, LEARNED))
+    assert learned._stores["selector"].shape == (2, *learned.selected()[0].shape[1:3], 6)
+    assert learned.nbytes() - plain.nbytes() == learned._stores["selector"].nbytes
 
 
 def test_a_cache_keeps_no_autograd_graph():

@@ -27,6 +27,7 @@ from tercet.attention.layout import (
     query_offsets,
     why_no_query_range,
 )
+from tercet.attention.selector import check_selector, choose_blocks
 
 
 class BlockSparse(NamedTuple):
@@ -64,7 +65,7 @@ def block_sparse_attention(
     return_aux    return (out, AttentionAux): also the selected blocks and the backend
     block_indices int32 [B, T, G, n]: read these blocks instead of selecting, ascending, padded with -1
     validate      check the values of cu_seqlens, max_seqlen and block_indices on a device too, which synchronises
-    selector      (queries [B, T, heads, size], keys [B, Tc, G, size]) that score the blocks in place of q and the means
+    selector      (queries, keys), each [B, T, G, size], that score the blocks in place of q and the means
     """
     checks.check_config(config)
     check_dense_below(dense_below)
@@ -132,10 +133,11 @@ def run_block_sparse(
     with torch.autocast(q.device.type, enabled=False):
         if block_indices is None and (select or not every):
             if selector is None:
-                selector = (q, pool_keys(k, config, packing) if block_keys is None else block_keys)
+                block_keys = pool_keys(k, config, packing) if block_keys is None else block_keys
+                block_indices = _select(q, block_keys, config, packing, span, route[0])
             else:
-                _check_selector(*selector, q, k, config, packing, span)
-            block_indices = _select(*selector, config, packing, span, route[0])
+                check_selector(*selector, q, k)
+                block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
         if every:
             if backend != "reference":
                 route = dense_route(q, v, packing)
@@ -197,13 +199,6 @@ def _check(
         checks.check_span(q, k, "selected", span, config, packing)
     if block_indices is not None:
         checks.check_block_indices(block_indices, q, k.shape[2], config)
-
-
-def _check_selector(
-    queries: Tensor, keys: Tensor, q: Tensor, k: Tensor, config: NSAConfig, packing: Packing | None, span: Span
-) -> None:
-    count = config.num_compressed(q.shape[1]) if packing is None and span is WHOLE else keys.shape[1]
-    checks.check_selector(queries, keys, q, k[:, :1].expand(-1, count, -1, -1))
 
 
 # ------------------------------------------------------------ selection and attention

@@ -121,21 +121,6 @@ def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: N
         raise ValueError(f"block_indices is on {block_indices.device} and q on {q.device}: move all to one device")
 
 
-def check_selector(queries: Tensor, keys: Tensor, q: Tensor, k_compressed: Tensor) -> None:
-    """A selector's queries and keys must belong to the same tokens and groups as q and k_compressed."""
-    check_tensors({"selector queries": queries, "selector keys": keys})
-    expected = (*k_compressed.shape[:3], queries.shape[3])
-    if tuple(queries.shape[:2]) != tuple(q.shape[:2]) or queries.shape[2] % k_compressed.shape[2]:
-        raise ValueError(
-            f"selector queries have shape {shape_of(queries)}: expected [{q.shape[0]}, {q.shape[1]}, a multiple of "
-            f"{k_compressed.shape[2]} heads, size]"
-        )
-    if tuple(keys.shape) != expected:
-        raise ValueError(
-            f"selector keys have shape {shape_of(keys)}: expected {list(expected)}, one per compressed token and group"
-        )
-
-
 def check_block_order(block_indices: Tensor) -> None:
     """Each query's blocks must ascend, each once, before the padding. Reads the values: synchronises on a device."""
     before, after = block_indices[..., :-1], block_indices[..., 1:]

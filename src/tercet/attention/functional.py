@@ -27,6 +27,7 @@ from tercet.attention.layout import (
     query_offsets,
     why_no_query_range,
 )
+from tercet.attention.selector import check_selector, choose_blocks
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def nsa_attention(
     validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
                   block_indices, which the kernels rely on
     packing       the Packing of cu_seqlens, if the caller already has it
-    selector      (queries [B, T, heads, size], keys [B, Tc, G, size]) that score the blocks in place of q and
-                  k_compressed; any number of heads per group, any size; no gradient flows through them
+    selector      (queries, keys), each [B, T, G, size] of any size: blocks are chosen by them, each by its best key, in
+                  place of q and k_compressed; no gradient flows through them
     """
     checks.check_config(config)
     branches = check_branches(branches)
@@ -140,20 +141,18 @@ def run_nsa(
         if block_indices is not None:
             checks.check_block_indices(block_indices, inputs.q, inputs.k_selected.shape[2], config)
         if selector is not None:
-            checks.check_selector(*selector, inputs.q, inputs.k_compressed)
+            check_selector(*selector, inputs.q, inputs.k_selected)
         route = choose_backend(backend, _without_gates(inputs), config, why_no_query_range(span, packing, branches))
         if layout is not None:
             if len(_checked) >= _MOST_CHECKED:
                 _checked.clear()
             _checked[layout] = route
+    if selector is not None and block_indices is None and (select or "selected" in branches):
+        block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
     with torch.autocast(inputs.q.device.type, enabled=False):
         if route[0] == "triton":
-            out, block_indices = _run_kernels(
-                inputs, config, packing, branches, block_indices, span, select, output, selector
-            )
+            out, block_indices = _run_kernels(inputs, config, packing, branches, block_indices, span, select, output)
         else:
-            if selector is not None and block_indices is None and (select or "selected" in branches):
-                block_indices = _select_reference(selector, config, packing, span)
             out, block_indices = _run_reference(inputs, config, packing, branches, block_indices, span, select)
             if output is not None:
                 weight, bias = output
@@ -245,7 +244,6 @@ def _run_kernels(
     span: Span,
     select: bool,
     output: tuple[Tensor, Tensor | None] | None,
-    selector: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from tercet.attention import kernels
 
@@ -264,18 +262,7 @@ def _run_kernels(
         output=output,
         compressed_cu_seqlens=None if packing is None else packing.compressed_cu_seqlens,
         max_seqlen=None if packing is None else packing.max_seqlen,
-        selector=selector,
     )
-
-
-@torch.no_grad()
-def _select_reference(
-    selector: tuple[Tensor, Tensor], config: NSAConfig, packing: Packing | None, span: Span
-) -> Tensor:
-    q, k = selector
-    _, indices, _ = reference.compressed_attention(q, k, k, config, packing, span=span)
-    assert indices is not None
-    return keep_selection(indices)
 
 
 def _run_reference(

@@ -23,8 +23,8 @@ from tercet.attention.layout import WHOLE, Packing, Span
 
 # Numbers in one tile of scores: 8 MiB of fp32 fits in a CPU's outer caches.
 TILE_NUMBERS = 1 << 21
-# Products that block_scores computes at once.
-_SCORES = 1 << 24
+# Logits that block_lse computes at once.
+_LOGITS = 1 << 24
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -161,26 +161,62 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     return torch.nn.functional.pad(ascending, (0, n - ascending.shape[-1]), value=-1)
 
 
-# ------------------------------------------------------------ learned selection: scores of blocks
+# ------------------------------------------------------------ blocks chosen by a selector
 
 
-def block_scores(q: Tensor, k: Tensor, first_row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
-    """Largest q·k over the tokens of each block of the queries' documents. [S, G, blocks] in the compute dtype
+def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
+    """Log-sum-exp of the logits of queries in every block of their documents. -> fp32 [S, G, h, blocks]
 
-    q: [S, G, size]; k: [rows, G, size]; first_row: int64 [S], row of the document's first token among k; position:
-    int64 [S], where the queries are in their documents. -inf for blocks that are not complete there. The gradient goes
-    to the first token among equals.
+    q: [S, H, Dk]; k: rows of keys, [rows, G, Dk]; row [S]: that of each query's own token; position [S]: that in its
+    document. Only keys up to the query count: -inf for blocks after it.
     """
     keys, s = k.to(compute_dtype(q)), torch.arange(blocks * block, device=q.device)
-    last = s // block * block + block - 1
+    queries = q.unflatten(1, (k.shape[1], -1)).to(keys.dtype) * q.shape[-1] ** -0.5
     found = []
-    step = max(1, _SCORES // (k.shape[1] * k.shape[0]))
-    for queries, first, t in zip(q.split(step), first_row.split(step), position.split(step), strict=True):
-        logits = torch.einsum("sgd,tgd->sgt", queries.to(keys.dtype), keys)
-        row = (first[:, None] + s).clamp(max=k.shape[0] - 1)[:, None].expand(-1, k.shape[1], -1)
-        logits = logits.gather(-1, row).masked_fill((last > t[:, None])[:, None], -torch.inf)
-        found.append(logits.unflatten(-1, (blocks, block)).max(-1).values)
+    step = max(1, _LOGITS // (q.shape[1] * k.shape[0]))
+    for own, at, t in zip(queries.split(step), row.split(step), position.split(step), strict=True):
+        logits = torch.einsum("sghd,tgd->sght", own, keys)
+        token = ((at - t)[:, None] + s).clamp(max=k.shape[0] - 1)
+        logits = logits.gather(-1, token[:, None, None].expand(*logits.shape[:-1], -1))
+        logits = logits.masked_fill((s > t[:, None])[:, None, None], -torch.inf)
+        found.append(logits.unflatten(-1, (blocks, block)).logsumexp(-1))
     return torch.cat(found)
+
+
+@torch.no_grad()
+def select_by_tokens(
+    q: Tensor, k: Tensor, config: NSAConfig, packing: Packing | None = None, span: Span = WHOLE
+) -> Tensor:
+    """I_t by a selector's queries and keys [B, T, G, size], of the tokens that q and k of the selected branch have."""
+    batch, count, groups, _ = q.shape
+    indices = torch.empty(batch, count, groups, config.select_count, dtype=torch.int32, device=q.device)
+    for segment in segments(span.first_query + count, 0, packing, span, count):
+        start = max(segment.first, span.first_key)
+        for first, end in segment.query_tiles(batch * groups):
+            queries, keys = segment.queries(first, end), segment.keys(start, end)
+            t = segment.position(first, end, q.device)
+            row, blocks = torch.arange(first, end, device=q.device) - start, config.num_blocks(end - segment.first)
+            for b in range(batch):
+                scores = block_lse(q[b, queries], k[b, keys], row, t, blocks, config.select_block)
+                indices[b, queries] = select_scored(scores[:, :, 0], t, config)
+    return indices
+
+
+@torch.no_grad()
+def select_at(q: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
+    """`select_by_tokens` for queries [B, C, G, size] at positions t [B, C] of whole rows of keys [B, T, G, size]."""
+    blocks, found = config.num_blocks(k.shape[1]), []
+    for own_q, own_k, own_t in zip(q, k, t, strict=True):
+        scores = block_lse(own_q, own_k, own_t, own_t, blocks, config.select_block)
+        found.append(select_scored(scores[:, :, 0], own_t, config))
+    return torch.stack(found)
+
+
+def select_scored(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
+    """`select` by the scores of a selector [S, G, NB], which may be negative; NaN is the lowest. -> [S, G, n]"""
+    lowest = torch.finfo(scores.dtype).min
+    scores = torch.where(scores.isnan(), lowest, scores).transpose(0, 1)
+    return select(scores, t, config).transpose(0, 1)
 
 
 # ------------------------------------------------------------ Equation 12: selected branch

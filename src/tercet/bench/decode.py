@@ -151,9 +151,10 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
     layer.init_weights(std=0.1, output_std=0.1)
     for phi in (layer.compress_k, layer.compress_v):
         torch.nn.init.normal_(phi.down.weight, std=D**-0.5)  # a trained φ is no plain mean
-    per_token = 2 * G * D * 2
-    touched = batch * per_token * (config.num_compressed(context) + config.select_count * 64 + config.window)
-    held = batch * per_token * (context + config.num_compressed(context))
+    per_token, size = 2 * G * D * 2, layer.selector_size()
+    own = batch * context * G * size * 2  # a learned selector's keys
+    touched = batch * per_token * (config.num_compressed(context) + config.select_count * 64 + config.window) + own
+    held = batch * per_token * (context + config.num_compressed(context)) + own
     copies = max(1, min(_MOST_COPIES, -(-_ROUND_BYTES // touched), _MOST_MEMORY // held))
     caches = [layer.make_cache(batch, context) for _ in range(copies)]
     for cache in caches:
@@ -165,10 +166,9 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
     def normal(size: int) -> Tensor:
         return torch.randn(copies, batch, 1, size, device="cuda", dtype=torch.bfloat16)
 
-    own, size = layer.selector_sizes()
     # as the layer projects them: slices of one row
-    queries, keys, gates = normal(G * (own + 1) * size + 3 * H).split([G * own * size, G * size, 3 * H], -1)
-    scored = (queries, keys) if own else None
+    queries, keys, gates = normal(2 * G * size + 3 * H).split([G * size, G * size, 3 * H], -1)
+    scored = (queries, keys) if size else None
     return _Caches(layer, caches, normal(H * D), normal(6 * G * D), normal(2 * G * D), gates, scored)
 
 

@@ -12,7 +12,7 @@ from tercet.attention.checks import check_config
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import check_backend
 from tercet.attention.layout import Packing, Span
-from tercet.attention.reference import block_importance, compute_dtype, select
+from tercet.attention.reference import block_importance, compute_dtype, select, select_at
 from tercet.model import decode
 from tercet.model.cache import BlockSparseCache, NewTokens
 from tercet.model.config import AttentionKind
@@ -22,7 +22,7 @@ from tercet.model.selector import attach_loss, build_selector
 from tercet.model.stats import AttentionStats
 
 Scorer = tuple[Tensor, Tensor]
-"""Queries and keys that score the blocks: [B, T, heads, size], [B, Tc, G, size]."""
+"""Queries and keys of a learned selector: [B, T, G, size] each."""
 
 
 class BlockSparseAttention(DenseAttention):
@@ -31,8 +31,8 @@ class BlockSparseAttention(DenseAttention):
 
     config       block sizes; `window` has no effect
     dense_below  queries at positions below this read everything
-    selector     what scores the blocks: "compressed" (means of their keys) or "learned" (separate projections with
-                 `selector_heads` heads of `selector_dim` per KV head)
+    selector     what scores the blocks: "compressed" (means of their keys) or "learned" (a query and a key of
+                 `selector_dim` channels per token and KV head)
     backend      "auto", "reference" or "triton"
     """
 
@@ -50,8 +50,7 @@ class BlockSparseAttention(DenseAttention):
         *,
         dense_below: int = 0,
         selector: str = "compressed",
-        selector_heads: int = 1,
-        selector_dim: int = 64,
+        selector_dim: int = 32,
         selector_rotary: int | None = None,
         backend: str = "auto",
         **dense: Any,
@@ -62,9 +61,7 @@ class BlockSparseAttention(DenseAttention):
         self.config = NSAConfig() if config is None else config
         check_config(self.config)
         self.dense_below, self.backend = dense_below, backend
-        self.selector = build_selector(
-            selector, dim, kv_heads, selector_heads, selector_dim, self.config, self.rotary, selector_rotary
-        )
+        self.selector = build_selector(selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary)
         self.stats = AttentionStats(self.config)
         self._branch = "selected"
 
@@ -106,7 +103,9 @@ class BlockSparseAttention(DenseAttention):
         # without a choice, blocks are selected only to count them or to teach the selector
         wanted = self.stats.enabled or (self.selector is not None and taught is not None)
         chooses = wanted or longest > self.reads_all_below
-        scored = self.selector(x, packing, rope) if self.selector is not None and chooses else None
+        scored = None
+        if self.selector is not None and chooses:
+            scored = self.selector(x, positions, None if rope is None else rope.selector)
         out, block_indices, self._branch, self._route = run_block_sparse(
             q, k, v, config=self.config, dense_below=self.dense_below, packing=packing, backend=self.backend,
             selector=scored, select=wanted,
@@ -179,8 +178,8 @@ class BlockSparseAttention(DenseAttention):
         cache.set_partial_reads(read)
         return self.o_proj(out)
 
-    def selector_sizes(self) -> tuple[int, int]:
-        return (0, 0) if self.selector is None else (self.selector.heads, self.selector.size)
+    def selector_size(self) -> int:
+        return 0 if self.selector is None else self.selector.size
 
     def _cache_selector(self, x: Tensor, new: NewTokens, cache: BlockSparseCache) -> Scorer | None:
         """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
@@ -215,32 +214,39 @@ class BlockSparseAttention(DenseAttention):
     def _attend_tokens(self, q: Tensor, cache: BlockSparseCache, new: NewTokens, scored: Scorer | None) -> Tensor:
         """New tokens at any positions, in PyTorch."""
         k, v = (x[:, : new.longest] for x in cache.selected())
-        scorer = (q, cache.block_keys(new)) if scored is None else scored
-        out, tokens, block_keys = attend_tokens(q, k, v, scorer, new.positions, self.config)
-        cache.reads = tokens + block_keys[..., None] if scored is None else tokens
+        if scored is None:
+            out, tokens, block_keys = attend_tokens(q, k, v, cache.block_keys(new), new.positions, self.config)
+            cache.reads = tokens + block_keys[..., None]
+        else:
+            out, cache.reads, _ = attend_tokens(q, k, v, None, new.positions, self.config, scored)
         return out
 
 
 def attend_tokens(
-    q: Tensor, k: Tensor, v: Tensor, scored: Scorer, t: Tensor, config: NSAConfig
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor | None, t: Tensor, config: NSAConfig, scored: Scorer | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries at positions t [B, C] of their rows of keys, which may differ, in PyTorch.
+    """Queries at positions t [B, C] of their rows of keys, which may differ, in PyTorch. means: the block keys that
+    score the blocks, unless a selector does.
 
     Returns their output [B, C, H, Dv], keys read [B, C, G] and block keys read [B, C].
     """
-    (batch, width, _, size), groups = q.shape, k.shape[2]
-    queries, keys = scored
+    (batch, width, heads, size), groups = q.shape, k.shape[2]
     gathered = groups * config.select_count * config.select_block * (size + v.shape[3])
+    scores = heads * means.shape[1] if means is not None else groups * k.shape[1]
     outs, tokens, block_keys = [], [], []
     with torch.autocast(q.device.type, enabled=False):
-        for part in decode.query_chunks(width, batch * max(gathered, queries.shape[2] * keys.shape[1])):
+        for part in decode.query_chunks(width, batch * max(gathered, scores)):
             at = t[:, part]
-            block_indices, scores = _select(queries[:, part], keys, at, config.num_blocks(k.shape[1]), config)
+            if scored is not None:
+                block_indices, read_keys = select_at(scored[0][:, part], scored[1], at, config), torch.zeros_like(at)
+            else:
+                assert means is not None
+                block_indices, read_keys = _select(q[:, part], means, at, config.num_blocks(k.shape[1]), config)
             rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
             out, read = decode.attend_selected(rows, at, block_indices, k, v, config)
             outs.append(out.flatten(2, 3))
             tokens.append(read)
-            block_keys.append(scores)
+            block_keys.append(read_keys)
     return torch.cat(outs, dim=1).to(q.dtype), torch.cat(tokens, dim=1), torch.cat(block_keys, dim=1)
 
 

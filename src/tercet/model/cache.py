@@ -2,9 +2,9 @@
 
 An NSACache holds, per row: keys and values of all tokens, for the selected branch; a ring of the last w tokens, for the
 window; all compressed tokens; and a ring of the last l raw tokens, from which the next compressed token is computed
-when its last raw token arrives. A learned selector adds a pooled key per compressed token, rotated at its position, and
-a ring of its last l keys. What no branch of the layer reads is not stored: all tokens only with the selected branch,
-and with shared_kv the window is the end of that store. Rows may differ in length.
+when its last raw token arrives. A learned selector adds a small key per token, rotated at its position. What no branch
+of the layer reads is not stored: all tokens only with the selected branch, and with shared_kv the window is the end of
+that store. Rows may differ in length.
 
 Every store has one extra slot at the end, to which writes of padding are redirected.
 
@@ -368,6 +368,7 @@ class NSACache(Cache):
         branches = key["branches"]
         self.keeps_tokens = "selected" in branches
         self.keeps_window = "window" in branches and not (key["shared_kv"] and self.keeps_tokens)
+        self.keeps_selector = "selector_dim" in key and self.keeps_tokens
         self.compresses = not self.pools_keys and ("compressed" in branches or "selected" in branches)
         self.block_indices: Tensor | None = None
         """int32 [B, G, n]: blocks selected by the last step on the decode kernels."""
@@ -377,10 +378,6 @@ class NSACache(Cache):
                 self._stores[f"{kind}_tail"] = self._allocate(None, key["kv_heads"], size, self.config.compress_block)
             if self.keeps_window:
                 self._stores[f"{kind}_window"] = self._allocate(None, key["kv_heads"], size, self.config.window)
-        self.keeps_selector = "selector_dim" in key and self.keeps_tokens
-        if self.keeps_selector:
-            size, slots = key["selector_dim"], self.config.compress_block
-            self._stores["selector_tail"] = self._allocate(None, key["kv_heads"], size, slots)
 
     def append(
         self, new: NewTokens, raw_k: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor]
@@ -409,11 +406,6 @@ class NSACache(Cache):
         """Indices [B, E] of the compressed tokens that these new tokens complete. Rows that complete fewer count on."""
         return self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
 
-    def append_selector(self, new: NewTokens, k: Tensor) -> Tensor | None:
-        """Store the selector's keys of the new tokens. Returns those of the compressed tokens that are now complete
-        [B, E, l, G, size]; None if there are none, and in a first prefill."""
-        return self._append_tail("selector_tail", k, new)
-
     def _append_tail(self, name: str, value: Tensor, new: NewTokens) -> Tensor | None:
         """Write new tokens to a ring of raw tokens. Returns the l tokens of each compressed token they complete."""
         l, d = self.config.compress_block, self.config.compress_stride
@@ -428,8 +420,12 @@ class NSACache(Cache):
         row = torch.arange(self.batch, device=self.device)[:, None, None]
         return history[row, token].to(value.dtype)
 
+    def append_selector(self, new: NewTokens, keys: Tensor) -> None:
+        """Store a learned selector's keys of the new tokens, rotated at their positions: [B, C, G, size]."""
+        self._append("selector", keys, new)
+
     def append_compressed(self, new: NewTokens, **values: Tensor) -> None:
-        """Store what belongs to the compressed tokens that these new tokens completed, by store: [B, E, G, D] each."""
+        """Store the compressed tokens that these new tokens completed, by store: [B, E, G, D] each."""
         for name, value in values.items():
             store = self._stores[name]
             if new.first is not None:
@@ -460,19 +456,17 @@ class NSACache(Cache):
         return self._selector_frequencies
 
     def selector_keys(self, new: NewTokens) -> Tensor:
-        """The selector's rotated keys of the compressed tokens that any of the new tokens can see."""
-        return self._stores["selector"][:, : self.config.num_compressed(new.longest)]
+        """The selector's rotated keys of all tokens that any of the new tokens can see: [B, S, G, size]."""
+        return self._stores["selector"][:, : new.longest]
 
     def selected(self) -> tuple[Tensor, Tensor]:
         return self._stores["k_selected"], self._stores["v_selected"]
 
-    def stores(self) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Keys and values of every kind, None for kinds that are not kept; a selector's pooled keys and last l keys."""
+    def stores(self) -> dict[str, Any]:
+        """For the decode kernels: (keys, values) of every kind and a selector's keys; None for what is not kept."""
         names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
         pairs = {kind: self._pair(name) for kind, name in names.items()}
-        if self.keeps_selector:
-            pairs["selector"] = self._stores["selector"], self._stores["selector_tail"]
-        return pairs
+        return {**pairs, "selector": self._stores.get("selector")}
 
     def _limit_growth(self, tokens: int, capacity: int) -> int:
         # spare capacity must not push a row that still fits past the limit of the decode kernels
@@ -486,8 +480,8 @@ class NSACache(Cache):
                 shapes[f"{kind}_selected"] = self.key["kv_heads"], size, tokens
             if self.compresses:
                 shapes[f"{kind}_compressed"] = self.key["kv_heads"], size, self.config.num_compressed(tokens)
-        if "selector_dim" in self.key and self.keeps_tokens:
-            shapes["selector"] = self.key["kv_heads"], self.key["selector_dim"], self.config.num_compressed(tokens)
+        if self.keeps_selector:
+            shapes["selector"] = self.key["kv_heads"], self.key["selector_dim"], tokens
         return shapes
 
     def _count_emitted(self, before: list[int], after: list[int]) -> int:
@@ -556,13 +550,11 @@ class BlockSparseCache(NSACache):
         k, v = self.selected()
         return k[:, : new.longest], v[:, : new.longest]
 
-    def stores(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+    def stores(self) -> dict[str, Any]:
         """For the decode kernels, which read no values of compressed tokens here."""
         if self.keeps_selector:
-            scoring = {"selector": (self._stores["selector"], self._stores["selector_tail"])}
-        else:
-            scoring = {"compressed": (self._stores["k_compressed"],) * 2}
-        return {"selected": self.selected(), **scoring}
+            return {"selected": self.selected(), "selector": self._stores["selector"]}
+        return {"selected": self.selected(), "compressed": (self._stores["k_compressed"],) * 2}
 
     def block_keys(self, new: NewTokens) -> Tensor:
         """Means of keys that any of the new tokens can see."""
@@ -570,7 +562,7 @@ class BlockSparseCache(NSACache):
 
     def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
         shapes = super()._store_shapes(tokens)
-        if "selector_dim" not in self.key:
+        if not self.keeps_selector:
             count = self.config.num_compressed(tokens)
             shapes["k_compressed"] = self.key["kv_heads"], self.key["head_dim"], count
         return shapes

@@ -16,7 +16,7 @@ RopeType = Literal["linear", "llama3", "yarn"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = (
     "nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches",
-    "selector", "selector_heads", "selector_dim", "selector_rotary", "dense_below",
+    "selector", "selector_dim", "selector_rotary", "dense_below",
 )  # fmt: skip
 
 MOST_LAYERS = 1024
@@ -150,13 +150,11 @@ class ModelConfig(BaseModel):
     selector: Literal["compressed", "learned", "random"] = "compressed"
     """What chooses the blocks: the compressed branch (the paper), small learned projections of their own, or, as a
     control, a random choice that is fixed by position and layer."""
-    selector_heads: int = Field(default=1, ge=1)
-    """Query heads of a learned selector, per KV head."""
-    selector_dim: int = Field(default=64, ge=1)
-    """Size of one head of a learned selector."""
+    selector_dim: int = Field(default=32, ge=1)
+    """Channels of a learned selector's queries and keys, per KV head."""
     selector_rotary: int | None = Field(default=None, ge=0)
-    """Channels of each head of a learned selector that are rotated by position, as RoPE rotates attention; the others
-    compare content alone. An even number of at most selector_dim; none: half of it."""
+    """Channels of a learned selector that are rotated by position, as RoPE rotates attention; the others compare
+    content alone. An even number of at most selector_dim; none: half of it."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
     dense_below: int = Field(default=0, ge=0)

@@ -111,7 +111,7 @@ def selector_parameters(model: ModelConfig) -> int:
 
 def _selector_weights(model: ModelConfig, kind: str) -> int:
     learned = kind == "nsa" and model.selector == "learned"
-    return model.dim * model.kv_heads * (model.selector_heads + 1) * model.selector_dim if learned else 0
+    return 2 * model.dim * model.kv_heads * model.selector_dim if learned else 0
 
 
 def compression_flops(model: ModelConfig, length: int) -> float:
@@ -157,14 +157,17 @@ def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
 
 
 def scoring_flops(model: ModelConfig, length: int) -> float:
-    """FLOPs of choosing blocks in block-sparse mode, which has no gradient: queries times block keys, once for the
-    log-sum-exp and once for the scores. 0 where every block is read."""
+    """FLOPs of choosing blocks in one layer, which has no gradient. 0 where every block is read, or where the
+    probabilities of the compressed branch choose."""
     nsa = model.nsa
     if length <= max(model.dense_below, nsa.select_count * nsa.select_block):
         return 0.0
-    learned = model.selector == "learned"
-    width = model.kv_heads * model.selector_heads * model.selector_dim if learned else model.heads * model.head_dim
-    return 4.0 * width * _compressed_pairs(nsa, length)
+    if model.selector == "learned":  # a selector's queries times its keys in free blocks
+        return 2.0 * model.kv_heads * model.selector_dim * _free_pairs(nsa, length)
+    if model.gate != "none":
+        return 0.0
+    # block-sparse mode: queries times block keys, once for the log-sum-exp and once for the scores
+    return 4.0 * model.heads * model.head_dim * _compressed_pairs(nsa, length)
 
 
 def forward_flops(model: ModelConfig, length: int) -> float:
@@ -181,7 +184,7 @@ def forward_flops(model: ModelConfig, length: int) -> float:
 
 
 def _all_scoring_flops(model: ModelConfig, length: int) -> float:
-    return model.attention_kinds.count("nsa") * scoring_flops(model, length) if model.gate == "none" else 0.0
+    return model.attention_kinds.count("nsa") * scoring_flops(model, length)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, *, selectors_only: bool = False) -> float:
@@ -192,7 +195,7 @@ def flops_per_token(model: ModelConfig, seq_len: int, *, selectors_only: bool = 
     """
     if selectors_only:
         outputs = model.attention_kinds.count("nsa") * model.dim * model.heads * model.head_value_dim
-        keys = selector_parameters(model) // (model.selector_heads + 1)
+        keys = selector_parameters(model) // 2
         return forward_flops(model, seq_len) / seq_len + 2 * (model.vocab_size * model.dim + outputs + keys)
     return (3 * forward_flops(model, seq_len) - 2 * _all_scoring_flops(model, seq_len)) / seq_len
 
@@ -315,6 +318,15 @@ def _checkpointed_block_bytes(model: ModelConfig, kind: str, compute_bytes: int,
         attention = (len(model.branches) if kind == "nsa" else 1) * model.heads * model.head_value_dim
         kept += compute_bytes * (products + attention)
     return kept
+
+
+def _free_pairs(nsa: NSAConfig, length: int) -> int:
+    """Sum over the queries that have to choose of the tokens before their last select_local blocks."""
+    block = nsa.select_block
+    return sum(
+        min(block, length - c * block) * (c - nsa.select_local + 1) * block
+        for c in range(nsa.select_count, -(-length // block))
+    )
 
 
 def _compressed_pairs(nsa: NSAConfig, length: int) -> int:

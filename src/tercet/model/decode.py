@@ -3,7 +3,7 @@
 One token per row runs on the decode kernels, a chunk of tokens on the whole-sequence kernels; anything they cannot run
 falls back to PyTorch here. Every path reads only the keys that a query may see, num_cmp + Σ|selected tokens| +
 min(w, t+1) per group, and the cache reports how many were read. The keys of a learned selector, one small vector per
-compressed token, are not counted.
+token, are not counted.
 
 Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 """
@@ -24,7 +24,7 @@ from tercet.attention.dispatch import REQUESTED, cannot_run
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
-from tercet.attention.reference import block_importance, combine, compute_dtype, select
+from tercet.attention.reference import block_importance, combine, compute_dtype, select, select_at
 from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens, NSACache
 from tercet.model.compression import Compression
 from tercet.model.layer import AttentionLayer
@@ -160,7 +160,7 @@ def inexact_on_failure(cache: Cache) -> Iterator[None]:
 def kernel_heads(layer: AttentionLayer) -> Heads:
     from tercet.attention.kernels.decode import Heads
 
-    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, *layer.selector_sizes())
+    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.selector_size())
 
 
 def kernel_norms(q: nn.RMSNorm | None, keys: Iterable[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
@@ -203,6 +203,7 @@ def _cached_nsa(
     per_query = max(
         groups * config.select_count * config.select_block * (size + cache.key["value_dim"]),
         heads * (config.num_compressed(new.longest) + config.window),
+        0 if selector is None else groups * new.longest,
     )
     outs, reads = [], []
     for part in query_chunks(width, batch * per_query):
@@ -211,14 +212,15 @@ def _cached_nsa(
         results: dict[str, tuple[Tensor, Tensor]] = {}
         counts: list[Tensor] = []
         if "compressed" in branches or "selected" in branches:
-            scored = None if selector is None else (selector[0][:, part], selector[1])
-            compressed, read, block_indices = _compressed(rows, t, cache, new, config, scored)
+            compressed, read, block_indices = _compressed(rows, t, cache, new, config)
             if "compressed" in branches:
                 results["compressed"] = compressed, read
             elif selector is None and given is None:
                 counts.append(read)  # read only to select blocks
             if given is not None:
                 block_indices = given[:, part]
+            elif selector is not None:
+                block_indices = select_at(selector[0][:, part], selector[1], t, config)
             if "selected" in branches:
                 results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
         if "window" in branches:
@@ -230,9 +232,8 @@ def _cached_nsa(
 
 
 def _compressed(
-    rows: Tensor, t: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig,
-    selector: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: Tensor, t: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, C, G, h, Dv], keys read [B, C, G] and selected blocks [B, C, G, n]."""
     batch, width, groups, h, _ = rows.shape
     num_blocks = config.num_blocks(new.longest)
@@ -249,10 +250,6 @@ def _compressed(
         p = softmax(s, visible[:, None, :, None])
         out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype))
         read = visible.sum(-1)[..., None].expand(-1, -1, groups)
-        if selector is not None:
-            queries, keys = (x.to(rows.dtype) for x in selector)
-            queries = queries.unflatten(2, (groups, -1)) * keys.shape[-1] ** -0.5
-            p = softmax(torch.einsum("bcghd,bsgd->bgchs", queries, keys), visible[:, None, :, None])
         importance = block_importance(p.sum(3), 0, num_blocks, config)
     return out, read, select(importance, t[:, None], config).transpose(1, 2)
 

@@ -104,9 +104,9 @@ class AttentionLayer(nn.Module):
         """Whether blocks are chosen at random, as a control."""
         return getattr(self, "random_blocks", None) is not None
 
-    def selector_sizes(self) -> tuple[int, int]:
-        """Heads per KV head of a learned selector, and their size; zeros without one."""
-        return 0, 0
+    def selector_size(self) -> int:
+        """Channels of a learned selector; 0 without one."""
+        return 0
 
     def forward(
         self,

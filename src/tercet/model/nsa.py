@@ -71,9 +71,9 @@ class NativeSparseAttention(AttentionLayer):
                  of rotated channels (0: no limit)
     rope         which channels rope_scaling slows down; all by default
     qk_norm      RMS-normalise each head of q and k
-    selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (separate
-                 projections with `selector_heads` heads of `selector_dim` per KV head, of which RoPE rotates the
-                 first `selector_rotary` channels, half of them by default) or "random" (a control)
+    selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (a query
+                 and a key of `selector_dim` channels per token and KV head, of which RoPE rotates the first
+                 `selector_rotary`, half of them by default) or "random" (a control)
     branches     omit branches, for ablations
     backend      "auto", "reference" or "triton"
     bias         biases in the projections
@@ -106,8 +106,7 @@ class NativeSparseAttention(AttentionLayer):
         bias: bool = False,
         norm_eps: float | None = None,
         selector: str = "compressed",
-        selector_heads: int = 1,
-        selector_dim: int = 64,
+        selector_dim: int = 32,
         selector_rotary: int | None = None,
     ) -> None:
         check_shared_keys(shared_kv, compress_selected_keys)
@@ -125,9 +124,7 @@ class NativeSparseAttention(AttentionLayer):
         self.gate = Gate(dim, heads, gate)
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
-        self.selector = build_selector(
-            selector, dim, kv_heads, selector_heads, selector_dim, self.config, self.rotary, selector_rotary
-        )
+        self.selector = build_selector(selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary)
         self.random_blocks = RandomBlocks(kv_heads, self.config) if selector == "random" else None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
@@ -163,8 +160,8 @@ class NativeSparseAttention(AttentionLayer):
     def phi_is_plain(self) -> bool:
         return self.compress_k.is_plain() and self.compress_v.is_plain()
 
-    def selector_sizes(self) -> tuple[int, int]:
-        return (0, 0) if self.selector is None else (self.selector.heads, self.selector.size)
+    def selector_size(self) -> int:
+        return 0 if self.selector is None else self.selector.size
 
     # ------------------------------------------------------------ whole sequences
 
@@ -173,7 +170,8 @@ class NativeSparseAttention(AttentionLayer):
     ) -> Tensor:
         rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
         inputs = self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
-        scored = None if self.selector is None else self.selector(x, packing, rope)
+        positions = None if packing is None else packing.position
+        scored = None if self.selector is None else self.selector(x, positions, rope.selector)
         given = None
         if self.random_blocks is not None:
             longest = x.shape[1] if packing is None else packing.max_seqlen

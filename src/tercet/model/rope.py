@@ -23,8 +23,8 @@ class RopeCache(NamedTuple):
     tokens: CosSin
     compressed: CosSin | None
     """At the positions of the compressed tokens; None if no layer has any."""
-    selector: tuple[CosSin, CosSin] | None = None
-    """Of learned selectors, at the tokens and at the compressed tokens; None if they rotate nothing."""
+    selector: CosSin | None = None
+    """Of learned selectors, at the tokens; None if they rotate nothing."""
     layer: Tensor | None = None
     """Number of the layer, for random selection; the only field that differs between layers."""
 

@@ -5,7 +5,7 @@ the compressed branch. They learn from the selected branch itself: the teacher i
 keys would put on every block of the past, and the student's scores follow it by a KL divergence, on a sample of the
 queries. The input is detached and the teacher has no gradient, so the rest of the model never feels this loss.
 
-Axes: queries [B, T, G·heads, size], keys [B, Tc, G, size]; S sampled queries, h query heads per group, NB blocks.
+Axes: a selector's queries and keys [B, T, G, size]; S sampled queries, h query heads per group, NB blocks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.first_order import first_order
-from tercet.attention.hardware import kernels_run_on
-from tercet.attention.layout import Packing, move_rows
-from tercet.attention.reference import block_importance, compute_dtype
+from tercet.attention.layout import Packing
+from tercet.attention.selector import block_lse
 from tercet.model.cache import NewTokens, NSACache
-from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rotate_first
+from tercet.model.rope import CosSin, Rotary, rotate_first
 
 SELECTORS = ("compressed", "learned", "random")
 TEACHERS = ("all", "selected")
-# Numbers of keys that the PyTorch teacher gathers at once.
-_GATHERED = 1 << 24
 
 
 class TaughtQueries(NamedTuple):
@@ -34,10 +31,8 @@ class TaughtQueries(NamedTuple):
 
     position: Tensor
     """In their documents."""
-    key_row: Tensor
-    """Among the rows of the selected branch's keys."""
-    first_key: Tensor
-    """Row of their document's first key of the selector."""
+    row: Tensor
+    """Among the rows of the selected branch's keys, and of the selector's."""
     longest: int
     """Upper bound on the documents' length."""
 
@@ -58,20 +53,18 @@ class Captured(NamedTuple):
 
 
 class BlockSelector(nn.Module):
-    """Scores of blocks for each KV group from the layer's input; see docs/nsa.md.
+    """A query and a key per token and KV group, from the layer's input, that choose the blocks; see docs/nsa.md.
 
-    heads, size  query heads per group, and their size
-    rotary       RoPE of the first `rotary.size` channels, so that nearness can count; the others compare content alone
-    teacher      "all": every block of the past; "selected": only the blocks that were read
-    weight       factor of the loss; it only scales the gradient of these parameters
+    size      channels
+    rotary    RoPE of the first `rotary.size` channels, so that nearness can count; the others compare content alone
+    teacher   "all": every block of the past; "selected": only the blocks that were read
+    weight    factor of the loss; it only scales the gradient of these parameters
     """
 
-    def __init__(
-        self, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rotary: Rotary | None = None
-    ) -> None:
+    def __init__(self, dim: int, kv_heads: int, size: int, config: NSAConfig, rotary: Rotary | None = None) -> None:
         super().__init__()
-        self.kv_heads, self.heads, self.size, self.config, self.rotary = kv_heads, heads, size, config, rotary
-        self.q_proj = nn.Linear(dim, kv_heads * heads * size, bias=False)
+        self.kv_heads, self.size, self.config, self.rotary = kv_heads, size, config, rotary
+        self.q_proj = nn.Linear(dim, kv_heads * size, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * size, bias=False)
         self.teacher, self.weight = "all", 1.0
 
@@ -84,69 +77,30 @@ class BlockSelector(nn.Module):
         """Its part of a layer's `cache_key`."""
         return {"selector_dim": self.size, "selector_rotary": 0 if self.rotary is None else self.rotary.size}
 
-    def forward(
-        self, x: Tensor, packing: Packing | None = None, rope: RopeCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and pooled keys of x [B, T, dim], which is detached."""
-        q, k = self.project(x)
-        k = self.pool(k, packing)
+    def forward(self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None) -> tuple[Tensor, Tensor]:
+        """Queries and keys of x [B, T, dim], which is detached; cos_sin: of the positions, if the caller has it."""
+        with torch.no_grad():  # `loss` projects its few queries again: one gradient over all of them would cost more
+            q = self._heads(self.q_proj, x)
+        k = self._heads(self.k_proj, x)
         if self.rotary is None:
             return q, k
-        known = None if rope is None else rope.selector
-        tokens, compressed = known or selector_rope(self.rotary, x, packing, self.config)
-        return rotate_first(q, tokens), rotate_first(k, compressed)
+        cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
+        return rotate_first(q, cos_sin), rotate_first(k, cos_sin)
 
     def append(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
-        queries, keys = self.project(x)
-        queries = self.at(queries, new.positions)
-        blocks = cache.append_selector(new, keys)
-        if new.fresh:
-            pooled = self.pool(keys)
-            index = torch.arange(pooled.shape[1], device=x.device)
-            pooled = self.at(pooled, compressed_positions(index, self.config))
-            cache.append_compressed(new, selector=pooled[:, : new.emitted])
-            return queries, pooled
-        if blocks is not None:
-            position = compressed_positions(cache.completed(new), self.config)
-            cache.append_compressed(new, selector=self.at(self.pool_blocks(blocks), position))
-        return queries, cache.selector_keys(new).to(queries.dtype)
+        queries, keys = self(x, new.positions)
+        cache.append_selector(new, keys)
+        return queries, keys if new.fresh else cache.selector_keys(new).to(queries.dtype)
 
-    def at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, T, heads, size], rotated at the positions."""
-        return x if self.rotary is None else rotate_first(x, self.rotary.cos_sin(positions))
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries [S, G, size] of some tokens x [S, dim], with a gradient for the projection."""
+        q = self._heads(self.q_proj, x)
+        return q if self.rotary is None else rotate_first(q, self.rotary.cos_sin(positions))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of every token: [B, T, G·heads, size], [B, T, G, size]."""
-        with torch.no_grad():  # `loss` projects its few queries again: one gradient over all of them would cost more
-            queries = self.queries(x)
-        return queries, self.k_proj(x.detach()).unflatten(-1, (self.kv_heads, self.size))
-
-    def queries(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., G·heads, size]"""
-        return self.q_proj(x.detach()).unflatten(-1, (self.kv_heads * self.heads, self.size))
-
-    def pool(self, k: Tensor, packing: Packing | None = None) -> Tensor:
-        """One key per compressed token: the largest value of each channel over its l tokens. -> [B, Tc, G, size]
-
-        A maximum keeps the feature of one token among l, which a mean would dilute.
-        """
-        l, d = self.config.compress_block, self.config.compress_stride
-        if k.shape[1] < l:
-            return k.new_zeros(k.shape[0], 0 if packing is None else packing.compressed_length, *k.shape[2:])
-        if packing is None:
-            chunks = k[:, : k.shape[1] // d * d].unflatten(1, (-1, d)).amax(2)
-        else:
-            chunks = move_rows(k[0], packing.tokens_to_chunks).unflatten(0, (-1, d)).amax(1)[None]
-        places, count = l // d, chunks.shape[1] - l // d + 1
-        pooled = chunks[:, :count]
-        for place in range(1, places):
-            pooled = torch.maximum(pooled, chunks[:, place : place + count])
-        return pooled if packing is None else move_rows(pooled[0], packing.chunks_to_compressed)[None]
-
-    def pool_blocks(self, blocks: Tensor) -> Tensor:
-        """`pool` of given blocks: [B, E, l, G, size] -> [B, E, G, size]."""
-        return blocks.amax(2)
+    def _heads(self, proj: nn.Linear, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., G, size]"""
+        return proj(x.detach()).unflatten(-1, (self.kv_heads, self.size))
 
     def loss_of_rows(
         self,
@@ -162,7 +116,7 @@ class BlockSelector(nn.Module):
     ) -> tuple[Tensor, Captured | None]:
         """`loss` on some queries of whole sequences. x: the layer's input; selector_k: keys from `forward`; q [B, T, H,
         Dk], k: those of the selected branch; rows: int64 [S], flat indices of queries."""
-        queries = _locate(rows, q.shape[1], selector_k.shape[1], packing)
+        queries = _locate(rows, q.shape[1], packing)
         x, q, block_indices = (each.flatten(0, 1)[rows] for each in (x.detach(), q, block_indices))
         return self.loss(x, q, block_indices, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure)
 
@@ -180,37 +134,23 @@ class BlockSelector(nn.Module):
         """The loss on the sampled queries and, if `measure`, how good their choice was.
 
         x, q, block_indices: of these queries, [S, dim], [S, H, Dk], [S, G, n]; selector_k, k: rows of keys that hold at
-        least what they see, [rows, G, size].
+        least what they see, [rows, G, size], of the same tokens.
         """
         chosen = None
         if measure or self.teacher == "selected":
             chosen = _chosen(block_indices, self.config.num_blocks(queries.longest))
         teacher = _teach(q, k, queries, self.config, among=chosen if self.teacher == "selected" else None)
-        blocks = torch.arange(teacher.free.shape[-1], device=q.device)
-        selector_q = self.at(self.queries(x)[None], queries.position)[0]
-        with torch.autocast(q.device.type, enabled=False):
-            student = self._block_probabilities(selector_q, selector_k, queries.position, queries.first_key, blocks)
-            student = student * teacher.free[:, None] + 1e-12
-            student = student.log() - student.sum(-1, keepdim=True).log()
+        selector_q = self.queries(x, queries.position)
+        blocks, block = teacher.free.shape[-1], self.config.select_block
+        scores = block_lse(selector_q, selector_k, queries.row, queries.position, blocks, block)[:, :, 0]
+        # a finite mask: a query without free blocks has no teacher either
+        student = scores.masked_fill(~teacher.free[:, None], -1e30).log_softmax(-1)
         kl = (torch.special.xlogy(teacher.mass, teacher.mass) - teacher.mass * student).sum()
         # over all sampled queries, also those without a choice: ranks and micro-batches then weigh the same
         loss = kl / teacher.counted.numel()
         if not measure or chosen is None:
             return loss, None
         return loss, _capture(teacher, chosen, kl.detach(), self.config)
-
-    def _block_probabilities(self, q: Tensor, k: Tensor, position: Tensor, first_key: Tensor, j: Tensor) -> Tensor:
-        """The student: mean over heads of the softmax over visible keys, pooled over blocks (Eq. 9). [S, G, NB]"""
-        config = self.config
-        q = q.unflatten(1, (self.kv_heads, self.heads))
-        logits = torch.einsum("sghd,cgd->gshc", q, k).to(compute_dtype(q)) * self.size**-0.5
-        seen = (position + 1 - config.compress_block).div(config.compress_stride, rounding_mode="floor") + 1
-        i = torch.arange(k.shape[0], device=k.device) - first_key[:, None]
-        visible = ((i >= 0) & (i < seen[:, None]))[:, None]
-        # a finite mask: a query that sees no key has no free block either
-        p = logits.masked_fill(~visible, -1e30).softmax(-1)
-        p = torch.where(visible, p, 0).mean(2)
-        return block_importance(p, first_key[:, None], j.shape[0], config).transpose(0, 1)
 
 
 class RandomBlocks:
@@ -255,12 +195,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def rotated_channels(size: int, rotary: int | None) -> int:
-    """Channels of a selector's head that RoPE rotates: half of them unless the setting says how many."""
+    """Channels of a selector that RoPE rotates: half of them unless the setting says how many."""
     return size // 4 * 2 if rotary is None else rotary
 
 
 def build_selector(
-    kind: str, dim: int, kv_heads: int, heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None
+    kind: str, dim: int, kv_heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None
 ) -> BlockSelector | None:
     """The learned selector of a layer; None if it has none. rope: the layer's; rotated: channels, None for half."""
     if kind not in SELECTORS:
@@ -269,13 +209,7 @@ def build_selector(
         return None
     rotated = rotated_channels(size, rotated)
     rotary = rope.of_size(rotated) if rotated else None
-    return BlockSelector(dim, kv_heads, heads, size, config, rotary)
-
-
-def selector_rope(rotary: Rotary, x: Tensor, packing: Packing | None, config: NSAConfig) -> tuple[CosSin, CosSin]:
-    """cos/sin of a selector's rotated channels, at the tokens x [B, T, ...] and at their compressed tokens."""
-    tokens = rotary.of_tokens(x, None if packing is None else packing.position)
-    return tokens, rotary.of_compressed(x, packing, config)
+    return BlockSelector(dim, kv_heads, size, config, rotary)
 
 
 def attach_loss(out: Tensor, loss: Tensor) -> Tensor:
@@ -317,18 +251,17 @@ def measure_choice(
 
     q [B, T, H, Dk], k: those of the selected branch; block_indices [B, T, G, n]; rows: int64 [S], flat indices.
     """
-    queries = _locate(rows, q.shape[1], 0, packing)
+    queries = _locate(rows, q.shape[1], packing)
     q, block_indices = q.flatten(0, 1)[rows], block_indices.flatten(0, 1)[rows]
     teacher = _teach(q, k.flatten(0, 1), queries, config)
     return _capture(teacher, _chosen(block_indices, teacher.free.shape[-1]), q.new_full((), torch.nan), config)
 
 
-def _locate(rows: Tensor, length: int, compressed: int, packing: Packing | None) -> TaughtQueries:
-    """Queries at these flat indices of sequences of `length` tokens and `compressed` compressed tokens."""
+def _locate(rows: Tensor, length: int, packing: Packing | None) -> TaughtQueries:
+    """Queries at these flat indices of sequences of `length` tokens."""
     if packing is None:
-        return TaughtQueries(rows % length, rows, rows // length * compressed, length)
-    first_key = packing.compressed_cu_seqlens[packing.document[rows]].long()
-    return TaughtQueries(packing.position[rows], rows, first_key, packing.max_seqlen)
+        return TaughtQueries(rows % length, rows, length)
+    return TaughtQueries(packing.position[rows], rows, packing.max_seqlen)
 
 
 class _Teacher(NamedTuple):
@@ -345,7 +278,7 @@ def _teach(q: Tensor, k: Tensor, queries: TaughtQueries, config: NSAConfig, *, a
     j = torch.arange(config.num_blocks(queries.longest), device=q.device)
     current = (queries.position // config.select_block)[:, None]
     free = (j >= config.select_initial) & (j <= current - config.select_local)
-    lse = block_lse(q.detach(), k.detach(), queries.key_row, queries.position, j.shape[0], config)
+    lse = block_lse(q.detach(), k.detach(), queries.row, queries.position, j.shape[0], config.select_block)
     if among is not None:
         lse = lse.masked_fill(~among[:, :, None], -torch.inf)
     mass = lse.softmax(-1).mean(2) * free[:, None]
@@ -369,29 +302,3 @@ def _chosen(block_indices: Tensor, blocks: int) -> Tensor:
     """[S, G, n] -> bool [S, G, NB]"""
     chosen = torch.zeros(*block_indices.shape[:-1], blocks + 1, dtype=torch.bool, device=block_indices.device)
     return chosen.scatter(-1, torch.where(block_indices < 0, blocks, block_indices).long(), True)[..., :blocks]
-
-
-def block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, blocks: int, config: NSAConfig) -> Tensor:
-    """The teacher: log-sum-exp of the logits of each query in every block of its document. fp32 [S, G, h, NB]
-
-    q: [S, H, Dk]; k: [tokens, G, Dk]; rows: int64 [S], where the queries are among the tokens; position: where they are
-    in their documents. -inf in blocks after the query.
-    """
-    with torch.autocast(q.device.type, enabled=False):
-        if kernels_run_on(q):
-            from tercet.attention.kernels.teacher import nsa_block_lse
-
-            op = torch.ops.tercet.nsa_block_lse if torch.compiler.is_compiling() else nsa_block_lse
-            lse: Tensor = op(q, k.to(q.dtype), rows, position, config.select_block, blocks)
-            return lse
-        dtype = compute_dtype(q)
-        q = q.unflatten(1, (k.shape[1], -1)).to(dtype) * q.shape[-1] ** -0.5
-        s = torch.arange(blocks * config.select_block, device=q.device)
-        found = []
-        step = max(1, _GATHERED // (s.shape[0] * k.shape[1] * k.shape[2]))
-        for part in torch.arange(rows.shape[0], device=q.device).split(step):
-            token = ((rows - position)[part, None] + s).clamp(max=k.shape[0] - 1)
-            logits = torch.einsum("sghd,stgd->sght", q[part], k[token].to(dtype))
-            logits = logits.masked_fill((s > position[part, None])[:, None, None], -torch.inf)
-            found.append(logits.unflatten(-1, (blocks, -1)).logsumexp(-1))
-        return torch.cat(found)

@@ -22,7 +22,7 @@ from tercet.model.layer import check_lengths_have_cache
 from tercet.model.loss import Loss, cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
-from tercet.model.selector import sample_queries, selector_rope
+from tercet.model.selector import sample_queries
 from tercet.model.window import WindowAttention
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
@@ -187,7 +187,8 @@ class Transformer(nn.Module):
         rotary = next((selector.rotary for selector in selectors if selector is not None), None)
         if rotary is None:
             return cache
-        return cache._replace(selector=selector_rope(rotary, tokens, packing, self.config.nsa))
+        positions = None if packing is None else packing.position
+        return cache._replace(selector=rotary.of_tokens(tokens, positions))
 
     @overload
     def forward(
@@ -247,7 +248,6 @@ def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAt
         bias=config.attention_bias,
         norm_eps=config.norm_eps,
         selector=config.selector,
-        selector_heads=config.selector_heads,
         selector_dim=config.selector_dim,
         selector_rotary=config.selector_rotary,
         **({"dense_below": config.dense_below} if config.gate == "none" else {}),

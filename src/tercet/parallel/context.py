@@ -3,7 +3,7 @@
 x: [1, own tokens, dim]. Per layer, a rank fetches from the others:
   raw keys and values for compression    the l-1 tokens before each chunk
   compressed keys and values             all that its queries can see: T/d rows, so this is small
-  keys of a learned selector             as the raw and the compressed keys
+  keys of a learned selector             as the selected keys
   window keys and values                 the w-1 tokens before each chunk
   selected keys and values               its documents from their start, requested first and awaited last;
                                          or only the blocks that its queries selected (parallel.context_fetch=blocks)
@@ -28,6 +28,7 @@ from tercet.attention.dense import dense_attention
 from tercet.attention.dispatch import Route
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.layout import Packing, Span
+from tercet.attention.selector import choose_blocks
 from tercet.model.block_sparse import BlockSparseAttention, mean_keys
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
@@ -200,7 +201,6 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     v_own = layer.compress_v.phi(v_blocks)
     compressed = _start_fetch(shard.fetch("compressed"), k_own, v_own)()
     gates = layer.gate(x)
-    scored = _fetch_selector(layer.selector, x, shard) if layer.selector is not None else None
 
     def run_branches(
         branches: tuple[str, ...], fetched: dict[str, tuple[Tensor, Tensor]], block_indices: list[Any]
@@ -217,7 +217,6 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
                 NSAInputs(q[:, rows], *compressed, *selected, *window, gates[:, rows]),
                 config=layer.config, packing=shard.packing, backend=layer.backend, branches=branches,
                 block_indices=block_indices[i] if block_indices else None, select="selected" in layer.branches,
-                selector=None if scored is None else (scored[0][:, rows], scored[1]),
                 span=Span(first, key_offset["selected"], key_offset["window"]),
             )  # fmt: skip
             results.append(result)
@@ -228,6 +227,9 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     early = tuple(b for b in layer.branches if b != "selected")
     stages = [("compressed",), ("window",), ("selected",)] if shard.by_blocks else [early, ("selected",)]
     indices: list[Any] = []
+    selector_k: Tensor | None = None
+    if layer.selector is not None:
+        indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
     outs: list[Tensor] = []
     routes: dict[str, Route] = {}
     loss: Tensor | None = None
@@ -243,8 +245,8 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
             if shard.by_blocks and "selected" in layer.branches:
                 exchange = shard.fetch_blocks(torch.cat(indices, dim=1))
                 pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
-        if scored is not None and taught is not None and "selected" in fetched:
-            loss = _teach(layer, x, scored[1], q, fetched["selected"][0], indices, taught, shard)
+        if selector_k is not None and taught is not None and "selected" in fetched:
+            loss = _teach(layer, x, selector_k, q, fetched["selected"][0], indices, taught, shard)
         if branches:
             found = [out for out, _, _ in results]
             outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
@@ -260,19 +262,19 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
 def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     pending = None if shard.by_blocks else _start_fetch(shard.fetch("selected"), k, v)
-    scorer, block_keys = q, None
+    options: dict[str, Any] = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
+    indices: list[Any] = []
+    selector_k: Tensor | None = None
     if layer.selector is not None:
-        scorer, block_keys = _fetch_selector(layer.selector, x, shard)
+        indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
     else:
         with torch.no_grad():
             raw, _ = _start_fetch(shard.fetch("raw"), k, k[..., :0])()
             own = mean_keys(raw[:, shard.compressed_tokens[0]])
             block_keys, _ = _start_fetch(shard.fetch("compressed"), own, own[..., :0])()
-    options: dict[str, Any] = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
-    indices: list[Any] = []
-    for i, (first, _) in enumerate(shard.chunks):
-        rows = shard.chunk_rows(i)
-        indices.append(select_by_keys(scorer[:, rows], block_keys, **options, span=Span(first)))
+        for i, (first, _) in enumerate(shard.chunks):
+            rows = shard.chunk_rows(i)
+            indices.append(select_by_keys(q[:, rows], block_keys, **options, span=Span(first)))
     if pending is None:
         pending = _start_fetch(shard.fetch_blocks(torch.cat(indices, dim=1)), k, v, row_per_head=True)
     keys, values = pending()
@@ -287,20 +289,26 @@ def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: Context
     layer.routes = {"selected": Route(*results[0].route)}
     _update_stats(layer, None, indices, shard)
     out = torch.cat([result.out for result in results], dim=1)
-    if layer.selector is not None and taught is not None:
-        loss = _teach(layer, x, block_keys, q, keys, indices, taught, shard)
+    if layer.selector is not None and selector_k is not None and taught is not None:
+        loss = _teach(layer, x, selector_k, q, keys, indices, taught, shard)
         out = attach_loss(out, loss * layer.selector.weight)
     return layer.o_proj(out.flatten(2))
 
 
-def _fetch_selector(selector: BlockSelector, x: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
-    """A learned selector's queries of this rank's tokens, and its keys of all compressed tokens that they can see."""
-    queries, keys = selector.project(x)
-    none = keys[..., :0]
-    raw, _ = _start_fetch(shard.fetch("raw"), keys, none)()
-    index, position = shard.compressed_tokens
-    pooled = selector.at(selector.pool_blocks(raw[:, index]), position)
-    return selector.at(queries, shard.position), _start_fetch(shard.fetch("compressed"), pooled, pooled[..., :0])()[0]
+def _choose_blocks(
+    layer: NativeSparseAttention | BlockSparseAttention, selector: BlockSelector, x: Tensor, shard: ContextShard
+) -> tuple[list[Tensor], Tensor]:
+    """block_indices of each chunk by a learned selector, and its fetched keys, in the rows of the selected keys."""
+    queries, own = selector(x, shard.position)
+    keys, _ = _start_fetch(shard.fetch("selected"), own, own[..., :0])()
+    options: dict[str, Any] = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
+    found = []
+    for i, (first, _) in enumerate(shard.chunks):
+        part, first_key = _buffer_rows(shard, "selected", i)
+        found.append(
+            choose_blocks(queries[:, shard.chunk_rows(i)], keys[:, part], span=Span(first, first_key), **options)
+        )
+    return found, keys
 
 
 def _teach(
@@ -315,10 +323,9 @@ def _teach(
         first, part, start = shard.chunks[i][0], *_buffer_rows(shard, "selected", i)
         row = own - shard.chunk_rows(i).start
         token = first + row
-        first_key = packing.compressed_cu_seqlens[packing.document[token]].long()
-        queries = TaughtQueries(packing.position[token], token - start, first_key, packing.max_seqlen)
+        queries = TaughtQueries(packing.position[token], token - start, packing.max_seqlen)
         loss, captured = layer.selector.loss(
-            x[0, own], q[0, own], indices[i][0, row], selector_k[0], keys[0, part], queries,
+            x[0, own], q[0, own], indices[i][0, row], selector_k[0, part], keys[0, part], queries,
             measure=layer.stats.enabled,
         )  # fmt: skip
         layer.stats.update_selector(captured)

@@ -249,7 +249,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     # learned selectors in a model without.
     nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
     learned = "learned" in (before.get("model.selector"), after.get("model.selector"))
-    selector_only = () if learned else ("selector_heads", "selector_dim", "selector_rotary")
+    selector_only = () if learned else ("selector_dim", "selector_rotary")
     unused_keys = {f"model.{key}" for key in ("backend", *nsa_only, *selector_only)}
     unused = [k for k in changed if ".".join(k.split(".")[:2]) in unused_keys]
     extension = ("model.rope_scaling", "model.rope.")  # of a model to longer sequences

@@ -31,6 +31,7 @@ from tercet.attention.kernels.autograd import (
     compressed_select,
     nsa,
     select_by_keys,
+    select_by_tokens,
     selected_attention,
     window_attention,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "compressed_select",
     "nsa",
     "select_by_keys",
+    "select_by_tokens",
     "selected_attention",
     "unsupported",
     "window_attention",

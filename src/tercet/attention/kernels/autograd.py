@@ -33,6 +33,7 @@ from tercet.attention.kernels.ops import (
     gradients,
     nsa_attend,
     select_blocks,
+    select_by_scores,
     sizes_of,
 )
 from tercet.attention.kernels.selected.launch import Saved
@@ -196,6 +197,10 @@ class _Direct:
         return select_blocks(q, kc, lse, cu, ccu, Numbers(*numbers))
 
     @staticmethod
+    def nsa_select_by_tokens(q, k, cu, *numbers):
+        return select_by_scores(q, k, cu, Numbers(*numbers))
+
+    @staticmethod
     def keep_selection(block_indices):
         return block_indices
 
@@ -225,13 +230,12 @@ def nsa(
     output: tuple[Tensor, Tensor | None] | None = None,
     compressed_cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, block_indices) of the gated branches.
 
     `output`: (weight, bias) of the output projection, applied to the result; compiled, its input is not saved.
     `compressed_cu_seqlens`: bounds of the compressed tokens, if the caller has them. `max_seqlen`: an upper bound on
-    document lengths. `span`: see ops.py. `selector`: queries and keys that score the blocks in place of q and kc.
+    document lengths. `span`: see ops.py.
     """
     choose = block_indices is None and (select or "selected" in branches)
     watched = _watched()
@@ -242,13 +246,10 @@ def nsa(
     traced = output is not None and torch.compiler.is_compiling()
     # nsa_attend owns the gradient of these
     with torch.no_grad():
-        if "compressed" in branches or (choose and selector is None):
+        if "compressed" in branches or choose:
             o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
         if choose:
-            by_q, by_k, lse = (q, kc, lse_c) if selector is None else (*selector, None)
-            if lse is None:
-                _, lse = ops.nsa_compressed(by_q, by_k, by_k, cu_seqlens, ccu, *numbers)
-            block_indices = ops.nsa_select(by_q, by_k, lse, cu_seqlens, ccu, *numbers)
+            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
             # checkpointing saves the selection by this op's name; _AttendAndProject is never recomputed
             if not traced:
                 block_indices = ops.keep_selection(block_indices)
@@ -285,6 +286,15 @@ def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -
     with torch.no_grad():
         lse = ops.nsa_compressed_lse(q, keys, cu, ccu, *numbers)
         return ops.keep_selection(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
+
+
+def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
+    """block_indices by a selector's queries and keys, one of each per token and group."""
+    watched = _watched()
+    ops = torch.ops.tercet if watched else _Direct
+    numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
+    with torch.no_grad():
+        return ops.keep_selection(ops.nsa_select_by_tokens(q, keys, layout.cu_seqlens, *numbers))
 
 
 def attend_selected(

@@ -1,11 +1,11 @@
-"""Block choice of a learned selector: a block scores the largest q·k over its tokens. No gradients.
+"""Block choice of a learned selector: by the log-sum-exp of its logits over each block's tokens. No gradients.
 
 Each KV head has one selector query and one selector key per token (model/selector.py). A program holds M queries and
-reads the keys of their document once, several blocks at a time: one matrix product, then the maximum over each block's
-tokens. Only free blocks need scores. They are complete before the query's own block begins, so that there is no causal
-mask: what lies beyond a query's free blocks is computed and never read.
+reads the keys of their document once, several blocks at a time: one matrix product, then a log-sum-exp over each
+block's tokens. Only free blocks need scores. They are complete before the query's own block begins, so that there is no
+causal mask: what lies beyond a query's free blocks is computed and never read.
 
-scores: fp32 [queries, G, blocks], from which the kernels of scores.py select
+scores: fp32 [queries, G, blocks], base 2, from which the kernels of scores.py select
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.launch import call, padded
+from tercet.attention.kernels.launch import LOG2E, call, padded
 from tercet.attention.kernels.scores import SCRATCH_BYTES, WIDEST, choose
 from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import load_rows, load_tile
@@ -26,8 +26,9 @@ from tercet.attention.kernels.varlen import Documents, locate_queries
 @triton.jit(do_not_specialize=["docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks"])
 def token_scores_kernel(
     Q, K, KD, SCORES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks, q_t, q_h, k_t, k_h,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, TMA: tl.constexpr,
+    scale, BLOCK: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     local_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
@@ -48,8 +49,9 @@ def token_scores_kernel(
         end = tl.minimum(free, blocks)  # fewer if a packed document is longer than the caller's upper bound
         for j in tl.range(0, end, AT_ONCE):
             k = load_tile(K, KD, start + j * BLOCK, (end - j) * BLOCK, g, k_t, D, DP, N, TMA, False)
-            products = tl.dot(q, tl.trans(k), input_precision="ieee")
-            score = tl.max(tl.reshape(products, [M, AT_ONCE, BLOCK]), 2)
+            x = tl.reshape(tl.dot(q, tl.trans(k), input_precision="ieee"), [M, AT_ONCE, BLOCK])
+            highest = tl.max(x, 2) * scale
+            score = highest + tl.log2(tl.sum(tl.exp2(x * scale - highest[:, :, None]), 2))
             tl.store(out + j, score, mask=inside[:, None] & (block < end - j)[None, :])
 
 
@@ -69,8 +71,8 @@ def select_by_tokens(
     def score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
         call(
             token_scores_kernel, (tiles, G), (q, k, kd, scores, cu), (*bounds, tile0, blocks),
-            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), block, count, local, G, size, padded(size),
-             launch.rows, keys, documents.packed, documents.query_range, kd is not None),
+            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), size**-0.5 * LOG2E, block, count, local, G,
+             size, padded(size), launch.rows, keys, documents.packed, documents.query_range, kd is not None),
             **launch.options,
         )  # fmt: skip
 

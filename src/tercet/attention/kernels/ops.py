@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.combine import by_branch, combine, deltas, row_shape
 from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.dq import compressed_window_dq
@@ -191,6 +192,12 @@ def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
     return select(q, kc, lse, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+@replayed
+def select_by_scores(q, k, cu, numbers: Numbers) -> Tensor:
+    q, k = flat(q), flat(k)
+    return select_by_tokens(q, k, numbers.config, _documents(q, None, cu, None, numbers, 1, k))
+
+
 @operator(lambda q, kc, vc, *_: _rows_like(q, vc, "compressed"))
 def nsa_compressed(
     q: Tensor,
@@ -235,6 +242,14 @@ def nsa_select(
     longest: int | None,
 ) -> Tensor:
     return select_blocks(q, kc, lse, cu, ccu, _numbers(config, span, longest))
+
+
+@operator(lambda q, k, cu, config, *_: _selection_like(q, k, None, cu, None, config, None, None))
+def nsa_select_by_tokens(
+    q: Tensor, k: Tensor, cu: Tensor | None, config: list[int], span: list[int], longest: int | None
+) -> Tensor:
+    """By a learned selector's queries and keys; `cu` and `span` are those of the selected branch."""
+    return select_by_scores(q, k, cu, _numbers(config, span, longest))
 
 
 # ------------------------------------------------------------ the rest of the forward

@@ -196,12 +196,21 @@ def largest(key, wanted):
 
 
 @triton.jit
+def ordered(score):
+    """Scores of either sign as integers of the same order, at least 0; NaN is lowest.
+
+    Half of the integers stand for negative scores, so that the last bit of the mantissa is dropped, and neighbouring
+    numbers may count as equal."""
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, -2147483648 - bits, bits)  # -0 becomes 0
+    return tl.where(score == score, (key >> 1) + 1073741824, 0)
+
+
+@triton.jit
 def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr):
     """Scores as integers of the same order, at least 0; -1 for forced and absent blocks.
 
-    Without SIGNED, scores are at least 0. With it, half of the integers stand for negative scores, so that the last bit
-    of the mantissa is dropped, and neighbouring numbers may count as equal. NaN counts as lowest: indices are always
-    valid.
+    Without SIGNED, scores are at least 0. NaN counts as lowest: indices are always valid.
 
     A row has `blocks` scores. That suffices unless a packed document is longer than the caller's upper bound; then
     blocks beyond count as lowest, which selects worse but reads no other row's memory."""
@@ -211,9 +220,7 @@ def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.con
         there = end
     score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=float("-inf"))
     if SIGNED:
-        bits = score.to(tl.int32, bitcast=True)
-        key = tl.where(bits < 0, -2147483648 - bits, bits)  # -0 becomes 0
-        key = tl.where(score == score, (key >> 1) + 1073741824, 0)
+        key = ordered(score)
     else:
         key = tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True)
     return tl.where((block >= INITIAL) & (block < end[:, None]), key, -1)

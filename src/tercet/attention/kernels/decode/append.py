@@ -5,8 +5,8 @@ One program per row and KV head rotates the queries of its group and writes keys
 for each of a block's l tokens: the slot overwritten now has left the block, so that φ may read the ring in the same
 launch. φ takes the newest token from the projection.
 
-The same program keeps a learned selector's key, and pools the keys of a block that is now complete. RoPE may rotate the
-first channels of the pooled key, and those of the selector's queries: both at the new token, which is the block's last.
+The same program stores a learned selector's key. RoPE may rotate the first channels of this key and of the selector's
+query.
 
 q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; if the selected keys are compressed
 ("tied"), without the first set's keys   cache tensors: [B, slots, G, D]
@@ -84,10 +84,11 @@ def _slot(X, b, slots, slot, g, G: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _partners(ROTATED: tl.constexpr, DP: tl.constexpr):
-    """The channel with which RoPE mixes each channel of a selector, if it is one of the first ROTATED."""
+def _load_partners(X, ROTATED: tl.constexpr, DP: tl.constexpr):
+    """For each of the first ROTATED channels of a selector's vector, the channel with which RoPE mixes it; else 0."""
     d = tl.arange(0, DP)
-    return tl.where(d < ROTATED // 2, d + ROTATED // 2, d - ROTATED // 2)
+    partner = tl.where(d < ROTATED // 2, d + ROTATED // 2, d - ROTATED // 2)
+    return tl.load(X + partner, mask=d < ROTATED, other=0.0)
 
 
 @triton.jit
@@ -96,15 +97,6 @@ def _selector_cos_sin(FREQS, t, ROTATED: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     cos, sin = _cos_sin(FREQS, t, d % (ROTATED // 2), d < ROTATED)
     return cos, tl.where(d < ROTATED // 2, -sin, sin)
-
-
-@triton.jit
-def _largest(RING, new, b, g, first, channel, inside, L: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """The largest value of channels over l tokens from `first` on; the last is `new`, not read from the ring."""
-    i = tl.arange(0, L)
-    token = _slot(RING, b, L + 1, (first + i) % L, g, G, D)
-    held = tl.load(token[:, None] + channel[None, :], mask=(i < L - 1)[:, None] & inside[None, :], other=float("-inf"))
-    return tl.maximum(tl.max(held.to(tl.float32), 0), new.to(RING.dtype.element_ty).to(tl.float32))
 
 
 @triton.jit
@@ -132,13 +124,13 @@ def _pool_keys(first_half, second_half, KS, KC, b, g, t, slots, pooled_slots, L:
 )
 def decode_append_kernel(
     Q, KV, SELECTOR_Q, SELECTOR_K, QOUT, SELECTOR_QOUT, FREQS, SELECTOR_FREQS, LENGTHS, COUNTS,
-    QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, POOLED, KSR,
+    QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, SELECTOR_KEYS,
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
     batch, selected_slots, compressed_slots, selector_q_row, selector_k_row, phi,
     eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, TIED: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, SHEADS: tl.constexpr, SRP: tl.constexpr, SD: tl.constexpr,
-    SDP: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, ROTATED: tl.constexpr,
+    NORM: tl.constexpr,
     MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
     POOL: tl.constexpr, SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -189,18 +181,13 @@ def decode_append_kernel(
                 w1, w2 = _halves(k + 2 * SECOND + one, KNW, alone, eps, HALF, HALFP, NORM)
                 wv = _load(v + 2 * SECOND, DV, DVP)
             if SELECTOR:
-                d = tl.arange(0, SDP)
                 at_k = SELECTOR_K + b.to(tl.int64) * selector_k_row + g * SD
                 selector_k = _load(at_k, SD, SDP)
             if ROTATED > 0:
-                partner = _partners(ROTATED, SDP)
-                sr = tl.arange(0, SRP)
-                partner_k = tl.load(at_k + partner, mask=d < ROTATED, other=0.0)
-                at_q = (SELECTOR_Q + b.to(tl.int64) * selector_q_row + (g * SHEADS + sr) * SD)[:, None]
-                in_q = (sr < SHEADS)[:, None] & (d < SD)[None, :]
-                mixed = (sr < SHEADS)[:, None] & (d < ROTATED)[None, :]
-                selector_q = tl.load(at_q + d[None, :], mask=in_q, other=0.0).to(tl.float32)
-                partner_q = tl.load(at_q + partner[None, :], mask=mixed, other=0.0).to(tl.float32)
+                at_q = SELECTOR_Q + b.to(tl.int64) * selector_q_row + g * SD
+                selector_q = _load(at_q, SD, SDP)
+                partner_q = _load_partners(at_q, ROTATED, SDP)
+                partner_k = _load_partners(at_k, ROTATED, SDP)
             t = tl.load(LENGTHS + b)
             half = tl.arange(0, HALFP)
             cos, sin = _cos_sin(FREQS, t, half, half < HALF)
@@ -227,18 +214,11 @@ def decode_append_kernel(
                 _store_rotated(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
                 _store(_slot(VW, b, WINDOW + 1, slot_w, g, G, DV), wv, DV, DVP)
             if ROTATED > 0:
-                to = SELECTOR_QOUT + ((b.to(tl.int64) * G + g) * SHEADS + sr)[:, None] * SD + d[None, :]
-                turned = selector_q * selector_cos[None, :] + partner_q * selector_sin[None, :]
-                tl.store(to, turned.to(SELECTOR_QOUT.dtype.element_ty), mask=in_q)
+                selector_q = selector_q * selector_cos + partner_q * selector_sin
+                selector_k = selector_k * selector_cos + partner_k * selector_sin
+                _store(SELECTOR_QOUT + (b.to(tl.int64) * G + g) * SD, selector_q, SD, SDP)
             if SELECTOR:
-                first = t + 1 - L
-                if (first >= 0) & (first % S == 0):  # a compressed token ends here
-                    pooled = _largest(KSR, selector_k, b, g, first, d, d < SD, L, G, SD)
-                    if ROTATED > 0:
-                        other = _largest(KSR, partner_k, b, g, first, partner, d < ROTATED, L, G, SD)
-                        pooled = pooled * selector_cos + other * selector_sin
-                    _store(_slot(POOLED, b, compressed_slots, first // S, g, G, SD), pooled, SD, SDP)
-                _store(_slot(KSR, b, L + 1, t % L, g, G, SD), selector_k, SD, SDP)
+                _store(_slot(SELECTOR_KEYS, b, selected_slots, t, g, G, SD), selector_k, SD, SDP)
 
 
 @dataclass(frozen=True)
@@ -253,7 +233,7 @@ class Held:
     compressed: tuple[Tensor, Tensor] | None = None
     raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens; None: compressed keys are means of selected
     arrived: Tensor | None = None  # int32 [arrivals(…)]: counters of finished programs, 0 between steps
-    selector: tuple[Tensor, Tensor] | None = None  # a learned selector's pooled keys, and a ring of its last l keys
+    selector: Tensor | None = None  # a learned selector's keys, in the slots of `selected`
     selector_frequencies: Tensor | None = None  # of the selector's first channels, two for each; None: it rotates none
 
 
@@ -277,10 +257,10 @@ def append(
     selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Write the tokens to the cache; returns the rotated queries, and those of the selector. counts: int32 [B], 0 for
-    rows without a new token. selector: queries [B, G·heads·size] and keys [B, G·size], rows of any stride."""
+    rows without a new token. selector: queries and keys [B, G·size], rows of any stride."""
     batch, groups, per_group = q.shape[0], heads.groups, heads.heads // heads.groups
     key_size, value_size = heads.key_size, heads.value_size
-    selector_heads, selector_size = max(1, heads.selector_heads), max(1, heads.selector_size)
+    selector_size = max(1, heads.selector_size)
     sets = 1 if shared else 3
     dtype = next(x for x in (held.selected, held.window, held.compressed) if x is not None)[0].dtype
     out = torch.empty(batch, heads.heads, key_size, dtype=dtype, device=q.device)
@@ -290,13 +270,12 @@ def append(
     scratch = torch.empty(counters, 2, count, ROWS, largest, dtype=torch.float32, device=q.device)
     programs = counters * count
     keys = (None,) * 3 if norms is None else norms.keys * (3 // len(norms.keys))
-    parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed, held.selector)]
+    parts = [pair or (None, None) for pair in (held.selected, held.window, held.raw, held.compressed)]
     weights = (CompressionWeights(),) * 2 if phi is None else phi
     mlp = weights[0].up is not None
     # cache tensors have one spare slot; dense attention has no compressed tokens
     slots = 0 if held.selected is None else held.selected[0].shape[1]
-    pooled = next((pair[0] for pair in (held.compressed, held.selector) if pair is not None), None)
-    compressed_slots = 0 if pooled is None else pooled.shape[1]
+    compressed_slots = 0 if held.compressed is None else held.compressed[0].shape[1]
     selector_q, selector_k = selector or (None, None)
     selector_rows = (0, 0) if selector is None else tuple(x.stride(0) for x in selector)
     rotated, turned = 0, None
@@ -307,13 +286,12 @@ def append(
     call(
         decode_append_kernel, (programs + batch * groups,),
         (q, kv, selector_q, selector_k, out, turned, held.frequencies, held.selector_frequencies, held.lengths, counts,
-         None if norms is None else norms.q, *keys, *(x for pair in parts for x in pair), *weights[0].all(),
-         *weights[1].all(), scratch, held.arrived),
+         None if norms is None else norms.q, *keys, *(x for pair in parts for x in pair), held.selector,
+         *weights[0].all(), *weights[1].all(), scratch, held.arrived),
         (batch, slots, compressed_slots, *selector_rows, programs),
         (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets, tied,
          groups, per_group, power_of_2(per_group), key_size, value_size, power_of_2(key_size // 2),
-         padded(key_size), padded(value_size), selector_heads, power_of_2(selector_heads), selector_size,
-         padded(selector_size), rotated, norms is not None,
+         padded(key_size), padded(value_size), selector_size, padded(selector_size), rotated, norms is not None,
          counts is not None, mlp, held.selected is not None, held.window is not None, held.raw is not None,
          held.raw is None and held.compressed is not None, selector_k is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,

@@ -21,11 +21,11 @@ from tercet.attention.kernels.table import overlap_launches
 
 
 @triton.jit
-def _queries(Q, b, g, row, HEADS: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The queries of a group. row: numbers from one row of the batch to the next."""
+def _queries(Q, b, g, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The queries of a group."""
     r = tl.arange(0, RP)
     d = tl.arange(0, DP)
-    at = b.to(tl.int64) * row + (g * HEADS + r) * D
+    at = ((b.to(tl.int64) * G + g) * HEADS + r) * D
     return tl.load(Q + at[:, None] + d[None, :], mask=(r < HEADS)[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -53,13 +53,6 @@ def _step(s, v, some, m, l, acc):
 
 
 @triton.jit
-def _write_lse(LSE, b, g, part, parts, m, l, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr):
-    r = tl.arange(0, RP)
-    at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
-    tl.store(LSE + at, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=r < HEADS)
-
-
-@triton.jit
 def _write_part(
     O, LSE, READ, b, g, part, parts, m, l, acc, read, HEADS: tl.constexpr, G: tl.constexpr, RP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr,
@@ -68,7 +61,7 @@ def _write_part(
     d = tl.arange(0, DVP)
     at = ((b.to(tl.int64) * G + g) * HEADS + r) * parts + part
     share = tl.where(l > 0, l, 1.0)
-    _write_lse(LSE, b, g, part, parts, m, l, HEADS, G, RP)
+    tl.store(LSE + at, tl.where(l > 0, m + tl.log2(share), float("-inf")), mask=r < HEADS)
     tl.store(READ + (b.to(tl.int64) * G + g) * parts + part, read)
     # a part that read nothing writes no o; the merge ignores it
     tl.store(O + at[:, None] * DV + d[None, :], acc / share[:, None],
@@ -77,12 +70,12 @@ def _write_part(
 
 @triton.jit
 def _attend_split(
-    Q, K, V, LOGITS, b, g, row, first, end, slots, room, scale,
+    Q, K, V, LOGITS, b, g, first, end, slots, room, scale,
     G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, N: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys first … end-1 of a cache tensor: highest score, sum and weighted values."""
-    q = _queries(Q, b, g, row, HEADS, RP, DK, DKP).to(K.dtype.element_ty)
+    q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
     r = tl.arange(0, RP)
     i = tl.arange(0, N)
     at = (b.to(tl.int64) * slots + first) * G + g
@@ -113,44 +106,78 @@ def _attend_split(
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["slots", "room", "splits", "parts", "selector_row", "attending"])
+@triton.jit
+def _score_blocks(
+    Q, K, SCORES, b, g, row, first, end, slots, room, scale,
+    BLOCK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of q·k, base 2, in each of the blocks first … end-1, all complete; N keys and DC channels at a time.
+    row: numbers from one row of Q to the next."""
+    i = tl.arange(0, N)
+    NB: tl.constexpr = N // BLOCK
+    qs = ()
+    for c in tl.static_range(0, DP, DC):
+        d = c + tl.arange(0, DC)
+        q = tl.load(Q + b.to(tl.int64) * row + g * D + d, mask=d < D, other=0.0)
+        qs = qs + (q.to(K.dtype.element_ty).to(tl.float32),)
+    K += ((b.to(tl.int64) * slots + first * BLOCK) * G + g) * D
+    SCORES += (b.to(tl.int64) * G + g) * room
+    for j in tl.range(first, end, NB):
+        inside = i < (end - j) * BLOCK
+        s = tl.zeros([N], tl.float32)
+        for c in tl.static_range(0, DP, DC):
+            d = c + tl.arange(0, DC)
+            k = tl.load(K + i[:, None] * (G * D) + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+            s += tl.sum(k.to(tl.float32) * qs[c // DC][None, :], 1)
+        s = (s * scale).reshape(NB, BLOCK)
+        highest = tl.max(s, 1)
+        lse = highest + tl.log2(tl.sum(tl.exp2(s - highest[:, None]), 1))
+        block = j + tl.arange(0, NB)
+        tl.store(SCORES + block, lse, mask=block < end)
+        K += N * G * D
+
+
+@triton.jit(do_not_specialize=["slots", "room", "splits", "parts", "selector_row", "selector_slots", "scoring"])
 def decode_prefix_kernel(
-    Q, K, V, SQ, SK, LENGTHS, COUNTS, O, LSE, READ, LOGITS, SLSE,
-    slots, room, splits, parts, selector_row, attending, scale, selector_scale,
-    L: tl.constexpr, S: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
-    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SHEADS: tl.constexpr, SRP: tl.constexpr, SD: tl.constexpr,
-    SDP: tl.constexpr, N: tl.constexpr,
+    Q, K, V, SQ, SK, LENGTHS, COUNTS, O, LSE, READ, LOGITS,
+    slots, room, splits, parts, selector_row, selector_slots, scoring, scale, selector_scale,
+    L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
+    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, SDC: tl.constexpr,
+    N: tl.constexpr, SN: tl.constexpr,
     MASKED: tl.constexpr, ATTEND: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, SELECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The first `attending` programs of a pair attend to keys 0, 1, … of a cache tensor: all tokens up to the query
-    (L = S = 1), or the compressed tokens that it sees. SCORES: they write the scores, for the selection. Without OUT
-    they read no values.
+    """`splits` programs of a pair attend to keys 0, 1, … of a cache tensor: all tokens up to the query (L = S = 1), or
+    the compressed tokens that it sees. SCORES: they write the scores, for the selection. Without OUT they read no
+    values.
 
-    SELECTOR: the other programs write the scores of a learned selector, whose keys are stored like the compressed
-    tokens, and their log-sum-exps."""
-    split = tl.program_id(0)
+    SELECTOR: before them, `scoring` programs write a learned selector's scores of the blocks among which it chooses."""
+    program = tl.program_id(0)
     g = tl.program_id(1)
     b = tl.program_id(2)
     after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
     real = row_is_active(COUNTS, b, MASKED)
     wait_for_previous_launch(OVERLAP)
-    seen = tl.where(after < L, 0, (after - L) // S + 1)
-    share = tl.cdiv(tl.cdiv(seen, N), splits) * N
     if SELECTOR:
-        if (split >= attending) & real:
-            part = split - attending
-            start = part * share
-            stop = tl.minimum(start + share, seen)
-            sm, sl, _ = _attend_split(SQ, SK, SK, LOGITS, b, g, selector_row, start, stop, slots, room, selector_scale,
-                                      G, SHEADS, SRP, SD, SDP, SD, SDP, N, True, False)  # fmt: skip
-            _write_lse(SLSE, b, g, part, splits, sm, sl, SHEADS, G, SRP)
+        current = (after - 1) // BLOCK
+        if (program < scoring) & real & (current >= COUNT):
+            free = current - LOCAL - INITIAL + 1
+            NB: tl.constexpr = SN // BLOCK
+            span = tl.cdiv(tl.cdiv(free, NB), scoring) * NB
+            start = INITIAL + program * span
+            stop = tl.minimum(start + span, INITIAL + free)
+            _score_blocks(SQ, SK, LOGITS, b, g, selector_row, start, stop, selector_slots, room, selector_scale, BLOCK,
+                          G, SD, SDP, SDC, SN)  # fmt: skip
     if ATTEND:
-        if split < attending:
+        if program >= scoring:
+            split = program - scoring
             if real:
+                seen = tl.where(after < L, 0, (after - L) // S + 1)
+                share = tl.cdiv(tl.cdiv(seen, N), splits) * N
                 first = split * share
                 end = tl.minimum(first + share, seen)
-                m, l, acc = _attend_split(Q, K, V, LOGITS, b, g, G * HEADS * DK, first, end, slots, room, scale,
+                m, l, acc = _attend_split(Q, K, V, LOGITS, b, g, first, end, slots, room, scale,
                                           G, HEADS, RP, DK, DKP, DV, DVP, N, SCORES, OUT)  # fmt: skip
                 read = tl.maximum(end - first, 0)
                 _write_part(O, LSE, READ, b, g, split, parts, m, l, acc, read, HEADS, G, RP, DV, DVP)
@@ -178,7 +205,7 @@ def decode_selected_window_kernel(
     # the first launch wrote q and the window's keys: if another came in between, they are complete without waiting
     wait_for_previous_launch(OVERLAP and not AHEAD)
     if real:
-        q = _queries(Q, b, g, G * HEADS * DK, HEADS, RP, DK, DKP)
+        q = _queries(Q, b, g, HEADS, G, RP, DK, DKP)
         m = tl.full([RP], float("-inf"), tl.float32)
         l = tl.zeros([RP], tl.float32)
         acc = tl.zeros([RP, DVP], tl.float32)
@@ -234,38 +261,45 @@ def tile_keys(q: Tensor, value_size: int) -> int:
     return 64 if bytes_ <= 256 else 32 if bytes_ <= 512 else 16
 
 
+def selector_tile(size: int, block: int) -> tuple[int, int]:
+    """Keys of a learned selector per tile, whole blocks of them, and channels at a time: 16 KiB in half precision."""
+    channels = min(64, padded(size))
+    return max(block, 8192 // channels), channels
+
+
 def attend_prefix(
     q: Tensor, held: tuple[Tensor, Tensor] | None, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
     config: NSAConfig | None, scores: Scores | None, *, out: bool = True,
-    selector: tuple[Tensor, Tensor] | None = None,
+    selector: tuple[Tensor, Tensor] | None = None, scoring: int = 0,
 ) -> None:  # fmt: skip
     """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts; held: keys and
     values, None to skip them. scores: filled with the scores of these keys or, if there is one, of the selector.
 
-    selector: queries [B, G·heads·size] of the new tokens, and all keys."""
+    selector: queries [B, G·size] of the new tokens, and all keys; `scoring` programs per row and KV head read them."""
     batch, heads, size = q.shape
+    groups = parts.read.shape[1]
     keys, values = held or (None, None)
-    stored = keys if keys is not None else selector[1]  # type: ignore[index]
-    slots, groups = stored.shape[1], stored.shape[2]
     value_size = size if values is None else parts.o.shape[3]
     l, d = (1, 1) if config is None else (config.compress_block, config.compress_stride)
     early = overlap_launches(q, batch * groups)
-    attending = 0 if held is None else splits
+    logits = None if scores is None else scores.logits
     selector_q, selector_k = selector or (None, None)
-    own, own_size, row = 1, 16, 0
-    if selector_q is not None and selector_k is not None:
-        own_size, row = selector_k.shape[3], selector_q.stride(0)
-        own = selector_q.shape[1] // (groups * own_size)
-    logits, lse = (None, None) if scores is None else (scores.logits, scores.lse)
+    row = selector_slots = 0
+    choice, own = (0,) * 4, (1,) * 4  # what blocks there are to choose from, and the selector's tile
+    if config is not None and selector_q is not None and selector_k is not None:
+        row, selector_slots, own_size = selector_q.stride(0), selector_k.shape[1], selector_k.shape[3]
+        choice = config.select_block, config.select_count, config.select_initial, config.select_local
+        tokens, channels = selector_tile(own_size, config.select_block)
+        own = own_size, padded(own_size), channels, tokens
     call(
-        decode_prefix_kernel, (attending + (splits if selector else 0), groups, batch),
-        (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits,
-         lse if selector else None),
-        (slots, 0 if logits is None else logits.shape[2], splits, parts.count, row, attending),
-        (size**-0.5 * LOG2E, own_size**-0.5 * LOG2E, l, d, groups, heads // groups, padded(heads // groups), size,
-         padded(size), value_size, padded(value_size), own, padded(own), own_size, padded(own_size),
-         tile_keys(q, value_size), counts is not None, held is not None, logits is not None and selector is None, out,
-         selector is not None, early),
+        decode_prefix_kernel, (scoring + (0 if held is None else splits), groups, batch),
+        (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits),
+        (0 if keys is None else keys.shape[1], 0 if logits is None else logits.shape[2], splits, parts.count, row,
+         selector_slots, scoring),
+        (size**-0.5 * LOG2E, own[0] ** -0.5 * LOG2E, l, d, *choice, groups, heads // groups, padded(heads // groups),
+         size, padded(size), value_size, padded(value_size), *own[:3], tile_keys(q, value_size), own[3],
+         counts is not None, held is not None, logits is not None and selector is None, out, selector is not None,
+         early),
         num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip
 

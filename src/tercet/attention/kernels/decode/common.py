@@ -25,8 +25,7 @@ class Heads:
     groups: int
     key_size: int
     value_size: int
-    selector_heads: int = 0  # per group; 0: the compressed tokens score the blocks
-    selector_size: int = 0
+    selector_size: int = 0  # 0: the compressed tokens score the blocks
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of the compressed tokens, from which blocks are selected."""
+    """What blocks are selected by: scores of the compressed tokens, or a learned selector's scores of the blocks."""
 
-    logits: Tensor  # fp32 [B, heads, room], base 2
-    lse: Tensor  # fp32 [B, heads, splits or more], base 2: of each split's keys; -inf for none
+    logits: Tensor  # fp32 [B, H, room], base 2; of blocks: [B, G, room]
+    lse: Tensor | None  # fp32 [B, H, splits or more], base 2: of each split's keys, -inf for none; of blocks: None
 
 
 @triton.jit

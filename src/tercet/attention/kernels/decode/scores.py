@@ -1,4 +1,5 @@
-"""Block importance for one query per row (Eq. 9, 10), and the selection of the best blocks (Eq. 11).
+"""Block importance for one query per row (Eq. 9, 10), and the selection of the best blocks (Eq. 11), also by a learned
+selector's scores.
 
 Scores are normalised here, with the log-sum-exp over all parts, not part by part: equal keys then have equal importance
 to the last bit wherever they are, and ties are broken by index.
@@ -7,7 +8,8 @@ The last program of a (row, KV head) pair to finish its scores selects. If that 
 binary search, programs first pick the best of their own blocks by comparing all pairs; at 1,024 blocks that took 2 µs
 more than it saved.
 
-logits: fp32 [B, H, room], base 2   keys, places: int32 [B, G, programs · kept]: candidate blocks in order, -1 for none
+logits: fp32 [B, H, room], base 2; or a learned selector's scores of blocks [B, G, room]
+keys, places: int32 [B, G, programs · kept]: candidate blocks in order, -1 for none
 arrived: int32 [B·G], 0 between steps
 """
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.decode.common import Scores, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import call, power_of_2
-from tercet.attention.kernels.scores import largest, scaled_exp2
+from tercet.attention.kernels.scores import largest, ordered, scaled_exp2
 from tercet.attention.kernels.table import overlap_launches
 
 
@@ -32,6 +34,40 @@ def _probabilities(LOGITS, i, mask, lse, room, HEADS: tl.constexpr, RP: tl.const
     s = tl.load(LOGITS + r[:, None] * room + i[None, :], mask=(r < HEADS)[:, None] & mask[None, :],
                 other=float("-inf"))  # fmt: skip
     return tl.sum(scaled_exp2(s - lse[:, None]), 0)
+
+
+@triton.jit
+def _importance(
+    LOGITS, LSE, pair_of, first, after, room, splits, parts, L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Importance of blocks first … first+NB-1, times 2^100."""
+    seen = tl.where(after < L, 0, (after - L) // S + 1)
+    pair = pair_of * HEADS
+    r = tl.arange(0, RP)
+    p = tl.arange(0, SP)
+    lse = tl.load(LSE + (pair + r)[:, None] * parts + p[None, :],
+                  mask=(r < HEADS)[:, None] & (p < splits)[None, :], other=float("-inf"))  # fmt: skip
+    top = tl.max(lse, 1)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    lse = top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
+    lse = tl.where(r < HEADS, lse, 0.0)
+    # in units of S tokens: a compressed token covers A, a block U
+    A: tl.constexpr = L // S
+    U: tl.constexpr = BLOCK // S
+    x = tl.arange(0, NB * U)
+    u = x % U
+    i = first * U + x
+    own = _probabilities(LOGITS + pair * room, i, i < seen, lse, room, HEADS, RP)
+    weight = (tl.minimum(u + A, U) - u).to(tl.float32) / A
+    score = tl.sum((own * weight).reshape(NB, U), 1)
+    if A > 1:
+        # what reaches over from the previous block
+        over = tl.maximum(u + A - U, 0)
+        mask = (over > 0) & (i >= U) & (i - U < seen)
+        other = _probabilities(LOGITS + pair * room, i - U, mask, lse, room, HEADS, RP)
+        score += tl.sum((other * (over.to(tl.float32) / A)).reshape(NB, U), 1)
+    return score
 
 
 @triton.jit
@@ -51,7 +87,7 @@ def decode_scores_kernel(
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, KEPT: tl.constexpr,
-    MASKED: tl.constexpr, OVERLAP: tl.constexpr,
+    LEARNED: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program * NB
@@ -74,36 +110,16 @@ def decode_scores_kernel(
             tl.store(INDICES + slot, known, mask=(slot < COUNT) & (free == 0))
         # a query with at most COUNT blocks selects them all; the last LOCAL are forced
         if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
-            seen = tl.where(after < L, 0, (after - L) // S + 1)
-            pair = (b.to(tl.int64) * G + g) * HEADS
-            r = tl.arange(0, RP)
-            p = tl.arange(0, SP)
-            lse = tl.load(LSE + (pair + r)[:, None] * parts + p[None, :],
-                          mask=(r < HEADS)[:, None] & (p < splits)[None, :], other=float("-inf"))  # fmt: skip
-            top = tl.max(lse, 1)
-            top = tl.where(top > float("-inf"), top, 0.0)
-            lse = top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1))
-            lse = tl.where(r < HEADS, lse, 0.0)
-            # in units of S tokens: a compressed token covers A, a block U
-            A: tl.constexpr = L // S
-            U: tl.constexpr = BLOCK // S
-            x = tl.arange(0, NB * U)
-            u = x % U
-            i = first * U + x
-            own = _probabilities(LOGITS + pair * room, i, i < seen, lse, room, HEADS, RP)
-            weight = (tl.minimum(u + A, U) - u).to(tl.float32) / A
-            score = tl.sum((own * weight).reshape(NB, U), 1)
-            if A > 1:
-                # what reaches over from the previous block
-                over = tl.maximum(u + A - U, 0)
-                mask = (over > 0) & (i >= U) & (i - U < seen)
-                other = _probabilities(LOGITS + pair * room, i - U, mask, lse, room, HEADS, RP)
-                score += tl.sum((other * (over.to(tl.float32) / A)).reshape(NB, U), 1)
             block = first + tl.arange(0, NB)
-            score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
-            # integers of the same order; -1 for forced and absent blocks
             free = (block >= INITIAL) & (block <= current - LOCAL)
-            key = tl.where(free, score.to(tl.int32, bitcast=True), -1)
+            if LEARNED:
+                key = ordered(tl.load(LOGITS + pair_of * room + block, mask=free, other=0.0))
+            else:
+                score = _importance(LOGITS, LSE, pair_of, first, after, room, splits, parts, L, S, BLOCK, HEADS, RP, SP,
+                                    NB)  # fmt: skip
+                score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
+                key = score.to(tl.int32, bitcast=True)  # of the same order
+            key = tl.where(free, key, -1)  # -1 for forced and absent blocks
             # where programs pick their best, a single program picks the answer
             NAMED: tl.constexpr = KEPT < NB
             alone = False
@@ -145,9 +161,11 @@ def select_blocks(
     """Fill indices, int32 [B, G, n]: ascending, -1 at the end."""
     logits, lse = scores.logits, scores.lse
     batch, groups, count = indices.shape
+    learned = lse is None
+    splits = 1 if learned else splits
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block
-    per = max(1, min(64, 256 * d // block))
+    per = 64 if learned else max(1, min(64, 256 * d // block))
     programs = -(-blocks // per)
     kept = min(per, power_of_2(max(1, count - config.select_initial - config.select_local)))
     if programs * kept > 64 and blocks <= 1024:
@@ -158,9 +176,9 @@ def select_blocks(
     early = overlap_launches(logits, batch * groups)
     call(
         decode_scores_kernel, (programs, groups, batch), (logits, lse, *named, indices, lengths, counts, arrived),
-        (logits.shape[2], programs * kept, splits, lse.shape[2]),
+        (logits.shape[2], programs * kept, splits, 0 if lse is None else lse.shape[2]),
         (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
          power_of_2(heads),
-         max(16, power_of_2(splits)), per, kept, counts is not None, early),
+         max(16, power_of_2(splits)), per, kept, learned, counts is not None, early),
         num_warps=8 if listed > 4096 else 4, launch_pdl=early,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from tercet.attention.kernels.decode.attend import (
     empty_parts,
     read_bytes,
     read_stages,
+    selector_tile,
     tile_keys,
     window_tile,
 )
@@ -42,9 +43,8 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
             return f"{name}={size} is more than 256"
     if heads.selector_size > 256:
         return f"selector_dim={heads.selector_size} is more than 256"
-    for kind, count in (("", heads.heads // heads.groups), ("selector ", heads.selector_heads)):
-        if count > 128:
-            return f"{count} {kind}heads per group are more than 128"
+    if (per_group := heads.heads // heads.groups) > 128:
+        return f"{per_group} heads per group are more than 128"
     if config is None:
         return None
     if (reason := table.unsupported_blocks(config)) is not None:
@@ -100,18 +100,17 @@ def nsa_step(
     parts = empty_parts(rotated, heads.groups, heads.value_size, a + selected_parts + window_parts)
     scores = indices = None
     if select:
-        scoring = heads.groups * heads.selector_heads if learned else heads.heads
-        # rows of logits start at multiples of 16 bytes
-        room = -(-max(1, config.num_compressed(held.tokens)) // 4) * 4
-        lse = torch.empty(batch, scoring, split, dtype=torch.float32, device=device) if learned else parts.lse
-        scores = Scores(torch.empty(batch, scoring, room, dtype=torch.float32, device=device), lse)
+        count = config.num_blocks(held.tokens) if learned else config.num_compressed(held.tokens)
+        # rows of scores start at multiples of 16 bytes
+        shape = batch, heads.groups if learned else heads.heads, -(-max(1, count) // 4) * 4
+        scores = Scores(torch.empty(shape, dtype=torch.float32, device=device), None if learned else parts.lse)
     if attend or scores is not None:
-        keys = None
+        own, scoring = None, 0
         if selector_q is not None and held.selector is not None:
-            keys = selector_q, held.selector[0]
+            own, scoring = (selector_q, held.selector), _scoring_programs(device, pairs, held, config)
         attend_prefix(
             rotated, held.compressed if attend else None, held.lengths, counts, parts, split, config, scores,
-            out="compressed" in branches, selector=keys,
+            out="compressed" in branches, selector=own, scoring=scoring,
         )  # fmt: skip
     if scores is not None:
         assert held.arrived is not None
@@ -153,6 +152,14 @@ def dense_step(
 def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
     """Programs per (row, KV head): two per multiprocessor, and no more than there are tiles."""
     return max(1, min(MOST_SPLITS, -(-keys // tile), 2 * _multiprocessors(device) // pairs))
+
+
+def _scoring_programs(device: torch.device, pairs: int, held: Held, config: NSAConfig) -> int:
+    """Programs per (row, KV head) that read a learned selector's keys: four per multiprocessor, and no more than there
+    are tiles."""
+    assert held.selector is not None
+    tokens, _ = selector_tile(held.selector.shape[3], config.select_block)
+    return max(1, min(-(-held.tokens // tokens), 4 * _multiprocessors(device) // pairs))
 
 
 def _blocks_per_part(device: torch.device, pairs: int, blocks: int, window_tiles: int) -> int:

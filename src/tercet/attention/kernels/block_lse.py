@@ -1,0 +1,254 @@
+"""Log-sum-exp of the logits of sampled queries in every block: how much attention each block receives.
+
+Teaches learned selectors (model/selector.py): the teacher is the attention of the selected branch, whose log-sum-exps
+need no gradient; the student is the selector's own, and learns through them.
+
+Forward: one program per few sampled queries, KV head and range of blocks reads the keys of its blocks once for all of
+them. Backward: the same programs add up dq of their blocks, and a second launch has one program per range of keys, for
+dk. The backward pass computes the logits again.
+
+q: [S, H, Dk]   k: [rows, G, Dk]   lse: [S, G, h, blocks]   rows, position: int64 [S], where the queries are among the
+keys' rows and in their documents. Blocks are counted from a document's first row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.attention.first_order import first_order
+from tercet.attention.kernels.custom_op import operator
+from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+
+_BLOCKS = 16  # per program: one program for a whole document would take as long as all the others together
+_TILE = 64  # rows per program: heads of a group, times queries
+_ROWS, _QUERIES = 64, 32  # keys and queries of a product for dk
+
+
+@triton.jit(do_not_specialize=["queries", "blocks"])
+def block_lse_kernel(
+    Q, K, ROWS, POSITIONS, OUT, queries, blocks, q_s, q_h, k_t, k_h, scale,
+    HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr,
+    BP: tl.constexpr, BLOCKS: tl.constexpr, LN2: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(1)
+    begin = tl.program_id(2) * BLOCKS
+    row = tl.arange(0, QT * HP)
+    s = (tl.program_id(0) * QT + row // HP).to(tl.int64)
+    h = row % HP
+    inside = (s < queries) & (h < HEADS)
+    position = tl.load(POSITIONS + s, mask=inside, other=-1)
+    first = tl.load(ROWS + s, mask=inside, other=0) - position
+    d = tl.arange(0, DKP)
+    q = tl.load(
+        Q + (s * q_s + (g * HEADS + h) * q_h)[:, None] + d[None, :],
+        mask=inside[:, None] & (d < DK)[None, :], other=0.0,
+    )  # fmt: skip
+    K += g.to(tl.int64) * k_h
+    out = OUT + ((s * tl.num_programs(1) + g) * HEADS + h) * blocks
+    t = tl.arange(0, BP)
+    # one document after another: the queries of a tile usually belong to one
+    NONE: tl.constexpr = 1 << 60
+    start = tl.min(tl.where(inside, first, NONE), 0)
+    while start < NONE:
+        mine = inside & (first == start)
+        last = tl.max(tl.where(mine, position, -1), 0)
+        end = tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS)
+        for j in tl.range(begin, end):
+            token = j * BLOCK + t
+            there = (t < BLOCK) & (token <= last)
+            k = tl.load(
+                K + ((start + token) * k_t)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0
+            )
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            x = tl.where((t < BLOCK)[None, :] & (token[None, :] <= position[:, None]), x, float("-inf"))
+            highest = tl.max(x, 1)
+            lse = (highest + tl.log2(tl.sum(tl.exp2(x - highest[:, None]), 1))) * LN2
+            tl.store(out + j, lse, mask=mine & (j * BLOCK <= position))
+        start = tl.min(tl.where(inside & (first > start), first, NONE), 0)
+
+
+@triton.jit(do_not_specialize=["queries", "blocks"])
+def block_lse_dq_kernel(
+    GRAD, LSE, Q, K, ROWS, POSITIONS, DQ, queries, blocks, q_s, q_g, k_t, k_g, scale,
+    DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr, BP: tl.constexpr, QT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """dq of one head per group, of a range of blocks; DQ: [ranges, S, G, Dk]."""
+    g = tl.program_id(1)
+    part = tl.program_id(2)
+    begin = part * BLOCKS
+    s = tl.program_id(0).to(tl.int64) * QT + tl.arange(0, QT)
+    inside = s < queries
+    position = tl.load(POSITIONS + s, mask=inside, other=-1)
+    first = tl.load(ROWS + s, mask=inside, other=0) - position
+    d, t = tl.arange(0, DKP), tl.arange(0, BP)
+    q = tl.load(Q + (s * q_s + g * q_g)[:, None] + d[None, :], mask=inside[:, None] & (d < DK)[None, :], other=0.0)
+    K += g.to(tl.int64) * k_g
+    at = (s * tl.num_programs(1) + g) * blocks
+    total = tl.zeros([QT, DKP], tl.float32)
+    NONE: tl.constexpr = 1 << 60
+    start = tl.min(tl.where(inside, first, NONE), 0)
+    while start < NONE:
+        mine = inside & (first == start)
+        last = tl.max(tl.where(mine, position, -1), 0)
+        end = tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS)
+        for j in tl.range(begin, end):
+            met = mine & (j * BLOCK <= position)
+            grad = tl.load(GRAD + at + j, mask=met, other=0.0)
+            lse = tl.load(LSE + at + j, mask=met, other=0.0)
+            token = j * BLOCK + t
+            there = (t < BLOCK) & (token <= last)
+            k = tl.load(
+                K + ((start + token) * k_t)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0
+            )
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            w = _weights(x, grad[:, None], lse[:, None], there[None, :] & (token[None, :] <= position[:, None]))
+            total = _product(w, k, total)
+        start = tl.min(tl.where(inside & (first > start), first, NONE), 0)
+    to = DQ + (((part * queries + s) * tl.num_programs(1) + g) * DK)[:, None] + d[None, :]
+    tl.store(to, total, mask=inside[:, None] & (d < DK)[None, :])
+
+
+@triton.jit
+def _weights(x, grad, lse, seen):
+    """Gradients of logits x, in base 2, from those of the log-sum-exps of their blocks."""
+    used = seen & (grad != 0)
+    return tl.where(used, grad * tl.exp2(tl.where(used, x - lse * 1.4426950408889634, 0.0)), 0.0)
+
+
+@triton.jit
+def _product(w, x, total):
+    """total + w·x, w rounded to bf16 if x is; fp16 could not hold such small numbers, hence tf32x3, nearly fp32."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(w.to(tl.bfloat16), x, total)
+    return tl.dot(w, x.to(tl.float32), total, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["queries", "rows", "blocks"])
+def block_lse_dk_kernel(
+    GRAD, LSE, Q, K, ROWS, POSITIONS, DK_, queries, rows, blocks, q_s, q_g, k_t, k_g, scale, dk_scale,
+    DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, KP: tl.constexpr, QT: tl.constexpr,
+):  # fmt: skip
+    """dk of KEYS rows, at most a block's, and one group."""
+    begin, g = tl.program_id(0).to(tl.int64) * KEYS, tl.program_id(1)
+    r, d = tl.arange(0, KP), tl.arange(0, DKP)
+    row = begin + r
+    there = (r < KEYS) & (row < rows)
+    k = tl.load(K + (row * k_t + g * k_g)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0)
+    total = tl.zeros([KP, DKP], tl.float32)
+    for tile in tl.range(0, queries, QT):
+        s = tile + tl.arange(0, QT).to(tl.int64)
+        inside = s < queries
+        position = tl.load(POSITIONS + s, mask=inside, other=-1)
+        first = tl.load(ROWS + s, mask=inside, other=0) - position
+        at = (s * tl.num_programs(1) + g) * blocks
+        # the block of a query's document that holds the first row, and the next one, which may begin within the rows
+        j = (begin - first + BLOCK) // BLOCK - 1
+        one, lse_one = _load_block(GRAD, LSE, at, j, position, inside, BLOCK)
+        two, lse_two = _load_block(GRAD, LSE, at, j + 1, position, inside, BLOCK)
+        if tl.max(((one != 0) | (two != 0)).to(tl.int32), 0) > 0:
+            q = tl.load(
+                Q + (s * q_s + g * q_g)[:, None] + d[None, :], mask=inside[:, None] & (d < DK)[None, :], other=0.0
+            )
+            x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            token = row[:, None] - first[None, :]
+            second = token >= ((j + 1) * BLOCK)[None, :]
+            grad = tl.where(second, two[None, :], one[None, :])
+            lse = tl.where(second, lse_two[None, :], lse_one[None, :])
+            seen = there[:, None] & (token >= 0) & (token <= position[None, :])
+            total = _product(_weights(x, grad, lse, seen), q, total)
+    to = DK_ + ((row * tl.num_programs(1) + g) * DK)[:, None] + d[None, :]
+    tl.store(to, (total * dk_scale).to(DK_.dtype.element_ty), mask=there[:, None] & (d < DK)[None, :])
+
+
+@triton.jit
+def _load_block(GRAD, LSE, at, j, position, inside, BLOCK: tl.constexpr):
+    """Gradients and log-sum-exps of blocks j, one per query; 0 for blocks that it does not see."""
+    met = inside & (j >= 0) & (j * BLOCK <= position)
+    return tl.load(GRAD + at + j, mask=met, other=0.0), tl.load(LSE + at + j, mask=met, other=0.0)
+
+
+# ------------------------------------------------------------ ops; `block_lse` has their gradient
+
+
+@operator(
+    lambda q, k, rows, position, block, blocks: q.new_empty(
+        q.shape[0], k.shape[1], q.shape[1] // k.shape[1], blocks, dtype=torch.float32
+    )
+)
+def nsa_block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: int, blocks: int) -> Tensor:
+    """fp32 [S, G, h, blocks]; -inf for blocks after the query."""
+    S, H, DK = q.shape
+    G = k.shape[1]
+    q, k = _rows(q), _rows(k)
+    out = torch.full((S, G, H // G, blocks), -math.inf, dtype=torch.float32, device=q.device)
+    heads = power_of_2(H // G)
+    per_tile = max(_TILE, heads) // heads
+    call(
+        block_lse_kernel, (-(-S // per_tile), G, -(-blocks // _BLOCKS)), (q, k, rows, position, out), (S, blocks),
+        (q.stride(0), q.stride(1), k.stride(0), k.stride(1), DK**-0.5 * LOG2E, H // G, heads, per_tile, DK, padded(DK),
+         block, max(16, power_of_2(block)), _BLOCKS, math.log(2.0)),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+@operator(lambda grad, lse, q, k, rows, position, block: (q.new_empty(q.shape), k.new_empty(k.shape)))
+def nsa_block_lse_backward(
+    grad: Tensor, lse: Tensor, q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """(dq, dk) from the gradient of lse [S, G, 1, blocks]; one head per group. Not read in blocks after the query."""
+    S, G, DK = q.shape
+    blocks = lse.shape[-1]
+    q, k, grad = _rows(q), _rows(k), grad.contiguous()
+    scale, ranges = DK**-0.5, -(-blocks // _BLOCKS)
+    dq = torch.empty(ranges, S, G, DK, dtype=torch.float32, device=q.device)
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    owned = min(block, _ROWS)  # more than a block could meet more than two of a document
+    tile = _QUERIES if q.dtype == torch.bfloat16 else _QUERIES // 2  # products in fp32 need more registers
+    strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
+    call(
+        block_lse_dq_kernel, (-(-S // tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
+        (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), tile, _BLOCKS),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    call(
+        block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
+        (S, k.shape[0], blocks),
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), _QUERIES),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return (dq.sum(0) * scale).to(q.dtype), dk
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _BlockLse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: int, blocks: int) -> Tensor:
+        lse: Tensor = torch.ops.tercet.nsa_block_lse(q, k, rows, position, block, blocks)
+        ctx.block = block
+        ctx.save_for_backward(lse, q, k, rows, position)
+        return lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk = torch.ops.tercet.nsa_block_lse_backward(grads[0], *ctx.saved_tensors, ctx.block)
+        return dq, dk, None, None, None, None
+
+
+def block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: int, blocks: int) -> Tensor:
+    """`reference.block_lse` on the kernels, with gradients for one head per group. q and k share a dtype."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        lse: Tensor = _BlockLse.apply(q, k, rows, position, block, blocks)
+        return lse
+    op = torch.ops.tercet.nsa_block_lse if torch.compiler.is_compiling() else nsa_block_lse
+    return op(q, k, rows, position, block, blocks)

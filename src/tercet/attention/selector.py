@@ -1,0 +1,76 @@
+"""Blocks chosen by a learned selector: queries and keys of its own, one per token and KV group (docs/nsa.md).
+
+queries [B, T, G, size]; keys [B, T, G, size], the rows of the selected branch's keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tercet.attention import checks, reference
+from tercet.attention.config import NSAConfig
+from tercet.attention.dispatch import choose_backend
+from tercet.attention.hardware import kernels_run_on
+from tercet.attention.layout import (
+    WHOLE,
+    Packing,
+    Span,
+    keep_selection,
+    key_bounds,
+    query_offsets,
+    why_no_query_range,
+)
+
+
+def choose_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    config: NSAConfig,
+    packing: Packing | None = None,
+    span: Span = WHOLE,
+    backend: str = "auto",
+) -> Tensor:
+    """block_indices, int32 [B, T, G, n]. With a span, the queries are a query range, and the keys start at
+    `span.first_key`."""
+    queries, keys = queries.detach(), keys.detach()
+    tensors = dict.fromkeys(("k_compressed", "v_compressed", "k_window", "v_window"))
+    tensors |= {"q": queries, "k_selected": keys, "v_selected": keys}
+    backend, _ = choose_backend(backend, tensors, config, why_no_query_range(span, packing, ("selected",)))
+    with torch.autocast(queries.device.type, enabled=False):
+        if backend == "triton":
+            from tercet.attention import kernels
+
+            cu_seqlens = None if packing is None else packing.cu_seqlens
+            offsets = [] if span is WHOLE else query_offsets(queries, span, packing)
+            if packing is not None and span is not WHOLE:
+                cu_seqlens = key_bounds(keys, keys, span, packing)
+            longest = None if packing is None else packing.max_seqlen
+            return kernels.select_by_tokens(queries, keys, config, kernels.Layout(cu_seqlens, offsets, None, longest))
+        if packing is not None and span is WHOLE and packing.buckets is not None:
+            buckets = packing.buckets
+            found = [reference.select_by_tokens(b.rows(queries), b.rows(keys), config) for b in buckets.buckets]
+            return keep_selection(buckets.unpack(found))
+        return keep_selection(reference.select_by_tokens(queries, keys, config, packing, span))
+
+
+def check_selector(queries: Tensor, keys: Tensor, q: Tensor, k_selected: Tensor) -> None:
+    """A selector's queries and keys must belong to the same tokens and groups as q and k_selected."""
+    checks.check_tensors({"selector queries": queries, "selector keys": keys})
+    for name, x, tokens in (("queries", queries, q), ("keys", keys, k_selected)):
+        expected = [*tokens.shape[:2], k_selected.shape[2], queries.shape[-1]]
+        if list(x.shape) != expected:
+            raise ValueError(
+                f"selector {name} have shape {list(x.shape)}: expected {expected}, one vector per token and KV head"
+            )
+
+
+def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
+    """`reference.block_lse`, on the kernels where they run; with gradients for one query head per group."""
+    with torch.autocast(q.device.type, enabled=False):
+        if not kernels_run_on(q):
+            return reference.block_lse(q, k, row, position, blocks, block)
+        from tercet.attention.kernels import block_lse as kernels
+
+        return kernels.block_lse(q, k.to(q.dtype), row, position, block, blocks)
