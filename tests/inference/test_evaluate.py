@@ -172,7 +172,9 @@ def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, 
     first, second = (str(folder) for folder in folders)
     capsys.readouterr()
     assert main(["eval", "perplexity", first, "--data-of", second, "--seq-len", "64", "--device", "cpu"]) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    first_line, *_, record = capsys.readouterr().out.splitlines()
+    assert first_line == f"validation text of text {tmp_path / 'another.txt'}, seed 1"
+    record = json.loads(record)
     assert (record["data_of"], record["trained_length"]) == (second, 64)
     compared, own, given = load_model(first, data_of=second), load_model(first), load_model(second)
     texts = [b"".join(bytes(b.tokens[0].tolist()) for b in held_out(m, sequences=4, seq_len=64))

@@ -55,6 +55,7 @@ def perplexity(
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
+    _print_data(model)
     warning = _warn_beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
     sizes = []
 
@@ -106,6 +107,7 @@ def context(
     from tercet.inference.perplexity import ContextLoss, by_context, within_documents
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
+    _print_data(model)
     sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
     scored = sizes[0] if last is None else last
     if scored > sizes[0]:
@@ -167,6 +169,7 @@ def needle(
     from tercet.inference.needle import default_lengths, find_needles
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
+    _print_data(model)
     sizes = lengths or default_lengths(model, style)
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     results = []
@@ -229,6 +232,7 @@ def ruler(
     if unknown := [name for name in names if name not in TASKS]:
         raise UsageError(f"--tasks {unknown[0]} is unknown: pick from {', '.join(TASKS)}")
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
+    _print_data(model)
     sizes = sizes or list(default_lengths(model, "text"))
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     progress = Progress(sizes, names or TASKS, questions)
@@ -266,6 +270,13 @@ def _check_models(run: Path, data_of: Path | None) -> None:
     check_model(run)
     if data_of is not None:
         check_model(data_of)
+
+
+def _print_data(model: LanguageModel) -> None:
+    """The data and seed decide which text is held out: two models are comparable on the same text only."""
+    data = model.run.data
+    where = f" {data.path}" if data.path else ""
+    print(f"validation text of {data.source}{where}, seed {model.run.run.seed}", flush=True)
 
 
 def _path(path: Path | None) -> str | None:
