@@ -166,14 +166,14 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
     per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)
     rows = {
-        "model": f"{plural(model.layers, 'layer')} ({mix}), dim {model.dim}, {plural(model.heads, 'head')} over "
+        "model": f"{plural(model.layers, 'layer')} ({mix}), dim {model.dim}, {plural(model.heads, 'query head')} and "
         f"{plural(model.kv_heads, 'KV head')} of {model.head_dim}, ffn {model.ffn_dim}, "
         f"vocabulary {model.vocab_size:,}",
         "parameters": f"{quantity(p.total)}: embedding {quantity(p.embedding)}, attention {quantity(p.attention)}, "
         f"ffn {quantity(p.ffn)}, norms {quantity(p.norms)}, {head}",
         **_step_rows(config),
         "run": f"{config.train.steps:,} steps, {quantity(plan.tokens)} tokens",
-        "arithmetic": f"{quantity(plan.flops_per_token, 'FLOP')} per token, "
+        "compute": f"{quantity(plan.flops_per_token, 'FLOP')} per token, "
         f"{per_step}"
         f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in total (forward and backward)",
         "attention": _attention_line(plan),

@@ -33,7 +33,7 @@ def test_every_preset_has_a_plan(name):
     assert plan.tokens == config.train.steps * config.train.tokens_per_step
     assert plan.memory.total < GPU.memory
     assert plan.seconds > 0
-    for word in ("parameters", "step", "arithmetic", "memory", "time"):
+    for word in ("parameters", "step", "compute", "memory", "time"):
         assert word in text
 
 

@@ -178,7 +178,7 @@ def test_a_terminal_keeps_the_history_and_fits_its_width(columns: int, monkeypat
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Terminal()
     screen = Screen(stream=out)
-    screen.header([("model", "484k parameters: 2 layers of nsa, dim 128, 2 heads over 1 KV heads"), ("run", "in x")])
+    screen.header([("model", "484k parameters: 2 layers of nsa, dim 128, 2 query heads, 1 KV head"), ("run", "in x")])
     screen.begin(0, 1000)
     for step in range(1, 1001):
         screen.advance(step)

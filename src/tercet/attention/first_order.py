@@ -14,7 +14,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Raise under create_graph=True, the only case in which autograd runs a backward pass with gradients enabled.
 
     torch's once_differentiable alone is silent if only saved tensors require a gradient, and autograd.grad never
-    reaches its delayed error: the second derivative would be wrong without a word. The compiler traces what
+    reaches its delayed error: the second derivative would be silently wrong. The compiler traces what
     once_differentiable does.
     """
     once = once_differentiable(backward)

@@ -90,8 +90,8 @@ def nsa_attention(
     validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
                   block_indices, which the kernels rely on
     packing       the Packing of cu_seqlens, if the caller already has it
-    selector      (queries, keys), each [B, T, G, size] of any size: blocks are chosen by them, each by its best key, in
-                  place of q and k_compressed; no gradient flows through them
+    selector      (queries, keys), each [B, T, G, size] of any size: they score the blocks in place of q and
+                  k_compressed, by the log-sum-exp of their logits; no gradient flows through them
     """
     checks.check_config(config)
     branches = check_branches(branches)

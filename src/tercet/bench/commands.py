@@ -160,7 +160,7 @@ def train(
         plain: Packed kinds to measure with one row per document too.
         statistics: Collect gate and selection statistics in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
-        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: where the host is slower; off.
+        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: if steps are launch-bound; off.
         settings: More configuration keys, e.g. model.nsa.window=512,model.shared_kv=true. train.init_from=RUN measures
             trained weights on the data of data.source, instead of fresh weights on random tokens.
         device: auto, cuda or cpu.

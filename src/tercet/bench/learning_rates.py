@@ -36,7 +36,7 @@ class LRCell:
 
 
 def settings(config: RunConfig, lr: float, steps: int) -> dict[str, Any]:
-    """The keys of a run: its warmup is at most a tenth of it, and it validates at the end only."""
+    """The settings of a run: warm-up takes at most a tenth of it, and it validates at the end only."""
     return {
         "train.lr": lr,
         "train.steps": steps,

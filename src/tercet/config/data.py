@@ -101,9 +101,9 @@ class SourceConfig(Section):
     """The task, for source=synthetic."""
 
     retrieval: float = Field(default=0.0, ge=0, le=1)
-    """Share of the training text that becomes retrieval exercises: documents are joined, and lines with facts and later
-    questions about them are put in. They teach small models to look things up far back; `tercet eval ruler` measures
-    it. Validation text is never changed."""
+    """Share of the training text that becomes retrieval exercises: documents are joined, and facts and later questions
+    about them are inserted between their lines. They teach small models to retrieve facts from far back; `tercet eval
+    ruler` measures that. Validation text is never changed."""
 
     hub_dataset: str = "HuggingFaceFW/fineweb-edu"
     """Hub dataset that fineweb-edu streams from when no path is given; its parquet files are read."""
@@ -209,10 +209,10 @@ class DataConfig(SourceConfig):
     cannot be read for another reason (disk, network) are retried for 15 seconds, then an error."""
 
     accept_changes: bool = False
-    """When a resumed run finds other files than its checkpoint was saved with, read them as they are now instead of
-    stopping; not saved in config.toml. Reading continues at the same position: if files were only repaired, all others
-    keep their place. If files were added or removed, the shuffled order is drawn anew from the new list: in the current
-    epoch some documents are read twice and others not at all; later epochs read each once."""
+    """If data files have changed since the checkpoint, a resumed run reads them as they are now instead of stopping.
+    Not saved in config.toml. Reading continues at the same position: if files were only repaired, all others keep their
+    place. If files were added or removed, the new list is shuffled again: in the current epoch some documents are read
+    twice and others not at all; later epochs read each once."""
 
     max_lost_text: float = Field(default=0.01, ge=0, le=1)
     """Largest share of characters that the tokenizer may lose, checked on the first documents; more is an error.

@@ -50,13 +50,14 @@ class SelectorConfig(Section):
     """Train nothing but the selectors: all other parameters keep their values, and steps need less memory and time. A
     warm-up for the selectors of a converted model."""
     teacher: Literal["all", "selected"] = "all"
-    """Blocks whose attention teaches the choice. all: every block of the past. selected: only those that were read."""
+    """Blocks whose attention the selector learns from. all: every block up to the query. selected: only those that were
+    read."""
     all_until: int = Field(default=0, ge=0)
-    """With teacher=selected: first step that the selected blocks teach; all blocks teach before it."""
+    """With teacher=selected: the selector learns from all blocks before this step."""
     every: int = Field(default=128, ge=1)
-    """One query in this many teaches the choice."""
+    """Compute the selector's loss on one query in this many."""
     weight: float = Field(default=1.0, ge=0)
-    """Factor of the loss; 0: the selector keeps its initial weights."""
+    """Weight of the selector's loss; 0: the selector keeps its initial weights."""
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate, with train.schedule; none: train.lr."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -77,8 +78,8 @@ class MuonConfig(Section):
     weight_decay: float | None = Field(default=None, ge=0)
     """Weight decay; none: train.weight_decay."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """How the learning rate depends on the shape of a matrix. match_rms_adamw: updates as large as AdamW's, so that its
-    learning rate fits. original: as in Muon's first publication, which needs a learning rate of about 0.02."""
+    """How the learning rate depends on the shape of a matrix. match_rms_adamw: scales updates to the size of AdamW's,
+    so that its learning rate works. original: as in Muon's first publication; needs a learning rate of about 0.02."""
 
 
 class StageConfig(Section):
@@ -126,9 +127,9 @@ class TrainConfig(Section):
     """Optimizer updates in the whole run; with train.stages, their sum. Schedules, logs and checkpoints count in these
     steps."""
     stages: tuple[StageConfig, ...] = ()
-    """Stages of other sequence lengths, as SEQ_LEN:STEPS (1024:700 8192:250) or as [[train.stages]] tables. Fields
-    after STEPS: micro_batch, tokens_per_step and rope_theta, as in 8192:250:rope_theta=500000. none: one stage of
-    data.seq_len."""
+    """Train in stages of different sequence lengths, as SEQ_LEN:STEPS (1024:700 8192:250) or as [[train.stages]]
+    tables. Fields after STEPS: micro_batch, tokens_per_step and rope_theta, as in 8192:250:rope_theta=500000. none: one
+    stage at data.seq_len."""
     tokens_per_step: int = Field(default=65536, ge=1)
     """Tokens per optimizer update, over all ranks and accumulated micro-batches."""
     micro_batch: int = Field(default=8, ge=1)
@@ -142,9 +143,9 @@ class TrainConfig(Section):
     schedule: Schedule = "cosine"
     """cosine: decay to min_lr_ratio over the run. wsd: constant, then linear decay at the end. constant: no decay."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Steps of linear warmup from 0 to lr."""
+    """Steps of linear warm-up from 0 to lr."""
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
-    """wsd: fraction of the run, at its end, spent decaying."""
+    """wsd: the learning rate decays over this last fraction of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the last step, as a fraction of lr."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -168,8 +169,8 @@ class TrainConfig(Section):
     compile: Switch = "auto"
     """torch.compile each block. auto: on a GPU only (on a CPU it costs half a minute for no gain)."""
     cuda_graph: Switch = "auto"
-    """Capture forward and backward as a CUDA graph. auto: if the first steps show that the host is slower than the GPU;
-    stay eager where capture is impossible. on: fail if capture is impossible."""
+    """Capture forward and backward as a CUDA graph. auto: if the first steps show that the GPU waits for kernel
+    launches; stay eager where capture is impossible. on: fail if capture is impossible."""
 
     val_every: int = Field(default=250, ge=0)
     """Steps between validations; 0: only at the end."""
@@ -294,7 +295,7 @@ class ParallelConfig(Section):
     bucket_mb: float = Field(default=25.0, gt=0)
     """ddp: megabytes of gradients per all-reduce."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """ddp: type that gradients are communicated in; none: their own."""
+    """ddp: dtype in which gradients are communicated; none: their own dtype."""
 
     sharding: Literal["full", "grad_op"] = "full"
     """fsdp, hsdp: full frees gathered weights after forward and gathers them again in backward; grad_op keeps them
@@ -302,7 +303,7 @@ class ParallelConfig(Section):
     prefetch: int = Field(default=1, ge=0)
     """fsdp, hsdp: blocks whose weights are gathered in advance."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """fsdp, hsdp: type that gradients are reduced in."""
+    """fsdp, hsdp: dtype in which gradients are reduced."""
     shard_ranks: int = Field(default=0, ge=0)
     """hsdp: ranks that share one copy of the weights; 0: the ranks of one machine."""
 
@@ -321,9 +322,10 @@ class ParallelConfig(Section):
     arrival_seconds: float = Field(default=300.0, gt=0)
     """Seconds to wait for all ranks at startup before the missing ones are reported."""
     first_step_seconds: float = Field(default=1800.0, gt=0)
-    """Timeout for other ranks until the first step is done; covers uneven compilation and loading."""
+    """How long to wait for other ranks until the first step is done: compilation and loading may take unequal times."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """Timeout for other ranks after the first step. A rank that exceeds it counts as stuck, and the run stops."""
+    """How long to wait for other ranks after the first step. A rank that takes longer counts as stuck, and the run
+    stops."""
     allow_single_rank: bool = False
     """Allow training on one GPU of a machine that has several."""
 
@@ -406,7 +408,8 @@ class ProfileConfig(Section):
 
 
 class HealthConfig(Section):
-    """Health rules. Each is off, warns once per episode, or halts the run. `tercet report` uses default thresholds."""
+    """Health rules. Each is off, warns once when a problem begins, or halts the run. `tercet report` uses the default
+    thresholds."""
 
     gate_collapse: Action = "warn"
     """A layer's gates put almost all weight on one branch."""

@@ -15,14 +15,14 @@ from tercet.terminal import printable
 
 
 def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1 << 26) -> int:
-    """Tokenise a source once into memory-mapped shards, to be read with --data.source shards --data.path OUT.
+    """Tokenize a source once into memory-mapped shards, to be read with --data.source shards --data.path OUT.
 
     Run an interrupted preparation again with the same arguments to continue after the last finished shard.
 
     Args:
         data: What to read, and the tokenizer.
         out: Output folder for the shards, a manifest with checksums, and the tokenizer.
-        workers: Tokenising processes; 0: one per core. The shards do not depend on it.
+        workers: Tokenizing processes; 0: one per core. The shards do not depend on it.
         shard_tokens: Tokens per shard.
     """
     from tercet.data.prepare import Progress

@@ -183,8 +183,7 @@ def _match_files(
     if changes and not accept:
         raise DataError(
             f"the data changed since the checkpoint: {'; '.join(changes)}: restore the files, or read them as they are "
-            "now with --data.accept_changes (its help says in which order), or start from the weights alone with "
-            "train.init_from"
+            "now with --data.accept_changes (see its help), or start from the weights alone with train.init_from"
         )
     check_identity(state | {"identity": before}, now)
     state = state | {"identity": now}

@@ -1,6 +1,6 @@
-"""`tercet data prepare`: tokenise a text source once into a folder of shards.
+"""`tercet data prepare`: tokenize a text source once into a folder of shards.
 
-This process reads records in order, worker processes tokenise them, and this process writes. The shards are therefore
+This process reads records in order, worker processes tokenize them, and this process writes. The shards are therefore
 byte-identical for any number of workers and after any interruption: each finished shard stores the position of the next
 record, where the next run continues.
 """
@@ -76,7 +76,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the documents of `data` as shards to `out`, continuing an interrupted run. Returns the manifest.
 
-    workers: tokenising processes; 0: one per core. Documents of both splits are written, in the order of the sorted
+    workers: tokenizing processes; 0: one per core. Documents of both splits are written, in the order of the sorted
     files; split and shuffling are applied when the shards are read.
     """
     if data.source not in PREPARABLE:
@@ -208,7 +208,7 @@ class _ShardWriter:
 
 
 class _Workers:
-    """Tokenising processes; with one worker, this process itself."""
+    """Tokenizing processes; with one worker, this process itself."""
 
     def __init__(self, count: int, data: DataConfig) -> None:
         self._count = count
@@ -249,7 +249,7 @@ class _Workers:
                 yield first, future.result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a tokenising process died (killed, or out of memory): run the same command again to continue after "
+                "a tokenizing process died (killed, or out of memory): run the same command again to continue after "
                 "the last finished shard, with fewer --workers if memory ran out"
             ) from error
 

@@ -1,4 +1,4 @@
-"""Shards: pre-tokenised documents in memory-mapped numpy files with a manifest.
+"""Shards: pre-tokenized documents in memory-mapped numpy files with a manifest.
 
     manifest.json                    everything below, with checksums; written last
     shard-00000.tokens.npy           [tokens] u1, u2 or u4: documents one after another, each with its EOS
@@ -85,7 +85,7 @@ class ShardStream:
         if used["fingerprint"] != tokenizer.fingerprint:
             fix = "byte" if used["name"] == "byte" else str(folder / "tokenizer.json")
             raise DataUsageError(
-                f"{folder} was tokenised with {used['name']}, not with tokenizer={tokenizer.name}: "
+                f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}: "
                 f"use --data.tokenizer {fix}, or prepare the shards again"
             )
         self._vocab_size = tokenizer.vocab_size

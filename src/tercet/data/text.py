@@ -1,4 +1,4 @@
-"""TextStream: documents from records of text, filtered by split, shuffled within blocks and tokenised."""
+"""TextStream: documents from records of text, filtered by split, shuffled within blocks and tokenized."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def record_hash(record: Record) -> int:
 def check_encodable(
     tokenizer: Tokenizer, record: Record | BadRecordError, source: RecordIterator
 ) -> Record | BadRecordError:
-    """The record, or the error that it cannot be tokenised losslessly; `source` is where it was just read from."""
+    """The record, or the error that it cannot be tokenized losslessly; `source` is where it was just read from."""
     if isinstance(record, BadRecordError):
         return record
     for text in (record.prompt, record.text):

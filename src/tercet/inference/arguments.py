@@ -21,9 +21,7 @@ Dtype = Annotated[
 Plot = Annotated[Path | None, Arg("Write a plot to this SVG file.")]
 DataOf = Annotated[
     Path | None,
-    Arg(
-        "Take the validation text of this run, in its order: compares models that were trained on other data or seeds."
-    ),
+    Arg("Read the validation text of this run, to compare models that were trained with different data or seeds."),
 ]
 
 WEIGHTS = "model.safetensors"

@@ -93,10 +93,10 @@ def context(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
-    """Loss of the same last tokens of long validation documents, with more and less context before them.
+    """Loss of the last tokens of long validation documents, by how much context the model reads before them.
 
     Args:
-        lengths: Tokens to read, the scored ones included; default: an eighth to all of the model's context.
+        lengths: Tokens to read, including the scored ones; default: an eighth to all of the model's context.
         last: Tokens to score at the end of each; default: the shortest length.
         sequences: Sequences to read, each from one document of at least the greatest length.
     """
@@ -205,7 +205,7 @@ def ruler(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
-    """RULER's synthetic tasks: needles, chains of variables and word lists, by length. Not RULER's own wording.
+    """RULER's synthetic tasks, by length: needles, variable tracing and word lists, in our own wording.
 
     Args:
         lengths: Tokens per question, answer included, e.g. 1024,4096; default: a quarter to all of the context.

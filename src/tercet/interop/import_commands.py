@@ -31,13 +31,13 @@ def hf(
         source: Folder with config.json and safetensors.
         out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
-        attention: nsa; block-sparse, which adds nothing to the model; dense; window; or a pattern of layers such as
+        attention: nsa; block-sparse, which adds no parameters; dense; window; or a pattern of layers such as
             nsa*11,dense. Default: nsa or, for an export of Tercet, the attention that it had.
-        compression: How a block of keys and values is compressed: mlp (learnt, starts as the mean) or mean.
+        compression: How a block of keys and values is compressed: mlp (learned, starts as the mean) or mean.
         compress_selected_keys: Compress the keys of the selected branch instead of separate keys.
-        cover: The branch whose gates start open; up to its reach, the import equals the dense model.
-        gate_logit: Gate bias: sigmoid(gate_logit) for the open branch, sigmoid(-gate_logit) for the others. Higher is
-            closer to the dense model; lower learns to use the other branches sooner.
+        cover: The branch whose gates start open; as long as it sees every token, the import equals the dense model.
+        gate_logit: Gates start at sigmoid(gate_logit) for the open branch, sigmoid(-gate_logit) for the others. Higher
+            is closer to the dense model; with lower values the other branches learn sooner.
         dense_below: With block-sparse: queries at positions below this read everything.
         selector: With block-sparse: what scores the blocks, means of their keys (compressed) or new projections
             (learned).
@@ -75,5 +75,5 @@ def hf(
             print(f"sequences of {length:,} tokens train dense attention: to train the choice of blocks, use more with "
                   f"--data.seq_len, or import with --seq_len")  # fmt: skip
     print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml')}")
-    print(f"To use it as it is:  {hints.generate(out)}")
+    print(f"To use it without training:  {hints.generate(out)}")
     return 0

@@ -70,20 +70,20 @@ def is_all_dense(attention: object) -> bool:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Which channels model.rope_scaling slows down, validated on construction."""
+    """Which RoPE channels model.rope_scaling applies to, validated on construction."""
 
     type: RopeType = "linear"
-    """linear: all channels alike. llama3 and yarn, as in models of these names: channels that turn slowly; those that
-    turn fast keep their frequency."""
+    """linear: all channels. llama3 and yarn, as in models of these names: low-frequency channels only; high-frequency
+    channels keep their frequency."""
     original_length: int = 8192
     """llama3, yarn: sequence length before the model was extended."""
     slow: float = 1.0
-    """llama3, yarn: channels with fewer turns than this in original_length are slowed down in full."""
+    """llama3, yarn: channels with fewer rotations than this in original_length are scaled in full."""
     fast: float | None = None
-    """llama3, yarn: channels with more turns than this in original_length are not slowed down; none: 4 for llama3, 32
+    """llama3, yarn: channels with more rotations than this in original_length are not scaled; none: 4 for llama3, 32
     for yarn."""
     attention_factor: float | None = None
-    """yarn: factor of rotated queries and keys; none: 0.1 · ln(rope_scaling) + 1."""
+    """yarn: multiplies rotated queries and keys; none: 0.1 · ln(rope_scaling) + 1."""
 
     def __post_init__(self) -> None:
         if self.type not in (types := get_args(RopeType)):
@@ -148,13 +148,13 @@ class ModelConfig(BaseModel):
     """Compress the selected branch's keys instead of separate ones, so that blocks are selected by the keys that
     will be read; values stay separate."""
     selector: Literal["compressed", "learned", "random"] = "compressed"
-    """What chooses the blocks: the compressed branch (the paper), small learned projections of their own, or, as a
-    control, a random choice that is fixed by position and layer."""
+    """What chooses the blocks. compressed: the compressed branch, as in the paper. learned: separate small projections
+    that learn to choose. random: a random choice, fixed by position and layer, as a control."""
     selector_dim: int = Field(default=32, ge=1)
     """Channels of a learned selector's queries and keys, per KV head."""
     selector_rotary: int | None = Field(default=None, ge=0)
-    """Channels of a learned selector that are rotated by position, as RoPE rotates attention; the others compare
-    content alone. An even number of at most selector_dim; none: half of it."""
+    """Channels of a learned selector to which RoPE is applied; the others compare content alone. An even number of at
+    most selector_dim; none: half of it."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
     dense_below: int = Field(default=0, ge=0)
@@ -164,13 +164,13 @@ class ModelConfig(BaseModel):
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position embedding."""
     rope_scaling: float = Field(default=1.0, gt=0)
-    """Divides all positions, or with model.rope those of some channels; above 1 to extend a model to longer
+    """Divides positions, in all channels or in those that model.rope selects; above 1 to extend a model to longer
     sequences."""
     rope: RopeConfig = RopeConfig()
-    """Which channels rope_scaling slows down."""
+    """Which channels rope_scaling applies to."""
     rope_max_wavelength: float = Field(default=0.0, ge=0)
-    """Channels that would need more positions than this for a full turn are not rotated: they compare content alone, at
-    any distance. Set it to the length of most of the training, to read longer texts later. 0: all are rotated."""
+    """Channels with a longer wavelength than this, in positions, are not rotated: they compare content alone, at any
+    distance. To read longer texts later, set it to the length of most of the training. 0: all are rotated."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before RoPE."""
     attention_bias: bool = False

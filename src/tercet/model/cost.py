@@ -190,8 +190,8 @@ def _all_scoring_flops(model: ModelConfig, length: int) -> float:
 def flops_per_token(model: ModelConfig, seq_len: int, *, selectors_only: bool = False) -> float:
     """FLOPs per trained token: forward, plus twice that backward. Recomputation is not counted, as in MFU.
 
-    selectors_only: the backward pass computes the gradients of the loss, of the outputs of sparse layers, which carry
-    it on, and of the selectors' keys.
+    selectors_only: the backward pass only goes through the loss, the output projections of sparse layers and the
+    selectors' keys.
     """
     if selectors_only:
         outputs = model.attention_kinds.count("nsa") * model.dim * model.heads * model.head_value_dim

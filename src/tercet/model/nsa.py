@@ -69,7 +69,7 @@ class NativeSparseAttention(AttentionLayer):
                  a summary of the keys that will be read
     rope_theta, rope_scaling, rope_max_wavelength  RoPE base, a divisor for all positions, and the longest wavelength
                  of rotated channels (0: no limit)
-    rope         which channels rope_scaling slows down; all by default
+    rope         which channels rope_scaling applies to; all by default
     qk_norm      RMS-normalise each head of q and k
     selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (a query
                  and a key of `selector_dim` channels per token and KV head, of which RoPE rotates the first

@@ -33,8 +33,8 @@ class Rotary:
     """Angles theta^(-2i/D) · position / scaling for every pair (i, i + D/2) of a head.
 
     `scaling` divides all positions: a model trained at 8k reads 32k with scaling 4 (position interpolation); `rope`
-    may limit it to some pairs. Pairs that would need more than `max_wavelength` positions for a full turn are not
-    rotated (0: all are).
+    may limit it to some pairs. Pairs with a wavelength of more than `max_wavelength` positions are not rotated (0: all
+    are).
     """
 
     def __init__(

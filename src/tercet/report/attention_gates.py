@@ -8,6 +8,7 @@ from collections import Counter
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, is_fastest, last_choices, unlogged_passes
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
+from tercet.telemetry.units import plural
 
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
 # Share of what can be gained over a random choice that counts as learned.
@@ -97,7 +98,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     gate = GateBuilder(
         "selection health",
         f"a collapsed gate or dead branch in at most {limits.lone_branch_layers:.0%} of the layers, no stuck "
-        f"selection; at least {limits.readings} samples of all layers",
+        f"selection; statistics of all layers in at least {limits.readings} steps",
         "gates",
     )
     sparse = [i for i, kind in enumerate(run.attention) if kind == "nsa"]
@@ -129,7 +130,8 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
         gate.fail("the gates are not finite", "see the numerics gate")
     if len(samples) < limits.readings:
-        gate.not_tested(f"{len(samples)} samples of all layers, at least {limits.readings} needed", "train longer")
+        sampled = f"statistics of all layers in {plural(len(samples), 'step')}, at least {limits.readings} needed"
+        gate.not_tested(sampled, "train longer")
     gate.require_steps(run, limits)
     if not gated:
         return gate.build(f"all {len(sparse)} layers choose their blocks")

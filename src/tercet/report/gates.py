@@ -66,12 +66,12 @@ class Gate:
         """This gate when the run's record is incomplete: GO becomes NOT TESTED, NO-GO stays."""
         if self.verdict != GO:
             return self
-        reason, fix = "the record is incomplete, so this proves nothing", INCOMPLETE_RECORD_FIX
+        reason, fix = "the record is incomplete, so this gate cannot pass", INCOMPLETE_RECORD_FIX
         sentence = f"{reason}: {self.sentence}"
         return dataclasses.replace(self, verdict=NOT_TESTED, sentence=sentence, fix=fix, reasons=((reason, fix),))
 
 
-ON_CPU = "ran on a CPU, which has no kernels"
+ON_CPU = "ran on a CPU, where no GPU kernels run"
 INCOMPLETE_RECORD_FIX = "report on a complete run folder"
 
 

@@ -211,7 +211,7 @@ def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired],
         gate.add_evidence("dense twin", f"{dense:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})")
         if slow := slow_routes(baseline):
             gate.not_tested(
-                f"the dense baseline ran on {slow}, so being faster proves nothing", "fix that and train it again"
+                f"the dense baseline ran on {slow}, so the comparison is not fair", "fix that and train it again"
             )
         compared = f", {ratio:.2f}× dense"
         if speed < limits.dense_ratio * dense and exempt:

@@ -43,7 +43,7 @@ _MAD_TO_STD = 1.4826
 
 
 class HealthMonitor:
-    """Applies the rules to one rank's events. A rule fires once per episode: again only after the problem has gone."""
+    """Applies the rules to one rank's events. A rule fires once per problem, and again only after it has cleared."""
 
     def __init__(self, config: HealthConfig, init_from: str | None = None) -> None:
         """init_from: train.init_from. A file of weights is an import, whose gates may be closed by design."""
@@ -59,7 +59,7 @@ class HealthMonitor:
         """New findings due to this event."""
         if isinstance(event, RunStarted | StageStarted):
             # Another process, maybe on another device, or another sequence length: throughput starts over, and the
-            # first interval is warmup.
+            # first interval is warm-up.
             self._speeds.clear()
             self._warming_up = True
             if isinstance(event, StageStarted):

@@ -202,7 +202,7 @@ class Screen:
             self.say(event.text)
 
     def _estimate(self, event: StepLogged, left: float) -> None:
-        # The first step of a process includes warmup: wait for an interval with more steps.
+        # The first step of a process includes warm-up: wait for an interval with more steps.
         if self._estimated or len(event.losses) < 2 or left < 30:
             return
         self._estimated = True

@@ -46,16 +46,16 @@ def header_lines(
     """(name, value) pairs to print before training. `vocab_size`: the tokenizer's."""
     train, model = config.train, config.model
     kinds = "+".join(sorted(set(model.attention_kinds)))
-    options = ["bf16 over fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
+    options = ["bf16 with fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
     if uses_compile(config, device):
         options.append("compiled blocks")
     if uses_cuda_graph(config, device):
-        options.append("CUDA graphs if the host is slower" if train.cuda_graph == "auto" else "CUDA graphs")
+        options.append("CUDA graphs if launch-bound" if train.cuda_graph == "auto" else "CUDA graphs")
     if train.activation_checkpointing != "none":
         options.append(f"{train.activation_checkpointing} activation checkpointing")
     if config.run.deterministic:
         options.append("deterministic")
-    heads = f"{plural(model.heads, 'head')} over {plural(model.kv_heads, 'KV head')}"
+    heads = f"{plural(model.heads, 'query head')}, {plural(model.kv_heads, 'KV head')}"
     sizes = f"{plural(model.layers, 'layer')} of {kinds}, dim {model.dim}, {heads}"
     tokens = quantity(config.total_tokens)
     trains = f", of which the selectors' {quantity(selector_parameters(model))} train" if train.selector.only else ""

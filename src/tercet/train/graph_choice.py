@@ -1,10 +1,10 @@
-"""train.cuda_graph=auto: measure the first steps, and use CUDA graphs where the host is slower than the GPU.
+"""train.cuda_graph=auto: measure the first steps, and use CUDA graphs if the GPU waits for kernel launches.
 
 The first steps of a batch shape run eagerly. After warm-up, each step notes when the host has launched all passes, and
 marks that point in the GPU's queue. If the GPU reaches the mark at almost the same time, it was waiting for launches,
 and a graph helps. If it is behind, the host was waiting, or will be, and a graph would only cost memory.
 
-Host times alone do not tell: a host that is ahead is held up by the full launch queue and seems as slow as the GPU.
+Host times alone are not enough: a host that is ahead is blocked by the full launch queue and seems as slow as the GPU.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _build_model(config: RunConfig) -> nn.Module:
 
 
 def freeze_all_but_selectors(model: nn.Module) -> None:
-    """train.selector.only: the loss of the selectors is the only one that any parameter feels."""
+    """train.selector.only: all other parameters are frozen."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".selector." in name)
     for module in model.modules():

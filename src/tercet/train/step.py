@@ -105,7 +105,7 @@ class StepResult:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """bf16 compute over fp32 weights, or plain fp32."""
+    """bf16 compute with fp32 weights, or plain fp32."""
     if resolved_precision(precision, device.type) == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

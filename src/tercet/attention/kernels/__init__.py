@@ -13,7 +13,7 @@ Conventions, for all modules:
 - delta = dout · o of a branch, before its gate; gate · dout is the gradient of the branch's output.
 - Argument order: q, k, v, other tensors, config, documents, launch settings. Kernels: pointers, numbers, constants. A
   pointer is upper case; numbers that change from batch to batch are declared do_not_specialize.
-- Kernels never use atomics for results: the same inputs give the same bits.
+- Kernels never use atomics for results, so that results are bitwise reproducible.
 """
 
 from __future__ import annotations

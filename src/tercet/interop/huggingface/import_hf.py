@@ -107,7 +107,7 @@ def import_model(
         given = {**options, "cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
         unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
         if unused:
-            fix = "" if ours else ", or pass --attention to convert its dense weights anew"
+            fix = "" if ours else ", or pass --attention to convert its dense weights again"
             raise UsageError(
                 f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}"
             )

@@ -1,6 +1,7 @@
 """dK/dV of the selected branch, and the partial dQ of scattered selections. Words: selected/__init__.py.
 
-Without dQ: the same bits as kv_major.kv_major_dkv_transposed. With dQ it takes the place of kv_major.kv_major_dkv.
+Without dQ, results are bitwise identical to kv_major.kv_major_dkv_transposed. With dQ it replaces
+kv_major.kv_major_dkv.
 
 A program holds a block's K and V and loops over the (entry, head) rows of its piece. Rows past the end repeat the last
 entry and get weight 0. Rows are scattered in memory, so that TMA cannot fetch them: four warps only gather, step by

@@ -2,8 +2,8 @@
 
 A program takes one *piece* of a block's list (inverted_lists.py), at most a segment long, so that popular blocks (every
 query selects the first one) are shared among programs. Partial results per entry (an output with its log-sum-exp, or
-dq) are written at the entry's place, dk and dv at the piece's. reduce.py adds them up in a fixed order: no atomics, the
-same bits every time.
+dq) are written at the entry's place, dk and dv at the piece's. reduce.py adds them up in a fixed order, without
+atomics, so that results are bitwise reproducible.
 
 Two kernels compute dK/dV without dQ: `kv_major_dkv_transposed` at small heads, `kv_major_dkv` elsewhere; the latter
 also computes dQ where the KV-major design runs. (A program that loops over several lists kept forty registers of
