@@ -275,8 +275,7 @@ def _check_models(run: Path, data_of: Path | None) -> None:
 def _print_data(model: LanguageModel) -> None:
     """The data and seed decide which text is held out: two models are comparable on the same text only."""
     data = model.run.data
-    where = f" {data.path}" if data.path else ""
-    print(f"validation text of {data.source}{where}, seed {model.run.run.seed}", flush=True)
+    print(" ".join(["validation text of", data.source, *data.path]) + f", seed {model.run.run.seed}", flush=True)
 
 
 def _path(path: Path | None) -> str | None:
