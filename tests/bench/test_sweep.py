@@ -157,8 +157,8 @@ def test_wrong_learning_rate_sweeps_are_refused(tmp_path, options, said):
 
 def test_the_best_learning_rate_at_the_edge_asks_for_more():
     cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
-    assert "try larger rates" in "\n".join(learning_rates.render(cells, cells[1]))
-    assert "try smaller rates" in "\n".join(learning_rates.render(cells, cells[0]))
+    assert "try larger learning rates" in "\n".join(learning_rates.render(cells, cells[1]))
+    assert "try smaller learning rates" in "\n".join(learning_rates.render(cells, cells[0]))
 
 
 @pytest.mark.slow

@@ -57,10 +57,10 @@ def block_sparse_attention(
     """Causal attention [B, T, H, Dv] in which a query reads select_count blocks of keys, chosen by their means.
 
     config        block sizes; `window` has no effect, the most recent keys are read as select_local forced blocks
-    dense_below   queries at positions below this read every key up to their own; so do, without it, those below
-                  select_count · select_block, whose blocks are all selected
+    dense_below   queries at positions below this read every key up to their own. Those below
+                  select_count · select_block always do, since all of their blocks are selected
     cu_seqlens    int32 [documents + 1]: bounds of packed documents, B = 1
-    max_seqlen    with cu_seqlens: upper bound on document length, T by default. On a device it is trusted
+    max_seqlen    with cu_seqlens: upper bound on document length, T by default; not checked on a GPU
     backend       "auto", "reference" or "triton"; one that cannot run raises an error that says why
     return_aux    return (out, AttentionAux): also the selected blocks and the backend
     block_indices int32 [B, T, G, n]: read these blocks instead of selecting, ascending, padded with -1

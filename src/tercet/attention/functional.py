@@ -81,7 +81,7 @@ def nsa_attention(
     cu_seqlens    int32 [documents + 1]: bounds of packed documents, B = 1; k_compressed and v_compressed hold the
                   documents' compressed tokens one after another (`config.compressed_cu_seqlens`), padding may follow
     max_seqlen    with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work;
-                  on a device it is trusted, like the values of cu_seqlens
+                  on a GPU it is not checked, nor are the values of cu_seqlens
     backend       "auto", "reference" or "triton"; one that cannot run raises an error that says why
     return_aux    return (out, AttentionAux): also the selected blocks and the backend of each branch
     branches      omit branches for ablations; blocks are still selected from the compressed probabilities

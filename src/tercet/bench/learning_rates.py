@@ -107,10 +107,10 @@ def render(cells: Sequence[LRCell], best: LRCell | None) -> list[str]:
     place = cells.index(best)
     advice = f"train with --train.lr {best.lr:g}"
     if len(cells) > 1 and place == 0:
-        advice += f", or try smaller rates: the best is the smallest one, add --lrs {best.lr / 3:.2g}"
+        advice += f", or try smaller learning rates: the best is the smallest one, add --lrs {best.lr / 3:.2g}"
     elif len(cells) > 1 and place == len(cells) - 1:
-        advice += f", or try larger rates: the best is the largest one, add --lrs {best.lr * 3:.2g}"
-    return [*lines, "", advice, "A longer run usually prefers a somewhat smaller rate."]
+        advice += f", or try larger learning rates: the best is the largest one, add --lrs {best.lr * 3:.2g}"
+    return [*lines, "", advice, "Longer runs usually need a slightly smaller learning rate."]
 
 
 def plot(cells: Sequence[LRCell], path: Path) -> Path | None:

@@ -130,8 +130,8 @@ class RunConfig(Section):
         kind = self.model.selector
         if kind != "learned" and changed is not None:
             raise ValueError(
-                f"train.selector.{changed} has no effect with model.selector={kind}: nothing of it is learned; "
-                "drop it, or use model.selector learned"
+                f"train.selector.{changed} has no effect with model.selector={kind}, which is not trained: drop it, or "
+                "use model.selector learned"
             )
         if selector.only and "nsa" not in self.model.attention_kinds:
             raise ValueError(
@@ -140,15 +140,14 @@ class RunConfig(Section):
             )
         if kind == "random" and self.parallel.strategy == "cp":
             raise ValueError(
-                "model.selector=random with parallel.strategy=cp: ranks exchange keys for blocks that they choose by "
-                "score; use parallel.strategy ddp or fsdp"
+                "model.selector=random is not supported with parallel.strategy=cp: use parallel.strategy ddp or fsdp"
             )
         if kind == "learned" and self.parallel.strategy == "cp":
             chunk = self.train.micro_batch * self.data.seq_len // (2 * self.parallel.context)
             if self.parallel.context_fetch == "blocks":
                 raise ValueError(
-                    "model.selector=learned with parallel.context_fetch=blocks: the selector learns from keys that are "
-                    "not fetched then; use parallel.context_fetch documents"
+                    "model.selector=learned with parallel.context_fetch=blocks: the selector learns from keys that "
+                    "this does not fetch; use parallel.context_fetch documents"
                 )
             if chunk % selector.every:
                 raise ValueError(

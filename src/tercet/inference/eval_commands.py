@@ -259,7 +259,7 @@ def ruler(
     if out is not None:
         write_results(results, about, out)
         print(out)
-    print(f"share of right answers in percent, [95% interval], {questions} questions per length and task;")
+    print(f"correct answers in percent, [95% interval], {questions} questions per length and task;")
     print(f"{wording} wording; not comparable with published RULER scores")
     print(table(results))
     print(json.dumps({**about, "found": [result.as_dict() for result in results]}))

@@ -72,8 +72,8 @@ def hf(
         print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
         length = imported.run.data.seq_len
         if model.gate == "none" and length <= imported.exact_length:
-            print(f"sequences of {length:,} tokens train dense attention: to train the choice of blocks, use more with "
-                  f"--data.seq_len, or import with --seq_len")  # fmt: skip
+            print(f"attention is still dense in sequences of {length:,} tokens: to train the choice of blocks, use "
+                  f"longer ones with --data.seq_len, or import with --seq_len")  # fmt: skip
     print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml')}")
     print(f"To use it without training:  {hints.generate(out)}")
     return 0

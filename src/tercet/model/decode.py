@@ -45,7 +45,7 @@ def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: 
     if layer.backend == "reference":
         return REQUESTED
     if layer.chooses_randomly():
-        reason: str | None = "the kernels do not choose blocks of a cache at random (model.selector=random)"
+        reason: str | None = "the kernels do not support model.selector=random with a cache"
     elif x.shape[1] == 1:
         reason = why_not_token_kernels(layer, cache)
     else:

@@ -126,8 +126,8 @@ class AttentionLayer(nn.Module):
                     outputs are meaningless
         turns       cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`)
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
-        taught      int64 [S]: flat indices of the queries that teach a learned selector in this pass, or on which the
-                    statistics measure how well blocks are chosen
+        taught      int64 [S]: flat indices of the queries on which the loss of a learned selector is computed in this
+                    pass, or on which the statistics measure how well blocks are chosen
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}: expected 3 axes, [batch, tokens, {self.dim}]")

@@ -39,7 +39,7 @@ class AttentionStats:
     selected_overlap   mean fraction of a token's freely selected blocks that the previous token selected too. Excludes
                        forced blocks, which move with the token, and tokens whose every block fits: a selection that
                        never changes then has overlap 1
-    selector_kl        of a learned selector: KL divergence from its teacher, over the queries that teach it
+    selector_kl        of a learned selector: KL divergence from its teacher, over the sampled queries
     selector_mass      share of the teacher's attention to free blocks that the chosen ones receive, on sampled queries,
                        whatever chose them; selector_best is that of the best choice, selector_random that of a random
                        one

@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.attention_layers()):
             if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
                 layer.random_blocks.layer = i
-        self.taught_every = 128  # in training, one query in this many teaches the learned selectors
+        self.taught_every = 128  # in training, the loss of learned selectors is computed on one query in this many
         self.init_weights()
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         return packing
 
     def _sample_queries(self, tokens: Tensor, packing: Any) -> Tensor | None:
-        """The queries that teach learned selectors in this pass, or measure how well blocks are chosen."""
+        """Queries sampled in this pass for the loss of learned selectors, or to measure how well blocks are chosen."""
         if self.config.selector == "learned":
             return sample_queries(tokens, self.taught_every)
         # a context-parallel rank does not see all of the sequence

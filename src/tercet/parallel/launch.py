@@ -1,4 +1,4 @@
-"""Launch: from the processes that torchrun started to process groups of ranks that agree with each other.
+"""Startup of a run on several ranks: compare the processes that torchrun started and create the process groups.
 
 All checks go through torchrun's key-value store before the first collective, because a collective among ranks that
 disagree does not fail: it hangs.

@@ -92,8 +92,8 @@ def _route_fix(reason: str) -> str:
 def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
     """Layers use their branches and choose their blocks.
 
-    Layers divide the work: in a well-trained model the first layer may read only its window. So a share of the layers
-    may have a collapsed gate or a dead branch, whichever of the two it is. A stuck selection always fails.
+    Layers specialise: in a well-trained model the first layer may read only its window. So a share of the layers may
+    have a collapsed gate or a dead branch. A stuck selection always fails.
     """
     gate = GateBuilder(
         "selection health",

@@ -1,4 +1,4 @@
-"""Read a run folder, whether the run finished, crashed or is still going.
+"""Read a run folder, whether the run finished, crashed or is still running.
 
 Bad lines and missing files never raise: they are collected in `Run.problems`. Only a folder without events is an error.
 """

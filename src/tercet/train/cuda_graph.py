@@ -15,8 +15,9 @@ Nothing keeps that memory alive; gradients are read between one replay and the n
 single set for all graphs would be allocated at the peak of every graph but the first.) With several micro-batches,
 gradients are added to buffers that a step clears first and that live as long as in eager execution.
 
-Bits. A replay computes what the same launches compute. But how some sums are split (gradients of compressed keys,
-FlashAttention's deterministic dQ) depends on the number of documents, which is the capacity here.
+Reproducibility. A replay is bitwise identical to the same launches in eager execution. But how some sums are split
+(gradients of compressed keys, FlashAttention's deterministic dQ) depends on the number of documents, which is the
+capacity here.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class CudaClock:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether steps of a shape run as graphs, and the medians that say so."""
+    """Whether steps of a shape run as graphs, and the medians that decided it."""
 
     graph: bool
     shape: str

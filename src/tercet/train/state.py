@@ -153,7 +153,7 @@ def start_stage(state: TrainState, config: RunConfig) -> None:
 
 
 def set_teacher(model: nn.Module, config: SelectorConfig, step: int) -> None:
-    """The blocks that teach learned selectors in this step."""
+    """Set which blocks learned selectors learn from in this step (train.selector.teacher)."""
     teacher = "all" if step < config.all_until else config.teacher
     for module in model.modules():
         if isinstance(module, BlockSelector):

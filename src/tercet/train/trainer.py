@@ -92,7 +92,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         stages = Stages(config, state, open_loader)
         loader = stages.loader
         strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
-        # Nothing refuses the run from here on, so the run folder may change.
+        # All checks have passed: from here on the run folder may change.
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
         messages += [f"the data changed since the checkpoint: {change}" for change in loader.changes]
         if strategy.rank == 0:
@@ -325,7 +325,7 @@ class Trainer:
             self._save()
 
     def _report_first_step(self) -> None:
-        """A sign of life before the first log line. Waits for the device, for this one step only."""
+        """Report the first step before the first log line is due. Waits for the device, for this one step only."""
         self._first_step_reported = True
         loss = self.state.interval.read()[-1].loss
         seconds = self.state.interval.seconds_per_step()
@@ -407,7 +407,7 @@ class Trainer:
         )
 
     def _validating(self, batch: int = 0) -> None:
-        """A sign of life before each batch; 0 while batches are read."""
+        """Show progress and update the heartbeat before each batch; 0 while batches are read."""
         self.beat.at(self.state.step, "validating")
         part = f" {batch}/{self.stage.validation_passes}" if batch else ""
         self.screen.doing(f"validating{part} …")

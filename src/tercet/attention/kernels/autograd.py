@@ -4,9 +4,8 @@
 before it run under no_grad. So the backward folds the gates in, adds up dq once, and never materialises the gradient of
 a branch's output.
 
-The ops are called through the dispatcher only if someone watches them: torch.compile, or a dispatch mode such as a
-checkpointing policy. Otherwise their bodies are called directly, since the dispatcher costs more than the kernels on
-short sequences.
+The ops are called through the dispatcher only under torch.compile or a dispatch mode, such as a checkpointing policy.
+Otherwise their bodies are called directly, since the dispatcher costs more than the kernels on short sequences.
 """
 
 from __future__ import annotations

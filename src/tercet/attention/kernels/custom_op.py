@@ -1,7 +1,7 @@
 """Registration of custom ops without a gradient, cheaper than torch.library.custom_op.
 
 custom_op wraps each call in an autograd kernel and a check that results share no storage: 30 µs on the host, against 10
-here. The check becomes our duty: no result may share memory with an argument or another result
+here. Without that check, ops must take care that no result shares memory with an argument or another result
 (tests/kernels/test_operators.py checks it).
 
 These ops are called under no_grad, or inside an autograd.Function that owns the gradient. Elsewhere they raise if an

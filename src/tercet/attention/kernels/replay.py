@@ -1,14 +1,14 @@
-"""Replay of a whole call: the allocations and launches of its first run, with other tensors.
+"""Replay a whole call: repeat the allocations and launches that its first run recorded, with new tensors.
 
 Between its launches a call only computes what follows from shapes, strides and settings: which kernels, which grids,
-fifty arguments each. On short sequences that takes longer than the kernels. So the first call of a layout writes a
-tape, and later ones run it: allocate, fill in the tensors, launch.
+fifty arguments each. On short sequences that takes longer than the kernels. So the first call with a layout records a
+tape, and later ones replay it: allocate, fill in the tensors, launch.
 
-Calls with packed documents are not replayed: hardly two of them have the same number of documents.
+Calls with packed documents are not replayed: the number of documents differs in almost every call.
 
-A function can be replayed if all that it does on the device is launches through launch.py and PyTorch operators, and if
-it decides nothing by their results. A tape holds no tensor; tensors that only the tape uses are freed after their last
-use.
+A function can be replayed if its only work on the device is launches through launch.py and PyTorch operators, and if
+none of its decisions depends on their results. A tape holds no tensor; tensors that only the tape uses are freed after
+their last use.
 """
 
 from __future__ import annotations

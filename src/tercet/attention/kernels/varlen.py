@@ -2,9 +2,9 @@
 
 There is no table of tiles, no extra launch and no synchronisation. A *tile* is `ROWS` consecutive rows (tokens or
 compressed tokens) of one document; tiles never cross documents. In a plain batch every sequence is a document, and the
-tile's position is arithmetic. In a packed batch document i owns the tiles from `cu[i] // ROWS + i` on: at least
+tile's position is computed. In a packed batch document i owns the tiles from `cu[i] // ROWS + i` on: at least
 ceil(size / ROWS) of them, the last of which may be idle. A program finds its document by binary search in `cu`, which
-is small and soon in L1.
+is small and stays in L1.
 
 Rows are *flat*: token t of sequence b is row b·T + t. Packed documents follow one another.
 

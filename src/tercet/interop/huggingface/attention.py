@@ -275,7 +275,7 @@ def _check_call(
     if dropout:
         raise _unsupported(f"attention_dropout={dropout}", "load the model with attention_dropout=0.0")
     if kwargs.get("output_attentions"):
-        raise _unsupported("output_attentions=True", "no probabilities are formed; use eager")
+        raise _unsupported("output_attentions=True", "attention probabilities are never materialised; use eager")
     if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-6):
         raise _unsupported(f"scaling={scaling}", f"it must be head_dim^-½ = {query.shape[-1] ** -0.5}")
     for name, meaning in _UNSUPPORTED.items():

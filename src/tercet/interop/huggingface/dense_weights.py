@@ -60,7 +60,7 @@ def attention_options(attention: str, dense_below: int, selector: str) -> dict[s
     if BLOCK_SPARSE not in kinds:
         for name, given in (("dense_below", dense_below), ("selector", selector != "compressed")):
             if given:
-                raise UsageError(f"--{name} needs --attention {BLOCK_SPARSE}: other imports have none")
+                raise UsageError(f"--{name} needs --attention {BLOCK_SPARSE}: other imports do not have it")
         return {"attention": attention}
     if "nsa" in kinds:
         raise UsageError(

@@ -239,7 +239,7 @@ def _check_arguments(input_ids: Tensor | None, kwargs: dict[str, Any]) -> None:
         raise ValueError("input_ids is missing: Tercet's models read tokens; inputs_embeds is not supported")
     for name in ("output_attentions", "output_hidden_states"):
         if kwargs.get(name):
-            raise ValueError(f"{name}=True is not supported: sparse attention never forms what it would return")
+            raise ValueError(f"{name}=True is not supported: sparse attention does not compute what it would return")
     unknown = {name for name, value in kwargs.items() if value is not None} - _KNOWN_ARGUMENTS
     if unknown:
         raise ValueError(f"TercetForCausalLM does not support {', '.join(sorted(unknown))}: remove it")

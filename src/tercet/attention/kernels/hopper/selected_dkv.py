@@ -1,4 +1,4 @@
-"""dK/dV of the selected branch, and the partial dQ of scattered selections. Words: selected/__init__.py.
+"""dK/dV of the selected branch, and the partial dQ of scattered selections. Glossary: selected/__init__.py.
 
 Without dQ, results are bitwise identical to kv_major.kv_major_dkv_transposed. With dQ it replaces
 kv_major.kv_major_dkv.

@@ -1,4 +1,4 @@
-"""Partial outputs of scattered selections, in place of kv_major.kv_major_forward. Words: selected/__init__.py.
+"""Partial outputs of scattered selections, in place of kv_major.kv_major_forward. Glossary: selected/__init__.py.
 
 A program holds a block's K and V and loops over the (entry, head) rows of its piece. As in selected_dkv.py, four warps
 gather the rows' queries, as slots become free, and four others attend. Rows past the end repeat the last entry and are

@@ -3,9 +3,10 @@
 Two designs compute the same thing:
 
 - *Query-major* (query_major.py): a program holds a tile of queries and loops over the blocks that any of them selected.
-  It wins where neighbouring queries agree, and on short sequences.
-- *KV-major* (kv_major.py): a program holds one block's K and V and gathers the queries that selected it. It wins where
-  selections are scattered over a long sequence. Forced blocks, which neighbours share, stay query-major in the forward.
+  It is faster where neighbouring queries select the same blocks, and on short sequences.
+- *KV-major* (kv_major.py): a program holds one block's K and V and gathers the queries that selected it. It is faster
+  where selections are *scattered*: neighbouring queries select different blocks of a long sequence. Forced blocks,
+  which neighbours share, stay query-major in the forward.
 
 The mean length of the tile lists decides, on the device and for each range: both designs are launched, and one exits at
 once. Where even the longest possible lists are short, shapes alone decide and KV-major is not launched. dK/dV is always
