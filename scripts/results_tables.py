@@ -622,7 +622,7 @@ def gpu_measured() -> str:
         planned, _ = _planned_gib(found["preset"], length, batch, found["checkpointing"], "H200")
         memory = [f"{gib:.1f} GiB" for gib in (found["peak_gib"], found["reserved_gib"], planned)]
         rows.append([f"`{found['preset']}`", f"{length:,}", str(batch), *memory, f"{found['tokens_per_s']:,.0f}"])
-    head = ["preset", "`data.seq_len`", "`micro_batch`", "peak, measured", "reserved, measured", "peak, planned"]
+    head = ["preset", "`data.seq_len`", "`micro_batch`", "peak, measured", "reserved, measured", "peak, estimated"]
     return table([*head, "tokens/s, measured"], rows)
 
 

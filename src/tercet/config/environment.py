@@ -1,7 +1,7 @@
 """Environment variables: numbers that torchrun sets, and warnings about `NSA_*`.
 
-NSA_* configured the scripts before Tercet. None of them is read. Each one that is set gets a warning that names its
-replacement; docs/from-m7c.md has the details.
+NSA_* variables configured the M7C scripts, the predecessor of Tercet. None of them is read. Each one that is set gets
+a warning that names its replacement; docs/from-m7c.md has the details.
 """
 
 from __future__ import annotations
