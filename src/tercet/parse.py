@@ -1,4 +1,4 @@
-"""Read files of any origin: whatever a file contains, the error is one line.
+"""Parse JSON and TOML from untrusted files: malformed content gives a one-line error.
 
 `parse_json` and `parse_toml` raise ValueError for every text that cannot be read, deep nesting too.
 `one_line_errors` wraps code that uses the parsed values, which may have the wrong type or an absurd size.

@@ -21,7 +21,7 @@ from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.first_order import first_order
 from tercet.attention.layout import WHOLE, Packing, Span
 
-# Numbers in one tile of scores: 8 MiB of fp32 fits in a CPU's outer caches.
+# Elements in one tile of scores: 8 MiB of fp32 fits in a CPU's outer caches.
 TILE_NUMBERS = 1 << 21
 # Logits that block_lse computes at once.
 _LOGITS = 1 << 24

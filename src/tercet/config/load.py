@@ -84,7 +84,7 @@ def merge(layers: list[Layer]) -> Loaded:
 
 
 def keep_origins(loaded: Loaded, file: Path) -> Loaded:
-    """The origins saved beside a run's config.toml, for the values that come from it."""
+    """The origins saved next to a run's config.toml, for the values that come from it."""
     try:
         saved = parse_json((file.parent / "origins.json").read_text(encoding="utf-8"))
         known = {key: str(origin) for key, origin in saved.items() if loaded.origins.get(key) == f"file {file}"}

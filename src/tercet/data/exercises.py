@@ -1,9 +1,9 @@
 """Retrieval exercises in the training text (data.retrieval): facts, and later questions whose answers are those facts.
 
 Some groups of consecutive documents are joined into one. When such a document is packed, each sequence's share of it
-becomes an exercise of its own: lines with facts and questions are put between the lines of the text, and every question
-comes after its facts in the same sequence. So no answer is cut off from its fact, and distances reach from a few tokens
-to the whole sequence. Nothing of the text is dropped or repeated, and everything counts in the loss.
+becomes a separate exercise: lines with facts and questions are inserted between the lines of the text, and every
+question comes after its facts in the same sequence. So no answer is separated from its fact, and distances range from a
+few tokens to the whole sequence. No text is dropped or repeated, and everything counts in the loss.
 
 What an exercise contains depends on the seed, the number of its group and the position in it only.
 """

@@ -83,7 +83,7 @@ class Loader:
 
     @property
     def held_out(self) -> list[str]:
-        """For each source too small to hold out whole documents: what is held out instead, in words."""
+        """For each source too small to hold out whole documents: a message about what is held out instead."""
         return list(self._stream.held_out)
 
     @property

@@ -73,7 +73,7 @@ class DocumentStream(Protocol):
 
     @property
     def held_out(self) -> list[str]:
-        """For each source too small to hold out whole documents: what is held out instead, in words."""
+        """For each source too small to hold out whole documents: a message about what is held out instead."""
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         """Documents after `cursor`; None: from the start."""

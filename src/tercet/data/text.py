@@ -76,7 +76,7 @@ class ValidationSplit:
     """
 
     def __init__(self, fraction: float) -> None:
-        self.held_out = ""  # what is held out if whole documents are not, in words
+        self.held_out = ""  # message about what is held out if whole documents are not
         self._threshold = validation_threshold(fraction)
         self._kept: dict[int, int] = {}  # record hash -> bytes for training, of records at the end of the text
 

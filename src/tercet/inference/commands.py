@@ -98,7 +98,7 @@ def _read_stdin() -> str:
 
 
 def _converse(answer: Callable[[str, int], None]) -> None:
-    """Answer one line after the other, each as a prompt of its own, until the end of the input or Ctrl-C."""
+    """Read prompts line by line and answer each, until the end of the input or Ctrl-C."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in `input`)
     print("Each line is a new prompt (--prompt TEXT gives one on the command line). Ctrl-D ends.", file=sys.stderr)
@@ -147,7 +147,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
 
 
 def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
-    """Keys per layer and KV head that the last step read, beside those that dense attention reads.
+    """Keys per layer and KV head that the last step read, compared with dense attention.
 
     Empty for a context so short that the three branches together read as many, some of them more than once.
     """

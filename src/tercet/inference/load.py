@@ -47,7 +47,7 @@ class LanguageModel(Transformer):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its training data, loaded on first use: the copy beside the weights if there is one."""
+        """The tokenizer of its training data, loaded on first use: the copy next to the weights if there is one."""
         data, copy = self.run.data, None
         if self.source is not None and data.tokenizer != "byte":
             imported = has_weights(self.source)
@@ -143,7 +143,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 class _WeightsFile(FileSystem):
-    """Lists the file that `load_model` reads from a folder of weights, not backups or adapters beside it."""
+    """Lists the file that `load_model` reads from a folder of weights, not backups or adapters next to it."""
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         return [str(Path(path) / WEIGHTS)]

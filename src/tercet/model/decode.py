@@ -32,7 +32,7 @@ from tercet.model.layer import AttentionLayer
 if TYPE_CHECKING:  # needs Triton
     from tercet.attention.kernels.decode import CompressionWeights, Heads, Norms
 
-# Numbers gathered or scored at once: bounds the memory of a long chunk.
+# Elements gathered or scored at once: bounds the memory of a long chunk.
 _CHUNK_NUMBERS = 1 << 24
 
 

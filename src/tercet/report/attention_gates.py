@@ -13,7 +13,7 @@ from tercet.telemetry.units import plural
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
 # Share of what can be gained over a random choice that counts as learned.
 _LEARNED = 0.05
-# Where the best choice captures hardly more than a random one, there is nothing to learn: (nearly) all blocks fit.
+# If the best choice captures hardly more attention than a random one, (nearly) all blocks are read: nothing to learn.
 _NO_CHOICE = 1e-3
 _SELECTION_FIXES = {
     "gate_collapse": "lower train.lr, or try model.gate=softmax",

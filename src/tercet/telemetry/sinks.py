@@ -248,7 +248,7 @@ def import_wandb() -> Any:
 class TensorBoardSink:
     """Scalars and samples under tb/. After a resume, a restart record hides superseded values.
 
-    TensorBoard's SummaryWriter stops for good when a write fails.
+    TensorBoard's SummaryWriter stops permanently when a write fails.
     """
 
     def __init__(self, folder: Path, from_step: int) -> None:

@@ -1,7 +1,7 @@
 """Tiles in registers, shared by the kernels of the compressed and the window branch.
 
 A query tile holds M consecutive queries of one head; a key tile holds N consecutive keys of that head's group. So every
-row of a tile is used whatever the number of heads, and TMA can load either. Vectors of D numbers are padded to DP, the
+row of a tile is used for any number of heads, and TMA can load either. Vectors of D elements are padded to DP, the
 next power of two. Values per (query, head) row (log-sum-exp, delta, gate) are fp32 [H, B·T].
 """
 

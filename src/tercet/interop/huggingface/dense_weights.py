@@ -32,7 +32,7 @@ from tercet.model.transformer import Block, Transformer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BLOCK_SPARSE = "block-sparse"
-# Of learned selectors, beside the weights of the family. Names and shapes are a Transformer's.
+# Weights of learned selectors, next to those of the family. Names and shapes are a Transformer's.
 SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 Cover = Literal["selected", "window"]
 
@@ -55,7 +55,7 @@ def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover
 
 
 def attention_options(attention: str, dense_below: int, selector: str) -> dict[str, Any]:
-    """Model settings for an `--attention`, in which block-sparse may stand wherever nsa may."""
+    """Model settings for an `--attention` value. Patterns may contain block-sparse in the same places as nsa."""
     kinds = [part.partition("*")[0].strip() for part in attention.split(",")]
     if BLOCK_SPARSE not in kinds:
         for name, given in (("dense_below", dense_below), ("selector", selector != "compressed")):

@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-# Numbers that a write converts at once.
+# Elements converted at a time when writing.
 _CONVERTED = 1 << 24
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -131,7 +131,7 @@ def import_model(
 
 
 def _saved_selectors(source: Path, config: ModelConfig) -> Mapping[str, Tensor]:
-    """The learned selectors that an export left beside the weights of the family."""
+    """The learned selectors that an export stored next to the weights of the family."""
     if config.selector != "learned":
         return {}
     path = source / dense_weights.SELECTOR_WEIGHTS
