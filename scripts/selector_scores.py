@@ -25,7 +25,7 @@ ANSWERS = ("log-sum-exp", "maximum", "positive sum")
 def scores(answer: str):
     """In place of `reference.block_lse`, for one head per group."""
 
-    def of_blocks(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
+    def of_blocks(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int, *_: str) -> Tensor:
         logits = torch.einsum("sgd,tgd->sgt", q, k) * q.shape[-1] ** -0.5
         s = torch.arange(blocks * block)
         token = ((row - position)[:, None] + s).clamp(max=k.shape[0] - 1)
@@ -40,7 +40,7 @@ def scores(answer: str):
 
 
 def gained(learns: str, chooses: str, sharpness: float, seed: int) -> float:
-    lse = reference.block_lse
+    lse, kernels_or_reference = reference.block_lse, selector.block_lse
     torch.manual_seed(seed)
     # rope_scaling: positions that do not matter, so that only tokens can be learned from
     layer = tercet.NativeSparseAttention(
@@ -53,7 +53,7 @@ def gained(learns: str, chooses: str, sharpness: float, seed: int) -> float:
     layer.stats.enabled, found = True, []
     student, chosen = scores(learns), scores(chooses)
     # the teacher has several heads per group and stays as it is
-    selector.block_lse = lambda q, k, *rest: (lse if q.shape[1] > k.shape[1] else student)(q, k, *rest)
+    selector.block_lse = lambda q, k, *rest: (lse if q.shape[1] > k.shape[1] else student)(q, k, *rest[:4])
     reference.block_lse = chosen
     try:
         for _ in range(STEPS):
@@ -66,7 +66,7 @@ def gained(learns: str, chooses: str, sharpness: float, seed: int) -> float:
             possible = read["selector_best"] - read["selector_random"]
             found.append((read["selector_mass"] - read["selector_random"]) / possible)
     finally:
-        reference.block_lse = selector.block_lse = lse
+        reference.block_lse, selector.block_lse = lse, kernels_or_reference
     return sum(found[-LAST:]) / LAST
 
 

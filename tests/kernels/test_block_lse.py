@@ -80,6 +80,19 @@ def test_gradients_of_blocks_after_the_query_are_not_read() -> None:
     assert not dk[39:41].any()  # the document without queries
 
 
+def test_documents_longer_than_the_bound_write_no_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound on a device is trusted; a wrong one must not corrupt memory."""
+    monkeypatch.setattr(kernels, "_BLOCKS", 2)
+    row, position = sampled([0, 130], every=20)
+    q, k = torch.randn(len(row), 2, 16), torch.randn(130, 2, 16)
+    grad = torch.randn(len(row), 2, 1, 3)
+    whole = gradients(on_kernels, q, k, (row, position, 9, 16), torch.nn.functional.pad(grad, (0, 6)))
+    found = gradients(on_kernels, q, k, (row, position, 3, 16), grad)
+    assert torch.equal(found[0], whole[0][..., :3])
+    for x, right in zip(found[1:], whole[1:], strict=True):
+        torch.testing.assert_close(x, right)
+
+
 def test_strides_and_the_order_of_queries_do_not_matter() -> None:
     row, position = sampled(PACKED)
     q, k, grad = torch.randn(len(row), 2, 32), torch.randn(130, 2, 32), torch.randn(len(row), 2, 1, 5)

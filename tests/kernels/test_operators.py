@@ -156,6 +156,7 @@ def test_operators_match_their_schemas_and_fake_implementations() -> None:
         ("nsa_compressed_bounds", (bounds, 8, 4)),
         ("nsa_compressed", (q, kc, vc, bounds, ccu, *numbers)),
         ("nsa_select", (q, kc, lse_c, bounds, ccu, *numbers)),
+        ("nsa_select_by_tokens", (ks, kw, bounds, *numbers)),
         ("nsa_row_sums", (out, gates, o_c, o_s, o_w)),
         ("nsa_backward", (out, *kept, saved, *numbers)),
     ):

@@ -19,7 +19,7 @@ BOUNDS = [0, 700, 716, 4096]
 def make_model(selector: str = "learned") -> Transformer:
     torch.manual_seed(1)
     config = ModelConfig(
-        layers=2, nsa=NSA, compression="mean", compress_selected_keys=True, selector=selector, selector_rotary=32
+        layers=2, nsa=NSA, compression="mean", compress_selected_keys=True, selector=selector, selector_rotary=16
     )
     return Transformer(config).cuda().train()
 
@@ -64,15 +64,12 @@ def test_a_model_trains_compiled_as_eager_and_twice_the_same(selector: str, pack
         block.compile()
     compiled = step(model, tokens, bounds)
     for name, expected in eager.items():
-        # In bf16 a maximum over tokens often has several winners, which share its gradient; compiled code has not
-        # rounded them yet.
-        limit = 1e-1 if name.endswith("selector.k_proj.weight") else 2e-2
-        assert (compiled[name] - expected).norm() <= limit * expected.norm(), name
+        assert (compiled[name] - expected).norm() <= 2e-2 * expected.norm(), name
         assert compiled[name].any(), name
 
 
 def test_the_kernels_choose_the_references_blocks() -> None:
-    layer = tercet.NativeSparseAttention(768, 12, 2, 64, config=NSA, selector="learned", selector_rotary=32).cuda()
+    layer = tercet.NativeSparseAttention(768, 12, 2, 64, config=NSA, selector="learned", selector_rotary=16).cuda()
     layer.init_weights(0.1, 0.02)
     x = torch.randn(1, 4096, 768, device="cuda")
     chosen = []

@@ -120,13 +120,15 @@ def test_results_are_the_same_bits_and_need_no_initialised_memory(poisoned: None
 def test_a_selector_chooses_in_place_of_the_means(backend: str):
     cfg = config()
     x = inputs(cfg, 60)
-    means = tercet.compress_mean(x.ks, config=cfg)
     out = attend(Case(cfg, x, None), backend)
-    torch.testing.assert_close(out, attend(Case(cfg, x, None), backend, selector=(x.q, means)))
-    other = torch.randn(1, 60, 2, 5, dtype=torch.float64), torch.randn(1, means.shape[1], 2, 5, dtype=torch.float64)
-    assert not torch.allclose(out, attend(Case(cfg, x, None), backend, selector=other))
+    queries, keys = torch.ones(1, 60, 2, 5, dtype=torch.float64), torch.zeros(1, 60, 2, 5, dtype=torch.float64)
+    keys[:, 20:24] = 1  # block 5
+    chosen, aux = attend(Case(cfg, x, None), backend, selector=(queries, keys), return_aux=True)
+    # in the last block of 15 the forced blocks are 0, 13 and 14
+    assert aux.block_indices[0, 59].tolist() == [[0, 5, 13, 14]] * 2
+    assert not torch.allclose(out, chosen)
     with pytest.raises(ValueError, match="selector keys have shape"):
-        attend(Case(cfg, x, None), backend, selector=(other[0], other[1][:, 1:]))
+        attend(Case(cfg, x, None), backend, selector=(queries, keys[:, 1:]))
 
 
 def test_first_tokens_of_documents_are_found_wherever_the_host_knows_their_lengths(monkeypatch: pytest.MonkeyPatch):

@@ -184,6 +184,16 @@ def test_the_teacher_is_the_attention_of_the_selected_branch(teacher: str) -> No
     assert captured.queries == 1
 
 
+def test_a_teacher_of_selected_blocks_compares_these_blocks_only() -> None:
+    selector = BlockSelector(8, 1, 4, NSA)
+    selector.init_weights(0.5)
+    selector.teacher = "selected"
+    x, q, k = torch.randn(1, 72, 8), torch.randn(1, 72, 2, 4), torch.randn(1, 72, 1, 4)
+    indices = torch.tensor([0, 3, 7, 8], dtype=torch.int32).expand(1, 72, 1, 4)  # one that is free
+    loss, _ = selector.loss_of_rows(x, selector(x, None)[1], q, k, torch.tensor([70]), indices, None)
+    assert loss == 0
+
+
 def test_log_sum_exps_of_blocks_stop_at_the_query_and_start_at_its_document() -> None:
     q, k = torch.randn(2, 2, 4), torch.randn(40, 1, 4)
     rows, position = torch.tensor([12, 35]), torch.tensor([12, 15])

@@ -66,10 +66,18 @@ def check_selector(queries: Tensor, keys: Tensor, q: Tensor, k_selected: Tensor)
             )
 
 
-def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
+# Bytes of a block's keys, and numbers of one key, that the kernels have room for.
+_BLOCK_BYTES, _MOST_CHANNELS = 64 << 10, 256
+
+
+def block_lse(
+    q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int, backend: str = "auto"
+) -> Tensor:
     """`reference.block_lse`, on the kernels where they run; with gradients for one query head per group."""
+    size = q.shape[-1]
+    fits = size <= _MOST_CHANNELS and block * size * q.element_size() <= _BLOCK_BYTES
     with torch.autocast(q.device.type, enabled=False):
-        if not kernels_run_on(q):
+        if backend == "reference" or not fits or not kernels_run_on(q):
             return reference.block_lse(q, k, row, position, blocks, block)
         from tercet.attention.kernels import block_lse as kernels
 

@@ -116,7 +116,7 @@ class BlockSparseAttention(DenseAttention):
                 self.stats.update_choice(q, k, taught, block_indices, packing)
             else:
                 loss, captured = self.selector.loss_of_rows(
-                    x, scored[1], q, k, taught, block_indices, packing, measure=self.stats.enabled
+                    x, scored[1], q, k, taught, block_indices, packing, measure=self.stats.enabled, backend=self.backend
                 )
                 self.stats.update_selector(captured)
                 out = attach_loss(out, loss * self.selector.weight)

@@ -150,7 +150,7 @@ class ModelConfig(BaseModel):
     selector: Literal["compressed", "learned", "random"] = "compressed"
     """What chooses the blocks. compressed: the compressed branch, as in the paper. learned: separate small projections
     that learn to choose. random: a random choice, fixed by position and layer, as a control."""
-    selector_dim: int = Field(default=32, ge=1)
+    selector_dim: int = Field(default=32, ge=1, le=256)
     """Channels of a learned selector's queries and keys, per KV head."""
     selector_rotary: int | None = Field(default=None, ge=0)
     """Channels of a learned selector to which RoPE is applied; the others compare content alone. An even number of at

@@ -190,7 +190,7 @@ class NativeSparseAttention(AttentionLayer):
             else:
                 loss, captured = self.selector.loss_of_rows(
                     x, scored[1], inputs.q, inputs.k_selected, taught, block_indices, packing,
-                    measure=self.stats.enabled,
+                    measure=self.stats.enabled, backend=self._route[0],
                 )  # fmt: skip
                 self.stats.update_selector(captured)
                 out = attach_loss(out, loss * self.selector.weight)

@@ -113,12 +113,14 @@ class BlockSelector(nn.Module):
         packing: Packing | None,
         *,
         measure: bool = False,
+        backend: str = "auto",
     ) -> tuple[Tensor, Captured | None]:
         """`loss` on some queries of whole sequences. x: the layer's input; selector_k: keys from `forward`; q [B, T, H,
         Dk], k: those of the selected branch; rows: int64 [S], flat indices of queries."""
         queries = _locate(rows, q.shape[1], packing)
         x, q, block_indices = (each.flatten(0, 1)[rows] for each in (x.detach(), q, block_indices))
-        return self.loss(x, q, block_indices, selector_k.flatten(0, 1), k.flatten(0, 1), queries, measure=measure)
+        keys = selector_k.flatten(0, 1), k.flatten(0, 1)
+        return self.loss(x, q, block_indices, *keys, queries, measure=measure, backend=backend)
 
     def loss(
         self,
@@ -130,6 +132,7 @@ class BlockSelector(nn.Module):
         queries: TaughtQueries,
         *,
         measure: bool = False,
+        backend: str = "auto",
     ) -> tuple[Tensor, Captured | None]:
         """The loss on the sampled queries and, if `measure`, how good their choice was.
 
@@ -139,12 +142,14 @@ class BlockSelector(nn.Module):
         chosen = None
         if measure or self.teacher == "selected":
             chosen = _chosen(block_indices, self.config.num_blocks(queries.longest))
-        teacher = _teach(q, k, queries, self.config, among=chosen if self.teacher == "selected" else None)
+        among = chosen if self.teacher == "selected" else None
+        teacher = _teach(q, k, queries, self.config, among=among, backend=backend)
         selector_q = self.queries(x, queries.position)
         blocks, block = teacher.free.shape[-1], self.config.select_block
-        scores = block_lse(selector_q, selector_k, queries.row, queries.position, blocks, block)[:, :, 0]
-        # a finite mask: a query without free blocks has no teacher either
-        student = scores.masked_fill(~teacher.free[:, None], -1e30).log_softmax(-1)
+        scores = block_lse(selector_q, selector_k, queries.row, queries.position, blocks, block, backend)[:, :, 0]
+        taught = teacher.free[:, None] if among is None else teacher.free[:, None] & among
+        # a finite mask: a query without such blocks has no teacher either
+        student = scores.masked_fill(~taught, -1e30).log_softmax(-1)
         kl = (torch.special.xlogy(teacher.mass, teacher.mass) - teacher.mass * student).sum()
         # over all sampled queries, also those without a choice: ranks and micro-batches then weigh the same
         loss = kl / teacher.counted.numel()
@@ -273,12 +278,16 @@ class _Teacher(NamedTuple):
 
 
 @torch.no_grad()
-def _teach(q: Tensor, k: Tensor, queries: TaughtQueries, config: NSAConfig, *, among: Tensor | None = None) -> _Teacher:
+def _teach(
+    q: Tensor, k: Tensor, queries: TaughtQueries, config: NSAConfig, *, among: Tensor | None = None,
+    backend: str = "auto",
+) -> _Teacher:  # fmt: skip
     """q: of the sampled queries [S, H, Dk]; k: rows of keys [rows, G, Dk]; among: only these blocks count."""
     j = torch.arange(config.num_blocks(queries.longest), device=q.device)
     current = (queries.position // config.select_block)[:, None]
     free = (j >= config.select_initial) & (j <= current - config.select_local)
-    lse = block_lse(q.detach(), k.detach(), queries.row, queries.position, j.shape[0], config.select_block)
+    q, k = q.detach(), k.detach()
+    lse = block_lse(q, k, queries.row, queries.position, j.shape[0], config.select_block, backend)
     if among is not None:
         lse = lse.masked_fill(~among[:, :, None], -torch.inf)
     mass = lse.softmax(-1).mean(2) * free[:, None]

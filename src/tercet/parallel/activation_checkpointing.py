@@ -42,7 +42,9 @@ SAVED_OPS = frozenset(
 def _full_policy(
     context: SelectiveCheckpointContext, op: torch._ops.OpOverload, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    saved = op.name().split(".")[0] == SELECTION_OP
+    name = op.name().split(".")[0]
+    # the selection is saved anyway: choosing again would only cost time
+    saved = name == SELECTION_OP or name.startswith("tercet::nsa_select")
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

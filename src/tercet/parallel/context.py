@@ -326,7 +326,7 @@ def _teach(
         queries = TaughtQueries(packing.position[token], token - start, packing.max_seqlen)
         loss, captured = layer.selector.loss(
             x[0, own], q[0, own], indices[i][0, row], selector_k[0, part], keys[0, part], queries,
-            measure=layer.stats.enabled,
+            measure=layer.stats.enabled, backend=layer.backend,
         )  # fmt: skip
         layer.stats.update_selector(captured)
         losses.append(loss)

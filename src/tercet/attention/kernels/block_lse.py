@@ -28,6 +28,7 @@ from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
 _BLOCKS = 16  # per program: one program for a whole document would take as long as all the others together
 _TILE = 64  # rows per program: heads of a group, times queries
 _ROWS, _QUERIES = 64, 32  # keys and queries of a product for dk
+_DQ_QUERIES = 16  # for dq, which holds two products: more would not fit the registers
 
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
@@ -58,7 +59,8 @@ def block_lse_kernel(
     while start < NONE:
         mine = inside & (first == start)
         last = tl.max(tl.where(mine, position, -1), 0)
-        end = tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS)
+        # `blocks` are fewer if a packed document is longer than the caller's upper bound
+        end = tl.minimum(tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS), blocks)
         for j in tl.range(begin, end):
             token = j * BLOCK + t
             there = (t < BLOCK) & (token <= last)
@@ -96,7 +98,8 @@ def block_lse_dq_kernel(
     while start < NONE:
         mine = inside & (first == start)
         last = tl.max(tl.where(mine, position, -1), 0)
-        end = tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS)
+        # `blocks` are fewer if a packed document is longer than the caller's upper bound
+        end = tl.minimum(tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS), blocks)
         for j in tl.range(begin, end):
             met = mine & (j * BLOCK <= position)
             grad = tl.load(GRAD + at + j, mask=met, other=0.0)
@@ -149,8 +152,8 @@ def block_lse_dk_kernel(
         at = (s * tl.num_programs(1) + g) * blocks
         # the block of a query's document that holds the first row, and the next one, which may begin within the rows
         j = (begin - first + BLOCK) // BLOCK - 1
-        one, lse_one = _load_block(GRAD, LSE, at, j, position, inside, BLOCK)
-        two, lse_two = _load_block(GRAD, LSE, at, j + 1, position, inside, BLOCK)
+        one, lse_one = _load_block(GRAD, LSE, at, j, position, inside, blocks, BLOCK)
+        two, lse_two = _load_block(GRAD, LSE, at, j + 1, position, inside, blocks, BLOCK)
         if tl.max(((one != 0) | (two != 0)).to(tl.int32), 0) > 0:
             q = tl.load(
                 Q + (s * q_s + g * q_g)[:, None] + d[None, :], mask=inside[:, None] & (d < DK)[None, :], other=0.0
@@ -167,9 +170,9 @@ def block_lse_dk_kernel(
 
 
 @triton.jit
-def _load_block(GRAD, LSE, at, j, position, inside, BLOCK: tl.constexpr):
+def _load_block(GRAD, LSE, at, j, position, inside, blocks, BLOCK: tl.constexpr):
     """Gradients and log-sum-exps of blocks j, one per query; 0 for blocks that it does not see."""
-    met = inside & (j >= 0) & (j * BLOCK <= position)
+    met = inside & (j >= 0) & (j < blocks) & (j * BLOCK <= position)
     return tl.load(GRAD + at + j, mask=met, other=0.0), tl.load(LSE + at + j, mask=met, other=0.0)
 
 
@@ -210,11 +213,10 @@ def nsa_block_lse_backward(
     dq = torch.empty(ranges, S, G, DK, dtype=torch.float32, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     owned = min(block, _ROWS)  # more than a block could meet more than two of a document
-    tile = _QUERIES if q.dtype == torch.bfloat16 else _QUERIES // 2  # products in fp32 need more registers
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call(
-        block_lse_dq_kernel, (-(-S // tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
-        (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), tile, _BLOCKS),
+        block_lse_dq_kernel, (-(-S // _DQ_QUERIES), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
+        (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), _DQ_QUERIES, _BLOCKS),
         num_warps=4, num_stages=3,
     )  # fmt: skip
     call(
@@ -250,5 +252,5 @@ def block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: int, 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         lse: Tensor = _BlockLse.apply(q, k, rows, position, block, blocks)
         return lse
-    op = torch.ops.tercet.nsa_block_lse if torch.compiler.is_compiling() else nsa_block_lse
-    return op(q, k, rows, position, block, blocks)
+    found: Tensor = torch.ops.tercet.nsa_block_lse(q, k, rows, position, block, blocks)
+    return found

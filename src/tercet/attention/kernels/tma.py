@@ -13,10 +13,10 @@ def descriptors(wanted: bool, rows: int, *tensors: Tensor) -> tuple:
 
 
 def describable(x: Tensor) -> bool:
-    """Whether TMA can load tiles of x: D a power of two, heads adjacent, 16-byte strides."""
+    """Whether TMA can load tiles of x: D a power of two of at least 16, heads adjacent, 16-byte strides."""
     _, tokens, heads, size = x.shape
     _, token, head, _ = x.stride()
-    if size & (size - 1) or not tokens or (head != size and heads > 1):
+    if size < 16 or size & (size - 1) or not tokens or (head != size and heads > 1):
         return False
     width = x.element_size()
     return not (x.data_ptr() % 16 or token * width % 16 or head * width % 16)
