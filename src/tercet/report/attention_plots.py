@@ -138,7 +138,7 @@ def selection_plot(run: Run) -> Plot | None:
     )
     height = 2.2 + 0.08 * min(len(layers), 20)
     svg = draw(by_layer, height=height) + draw(over_all, height=height)
-    return Plot("selection", "Selection map and distances", caption, svg, wide=True)
+    return Plot("selection", "Distances of selected blocks", caption, svg, wide=True)
 
 
 def choice_plot(run: Run) -> Plot | None:
