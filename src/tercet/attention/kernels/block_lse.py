@@ -217,7 +217,7 @@ def nsa_block_lse_backward(
     call(
         block_lse_dq_kernel, (-(-S // _DQ_QUERIES), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
         (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), _DQ_QUERIES, _BLOCKS),
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     call(
         block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
