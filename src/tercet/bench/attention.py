@@ -5,11 +5,11 @@ and their selected blocks against fp64 at full length. A shape that fails gets n
 last line of output is one JSON object.
 
 Inputs. "random": q, k and v are independent normal numbers; neighbouring queries select mostly different blocks.
-"smooth": q is a first-order autoregression along the sequence (`--correlation`), as in hidden states of text;
-neighbouring queries share about nine blocks in ten (the share is printed). k and v stay random. The operator computes
-the selection in both cases. "recorded": random inputs, and blocks that layers of a trained model selected in text
-(`tercet eval selections`). The operator scores and selects as usual, so that this is timed too, and then reads the
-recorded blocks instead. Times are means over the recorded layers; `layers` in the JSON line has each.
+"smooth": q is a first-order autoregression along the sequence (`--correlation`); neighbouring queries share about nine
+blocks in ten (the share is printed). k and v stay random. The operator computes the selection in both cases.
+"recorded": random inputs, and blocks that layers of a trained model selected in text (`tercet eval selections`), where
+neighbours share half to three quarters. The operator scores and selects as usual, so that this is timed too, and then
+reads the recorded blocks instead. Times are means over the recorded layers; `layers` in the JSON line has each.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool, budget: flo
 # ------------------------------------------------------------ one shape
 
 
-# Written by `tercet eval selections`.
+# The model of docs/results/retrieval.md, by `tercet eval selections RUN OUT --kv-heads 1`.
 RECORDED = Path(__file__).with_name("selections.npz")
 
 

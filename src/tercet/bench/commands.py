@@ -23,8 +23,9 @@ def attention(
     Args:
         shapes: Comma-separated: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64; C32x2k … C2x32k
             and C1x64k hold 65,536 tokens), M4x4k, M1x16k.
-        inputs: Comma-separated: random; smooth, where neighbouring queries select similar blocks; recorded or
-            recorded:FILE, with the blocks that a trained model selected in text (`tercet eval selections`).
+        inputs: Comma-separated: random; smooth, where neighbouring queries select similar blocks; recorded, with
+            blocks that a trained model selected in text, up to 64k tokens; recorded:FILE, with those of your model
+            (`tercet eval selections`).
         correlation: Correlation of successive queries in smooth inputs.
         dense: Dense attention to compare with: cudnn, flash or both.
         dense_limit: Skip dense attention beyond this length.

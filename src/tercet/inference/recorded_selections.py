@@ -4,7 +4,7 @@
 the first 8,192 queries of a recording are the selection of a sequence of 8,192 tokens.
 
 The file is a NumPy archive (.npz) without pickled objects. Blocks are one bit per layer, KV head, block and query:
-neighbouring queries select mostly the same blocks, so a block's bits are long runs, which LZMA compresses well.
+neighbouring queries select many of the same blocks, so a block's bits form runs, which LZMA compresses well.
 """
 
 from __future__ import annotations
