@@ -15,6 +15,7 @@ from inference.models import language_model, trained
 from tercet.cli import main
 from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDINGS, TRAINING_WORDS
 from tercet.data.tokenizers import load_tokenizer
+from tercet.inference.plots import ruler_map
 from tercet.inference.ruler import SINGLE, TASKS, QuestionWriter, RulerResult, ask
 
 
@@ -211,6 +212,13 @@ def test_the_command_prints_a_table_and_writes_files(run, tmp_path, capsys):
     rows = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert len(rows) == len(found["found"]) == len(json.loads((tmp_path / "a.json").read_text())["found"]) == 10
     assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_the_plot_of_one_task_with_a_single_fact_is_its_map_of_depths(tmp_path):
+    found = [RulerResult(1024, task, depth, 4, 3, 0.75, 0.1) for task in SINGLE[:2] for depth in (None, 0.0, 1.0)]
+    for results, maps in ((found[:3], 1), (found[:1], 1), (found, 3)):
+        ruler_map(results, tmp_path / "a.svg")
+        assert (tmp_path / "a.svg").read_text().count('id="axes_') == maps
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,19 @@ def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False)
 
 
 def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
-    """Heatmaps of task × length, and of depth × length for each task with a single fact."""
+    """Heatmaps of task × length if there are several tasks, and of depth × length for each task with a single fact."""
     from tercet.inference.ruler import TASKS
 
     lengths, tasks = sorted({f.length for f in found}), sorted({f.task for f in found}, key=TASKS.index)
     depths = sorted({f.depth for f in found if f.depth is not None})
     single = [task for task in tasks if any(f.task == task and f.depth is not None for f in found)]
     cells = {(f.length, f.task, f.depth): f.score for f in found}
-    rows = max(len(tasks), len(depths))
-    figure, axes = _figure((1 + len(single)) * (1.9 + 0.5 * len(lengths)), 1.4 + 0.3 * rows, 1 + len(single))
-    first, *others = axes if single else [axes]
-    _heat_map(first, lengths, tasks, [[cells.get((n, task, None)) for n in lengths] for task in tasks])
-    for axis, task in zip(others, single, strict=True):
+    columns = len(single) + (tasks != single[:1])
+    figure, axes = _figure(columns * (1.9 + 0.5 * len(lengths)), 1.4 + 0.3 * max(len(tasks), len(depths)), columns)
+    axes = list(axes) if columns > 1 else [axes]
+    if columns > len(single):
+        _heat_map(axes.pop(0), lengths, tasks, [[cells.get((n, task, None)) for n in lengths] for task in tasks])
+    for axis, task in zip(axes, single, strict=True):
         labels = [f"{d:.0%}" for d in depths]
         _heat_map(axis, lengths, labels, [[cells.get((n, task, d)) for n in lengths] for d in depths])
         axis.set(title=task, ylabel="depth of the fact")
