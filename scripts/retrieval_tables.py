@@ -40,13 +40,13 @@ def _cell(result: dict[str, Any]) -> str:
 def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
-        "learned selectors, with exercises": FOLDER / "learned-needle.txt",
-        "dense, with exercises": FOLDER / "dense-needle.txt",
-        "compressed scores, without": QUALITY / "needle-nsa.txt",
-        "dense, without": QUALITY / "needle-dense.txt",
+        "NSA, learned selectors": FOLDER / "learned-needle.txt",
+        "dense": FOLDER / "dense-needle.txt",
+        "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",
+        "dense, no exercises": QUALITY / "needle-dense.txt",
     }
     records = {name: _last_line(path)["found"] for name, path in files.items()}
-    lengths = sorted({f["length"] for f in records["dense, without"]})
+    lengths = sorted({f["length"] for f in records["dense"]})
     rows = []
     for name, found in records.items():
         right = [sum(f["right"] for f in found if f["length"] == length) for length in lengths]
@@ -62,10 +62,9 @@ def _whole(name: str) -> dict[int, dict[str, Any]]:
 def single() -> str:
     """Single needles by length."""
     files = {
-        "learned selectors": "learned-single-training.json",
+        "NSA, learned selectors": "learned-single-training.json",
         "dense": "dense-single.json",
-        "learned selectors without rotation": "unrotated-single.json",
-        "learned selectors, held-out wording": "learned-single-held-out.json",
+        "NSA, held-out wording": "learned-single-held-out.json",
     }
     records = {label: _whole(name) for label, name in files.items()}
     lengths = sorted({length for found in records.values() for length in found})
@@ -77,34 +76,19 @@ def single() -> str:
 
 
 def probe() -> str:
-    """The layers and KV heads that attend to the needle's block, and whether they choose it."""
+    """The layers and KV heads that attend to the needle's block at some length, and whether they choose it."""
+    found = json.loads((FOLDER / "learned-probe.json").read_text(encoding="utf-8"))["found"]
     rows = []
-    for found in json.loads((FOLDER / "learned-probe.json").read_text(encoding="utf-8"))["found"]:
-        for cell in found["cells"]:
-            if cell["mass"] > 0.2:
-                shares = (f"{cell[key]:.0%}" for key in ("chosen", "chosen_if_right", "chosen_if_wrong"))
-                place = f"layer {cell['layer']}, KV head {cell['kv_head']}"
-                rows.append([_k(found["length"]), place, f"{cell['mass']:.2f}", f"{cell['rank']:g}", *shares])
-    return _rows(["length", "", "attention", "rank", "chosen", "right answers", "wrong answers"], rows)
-
-
-def more_training() -> str:
-    """Single needles after training the selectors alone."""
-    files = {
-        "as trained": "learned-single-training.json",
-        "30% exercises": "selectors-30.json",
-        "90% exercises, 16 times the queries": "selectors-90.json",
-        "the same, learning rate 3e-3": "selectors-90-fast.json",
-    }
-    records = {label: _whole(name) for label, name in files.items()}
-    lengths = sorted(records["30% exercises"])
-    rows = [[label, *(_cell(found[n]) for n in lengths)] for label, found in records.items()]
-    return _rows(["200 more steps for the selectors", *map(_k, lengths)], rows)
+    for cells in zip(*(record["cells"] for record in found), strict=True):  # one layer and KV head at every length
+        if max(cell["mass"] for cell in cells) > 0.2:
+            numbers = (f"{cell['mass']:.2f}, {cell['rank']:g}, {cell['chosen']:.0%}" for cell in cells)
+            rows.append([f"layer {cells[0]['layer']}, KV head {cells[0]['kv_head']}", *numbers])
+    return _rows(["attention, rank, chosen", *(_k(record["length"]) for record in found)], rows)
 
 
 def losses() -> str:
     """Held-out loss at the same step of the same run through the data."""
-    kinds = {"learned": "learned selectors", "unrotated": "learned selectors without rotation", "dense": "dense"}
+    kinds = {"learned": "NSA, learned selectors", "dense": "dense"}
     read = {}
     for kind in kinds:
         with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
@@ -112,21 +96,6 @@ def losses() -> str:
     steps = sorted(read["dense"])
     rows = [[name, *(f"{read[kind][n]:.4f}" for n in steps)] for kind, name in kinds.items()]
     return _rows(["", *(f"step {n:,}" for n in steps)], rows)
-
-
-def depths() -> str:
-    """Single needles by depth; the last row leaves out the ends, which every query reads."""
-    found = [f for f in _ruler("learned-single-training.json") if f["depth"] is not None]
-    lengths = (8192, 32_768, 65_536)
-    every = sorted({f["depth"] for f in found})
-    rows = []
-    for depth in every:
-        cells = {f["length"]: f for f in found if f["depth"] == depth}
-        rows.append([f"{depth:.0%}", *(_cell(cells[n]) for n in lengths)])
-    inner = [[f for f in found if f["length"] == n and 0 < f["depth"] < 1] for n in lengths]
-    shares = (sum(f["right"] for f in cells) / sum(f["questions"] for f in cells) for cells in inner)
-    rows.append([f"**{every[1]:.0%} to {every[-2]:.0%}**", *(f"**{share:.0%}**" for share in shares)])
-    return _rows(["depth", *map(_k, lengths)], rows)
 
 
 def tasks() -> str:
@@ -154,37 +123,23 @@ def _gain(losses: list[float], base: list[float]) -> str:
     return f"{statistics.fmean(differences):+.4f} ± {statistics.stdev(differences) / len(differences) ** 0.5:.4f}"
 
 
-def _captured(name: str) -> dict[int, dict[str, float]]:
-    """Means over layers, by step."""
-    with (FOLDER / name).open(encoding="utf-8") as stream:
-        read = list(csv.DictReader(stream))
-    return {
-        step: {
-            key: statistics.fmean(float(row[key]) for row in read if int(row["step"]) == step)
-            for key in ("mass", "best", "random")
-        }
-        for step in sorted({int(row["step"]) for row in read})
-    }
-
-
 def selectors() -> str:
     """Share of the attention to free blocks that the chosen blocks receive, mean over layers."""
-    rotated, unrotated = _captured("learned-selectors.csv"), _captured("unrotated-selectors.csv")
-    rows = [
-        [f"{step:,}", f"{means['mass']:.2f}", f"{unrotated[step]['mass']:.2f}", f"{means['best']:.2f}",
-         f"{means['random']:.2f}"]
-        for step, means in rotated.items()
-    ]  # fmt: skip
-    return _rows(["step", "captured", "without rotation", "best possible", "at random"], rows)
+    with (FOLDER / "learned-selectors.csv").open(encoding="utf-8") as stream:
+        read = list(csv.DictReader(stream))
+    rows = []
+    for step in sorted({int(row["step"]) for row in read}):
+        layers = [row for row in read if int(row["step"]) == step]
+        means = (statistics.fmean(float(row[key]) for row in layers) for key in ("mass", "best", "random"))
+        rows.append([f"{step:,}", *(f"{mean:.2f}" for mean in means)])
+    return _rows(["step", "captured", "best possible", "at random"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "retrieval-needles": needles,
     "retrieval-single": single,
     "retrieval-probe": probe,
-    "retrieval-more-training": more_training,
     "retrieval-losses": losses,
-    "retrieval-depths": depths,
     "retrieval-tasks": tasks,
     "retrieval-context": context,
     "retrieval-selectors": selectors,
