@@ -220,7 +220,7 @@ def selected_forward(
     partial = c.empty(rows, p.dv, dtype=q.dtype)
     partial_lse = c.empty(rows, dtype=torch.float32)
     wide = _wide(c, q)
-    heads, pairs = _sum_tile(p.h)
+    heads, slots = _merge_tile(p)
     hopper = _gluon(c, "selected_partials")
     for r, begin, end in p.each_range():
         tables = (saved.order, saved.pieces, saved.lists, decision, partial, partial_lse, r, begin, p.lists, p.slots)
@@ -244,9 +244,10 @@ def selected_forward(
         total = (end - begin) * p.G
         args = (
             partial, partial_lse, saved.spans, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv),
-            heads, pairs, 16,
+            heads, slots,
         )  # fmt: skip
-        c.launch(reduce.merge_partials, _sum_grid(total, pairs, p.h, heads), args, num_warps=_sum_warps(p, p.dv))
+        grid = (min(total, -(-_MERGE_PROGRAMS * heads // p.h)), p.h // heads, 1)
+        c.launch(reduce.merge_partials, grid, args, num_warps=1)
     return o, lse, saved
 
 
@@ -362,6 +363,17 @@ def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
     return options | {"maxnreg": registers} if registers else options
 
 
+# Three times as many one-warp programs as an H200 holds at once: enough that a slow multiprocessor takes fewer of them,
+# and few enough that launching them only to exit takes about 5 µs.
+_MERGE_PROGRAMS = 3 * 20 * 132
+
+
+def _merge_tile(p: Plan) -> tuple[int, int]:
+    """(heads, slots) that one warp merges at once: 64 numbers per thread. Heads divide h, so that no thread is idle."""
+    slots = min(power_of_2(p.n), 16)
+    return max(1, min(p.h & -p.h, 2048 // (slots * padded(p.dv)))), slots
+
+
 def _sum_tile(h: int) -> tuple[int, int]:
     """(heads, (token, KV head) pairs) per program of a reduction over slots."""
     heads = min(power_of_2(h), 64)
@@ -373,7 +385,7 @@ def _sum_grid(total: int, pairs: int, h: int, heads: int) -> tuple[int, int, int
 
 
 def _sum_warps(p: Plan, d: int) -> int:
-    """Eight elements per thread: 4.1 ms against 5.2 with sixteen, for the merge at 64k tokens and 64 heads."""
+    """Eight elements per thread."""
     heads, pairs = _sum_tile(p.h)
     return max(1, min(16, heads * pairs * padded(d) // 256))
 

@@ -13,50 +13,54 @@ from tercet.attention.kernels.selected.query_major import in_columns
 def merge_partials(
     PARTIAL, PARTIAL_LSE, SPAN, DECISION, O, LSE, r, begin, pairs,
     G: tl.constexpr, h: tl.constexpr, n: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, HP: tl.constexpr,
-    ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """O, LSE: the forced blocks' on entry, all blocks' on return."""
-    # rows are (token of the range, KV head) pairs by heads of the group; few programs that loop, since where the other
-    # design runs, launching thousands that exit at once would take 20 µs
+    # One (token of the range, KV head) pair and HP heads of the group at a time: what it reads lies together in memory,
+    # and SLOTS slots are in flight at once. Programs loop, since where the other design runs, launching one per pair
+    # only to exit would take 20 µs.
     if tl.load(DECISION + r) == 1:
-        row = tl.arange(0, ROWS * HP)
-        for tile in tl.range(tl.program_id(0), tl.cdiv(pairs, ROWS), tl.num_programs(0)):
-            pair = tile * ROWS + row // HP
-            hh = tl.program_id(1) * HP + row % HP
-            ok = (pair < pairs) & (hh < h)
-            d = tl.arange(0, DVP)
-            whole = in_columns(ok, d, DV, DVP)
+        hh = tl.program_id(1) * HP + tl.arange(0, HP)
+        d = tl.arange(0, DVP)
+        slot = tl.arange(0, SLOTS)
+        for pair in tl.range(tl.program_id(0), pairs, tl.num_programs(0)):
             at = begin.to(tl.int64) * G + pair
-            span = tl.load(SPAN + at, mask=ok, other=0)
+            span = tl.load(SPAN + at)
             lo = span & 1023
             hi = (span >> 10) & 1023
             at = at * h + hh
             part = pair * (n * h) + hh
-            forced = tl.load(LSE + at, mask=ok, other=float("inf"))
+            forced = tl.load(LSE + at)
             forced = tl.where(forced < float("inf"), forced, -1e20)
             # first the maximum over the small array, so that the large one is only scaled and added
             top = forced
-            for i in tl.range(0, n, loop_unroll_factor=UNROLL):
-                live = ok & (i >= lo) & (i < hi)
-                top = tl.maximum(top, tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30))
-            l = tl.exp2(forced - top)
-            l = tl.where(forced > -1e19, l, 0.0)
-            acc = tl.load(O + at[:, None] * DV + d[None, :], mask=whole, other=0.0).to(tl.float32) * l[:, None]
-            for i in tl.range(0, n, loop_unroll_factor=UNROLL):
-                live = ok & (i >= lo) & (i < hi)
-                w = tl.exp2(tl.load(PARTIAL_LSE + part + i * h, mask=live, other=-1e30) - top)
-                x = tl.load(
-                    PARTIAL + ((part + i * h) * DV)[:, None] + d[None, :], mask=in_columns(live, d, DV, DVP), other=0.0
-                )
+            for first in tl.range(0, n, SLOTS):
+                i = (first + slot)[:, None]
+                live = (i >= lo) & (i < hi)
+                top = tl.maximum(top, tl.max(tl.load(PARTIAL_LSE + i * h + part, mask=live, other=-1e30), 0))
+            l = tl.where(forced > -1e19, tl.exp2(forced - top), 0.0)
+            to = O + at[:, None] * DV + d[None, :]
+            inside = (d < DV)[None, :]
+            acc = tl.load(to, mask=inside, other=0.0).to(tl.float32) * l[:, None]
+            for first in tl.range(0, n, SLOTS):
+                i = (first + slot)[:, None]
+                live = (i >= lo) & (i < hi)
+                row = i * h + part
+                w = tl.exp2(tl.load(PARTIAL_LSE + row, mask=live, other=-1e30) - top[None, :])
                 w = tl.where(live, w, 0.0)
-                l += w
-                acc += x.to(tl.float32) * w[:, None]
+                x = tl.load(
+                    PARTIAL + (row * DV)[:, :, None] + d[None, None, :],
+                    mask=live[:, :, None] & inside[None, :, :],
+                    other=0.0,
+                )
+                l += tl.sum(w, 0)
+                acc += tl.sum(x.to(tl.float32) * w[:, :, None], 0)
             some = l > 0
             l = tl.where(some, l, 1.0)
-            # every warp reads the log-sum-exps and one writes them: it must not overtake those that still read
+            # every thread reads the log-sum-exps and one writes them: it must not overtake those that still read
             tl.debug_barrier()
-            tl.store(O + at[:, None] * DV + d[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=whole)
-            tl.store(LSE + at, tl.where(some, top + tl.log2(l), float("inf")), mask=ok)
+            tl.store(to, (acc / l[:, None]).to(O.dtype.element_ty), mask=inside)
+            tl.store(LSE + at, tl.where(some, top + tl.log2(l), float("inf")))
 
 
 @triton.jit(do_not_specialize=["r", "begin", "pairs"])
