@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data.exercises import write_lines
+from tercet.data.exercises import ExerciseWriter, write_lines
 from tercet.data.inspect import describe
-from tercet.data.retrieval import (
-    HELD_OUT_WORDINGS,
-    HELD_OUT_WORDS,
-    MODULUS,
-    REMAINDER,
-    TRAINING_WORDINGS,
-    TRAINING_WORDS,
-    Draws,
-)
+from tercet.data.retrieval import HELD_OUT_WORDS, MODULUS, REMAINDER, TRAINING_WORDS, Draws
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError
 from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
+from tercet.data.wordings import HELD_OUT_PAIRS, HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
 
 KINDS = ["jsonl", "shards", "text"]
 
@@ -40,6 +35,13 @@ def lessons(configs):
     found["whole"] = found["jsonl"].model_copy(update={"packing": "whole"})
     found["shuffled"] = found["shards"].model_copy(update={"shuffle_sequences": 5})
     return found
+
+
+@pytest.fixture
+def one_wording(monkeypatch):
+    """Facts are `SET key = value`, questions for one `GET key = value`."""
+    wordings = replace(TRAINING_WORDINGS, pair=lambda draws: Pair("SET {key} = {value}", "GET {key} = "))
+    monkeypatch.setattr("tercet.data.exercises._P", wordings)
 
 
 def is_inside(part, whole) -> bool:
@@ -113,37 +115,91 @@ def test_every_target_is_the_next_token(lessons, read):
         assert (continued >= 0).all(), "the last token of a sequence has a target in the next one"
 
 
+@pytest.mark.usefixtures("one_wording")
 def test_facts_come_before_their_questions_in_the_same_sequence(lessons, read):
     asked, distances = set(), []
-    for batch in read(lessons["shards"].model_copy(update={"retrieval": 1.0}), 160):
+    for batch in read(lessons["shards"].model_copy(update={"retrieval": 1.0}), 100):
         tokens = batch.tokens.flatten().tolist()
         for begin, end in pairwise(batch.cu_seqlens.tolist()):
             text = bytes(tokens[begin:end]).decode(errors="replace")
-            for question in re.finditer(r"^(?:GET (\S+) = (\S+)|assert TABLE\[(\S+)\] == (\S+))$", text, re.M):
-                name, value = question.group(1, 2) if question.group(1) else question.group(3, 4)
-                facts = [f"SET {name} = {value}\n", f"TABLE[{name}] = {value}\n"]
-                places = [text.find(fact, 0, question.start()) for fact in facts]
-                assert max(places) >= 0, question.group()
-                asked.add(name)
-                distances.append((question.start() - max(places)) / 768)
+            for question in re.finditer(r"^GET (\S+ = \S+)$", text, re.M):
+                place = text.find(f"SET {question.group(1)}\n", 0, question.start())
+                assert place >= 0, question.group()
+                asked.add(question.group(1))
+                distances.append((question.start() - place) / 768)
     assert len(asked) == len(distances) > 50, "every sequence asks for keys of its own"
     assert min(distances) < 0.1 < 0.7 < max(distances)
 
 
-def test_every_answer_is_among_the_facts():
-    families = 0
-    for n in range(200):
-        for item in write_lines(Draws(9, n), 4000):
-            *facts, question = item
-            if not facts:
-                continue  # a distractor
-            families += len(facts) > 1
+def kind_of(text: str) -> tuple[int, bool, bool]:
+    return text.count("-"), "_" in text, bool(re.fullmatch("[0-9a-f-]+", text))
+
+
+@pytest.mark.usefixtures("one_wording")
+def test_questions_have_the_answers_that_the_evaluation_asks_for():
+    """All values in order of appearance, several keys in any order, chains from the first name to the last."""
+    sizes = Counter()
+    for n in range(300):
+        for *facts, question in write_lines(Draws(9, n), 4000):
             assert all(fact.at <= question.at <= 1 for fact in facts)
-            given = " ".join(fact.text for fact in facts)
-            answers = re.split(r"[:=?>] ?| are | is | has the [a-z ]+ |\| ", question.text)[-1]
-            for answer in re.split(r", ", answers):
-                assert answer.strip('"}. ;').removesuffix("</lookup").split(" ")[-1] in given, item
-    assert families > 100
+            found = [re.fullmatch(r"SET (\S+) = (\S+)", fact.text) for fact in facts]
+            if len(facts) > 1 and not all(found):
+                names = re.split(r"[:?] | of ", question.text)[-1].rstrip(".").split(", ")
+                for fact, name, source in zip(facts, names, [names[0], *names], strict=False):
+                    assert name in fact.text
+                    assert source in fact.text
+                sizes["chain", len(facts)] += 1
+                continue
+            if not all(found):
+                continue  # a word list
+            names, values = [fact.group(1) for fact in found], [fact.group(2) for fact in found]
+            assert len({kind_of(name) for name in names}) <= 1, "otherwise the kind would tell them apart"
+            assert len({kind_of(value) for value in values}) <= 1
+            sizes["keys" if len(set(names)) > 1 else "values", len(facts)] += 1
+            if len(facts) == 1:
+                assert question.text == f"GET {names[0]} = {values[0]}"
+            elif len(facts) > 1:
+                asked = ", ".join(dict.fromkeys(names))
+                assert re.search(rf"{asked}.*{', '.join(values)}", question.text), question
+                assert [fact.at for fact in facts] == sorted(fact.at for fact in facts) or len(set(names)) > 1
+    sizes = {size for size, count in sizes.items() if count > 10}
+    assert {("values", n) for n in range(1, 6)} | {("keys", n) for n in range(2, 6)} <= sizes
+    assert {("chain", n) for n in range(2, 7)} <= sizes
+
+
+def test_common_words_are_three_to_ten_times_as_common_as_the_others():
+    seen = set()
+    for n in range(400):
+        for *facts, question in write_lines(Draws(8, n), 20_000)[:1]:
+            if facts and facts[0].text.startswith(("WORDS ", "# words: ")):
+                counts = Counter(
+                    facts[0].text.split(" ", 2 if facts[0].text[0] == "#" else 1)[-1].replace(",", "").split()
+                )
+                answers = question.text.partition(": ")[2].split(", ")
+                (common,), (others,) = (
+                    {counts[a] for a in answers},
+                    {c for w, c in counts.items() if w not in answers},
+                )
+                assert 3 * others <= common <= 10 * others
+                seen.add((len(answers), others))
+    assert {others for _, others in seen} == {1, 2, 3}, "RULER's lists have others once or three times"
+    assert max(answers for answers, _ in seen) == 10
+
+
+def test_the_start_and_the_end_have_as_many_facts_as_any_tenth():
+    places = [fact.at for n in range(4000) for item in write_lines(Draws(4, n), 512) for fact in item[:-1]]
+    for share in (places.count(0.0), places.count(1.0), sum(0.5 <= at < 0.6 for at in places)):
+        assert share / len(places) == pytest.approx(1 / 12, abs=0.01)
+
+
+@pytest.mark.parametrize("text", [b"~ text\n" * 700, b"~ text, " * 700], ids=["lines", "one-line"])
+@pytest.mark.parametrize("room", [512, 4096])
+def test_exercises_often_begin_with_a_fact(room, text):
+    writer = ExerciseWriter(ByteTokenizer())
+    tokens = np.frombuffer(text, dtype=np.uint8)
+    begins = [chr(writer.segment(tokens, None, n, 0, room).tokens[0]) for n in range(100)]
+    assert 10 < sum(begin != "~" for begin in begins) < 70
+    assert begins.count("\n") < 3, "nothing precedes the fact"
 
 
 def test_validation_text_is_never_changed(lessons, read):
@@ -165,6 +221,7 @@ def test_the_share_of_the_text_is_as_asked(lessons):
         assert abs(counts["joined"] / counts["read"] - share) < 0.05
 
 
+@pytest.mark.usefixtures("one_wording")
 def test_exercises_in_other_tokens_decode_to_whole_lines(lessons, small_bpe, read):
     data = lessons["text"].model_copy(update={"tokenizer": str(small_bpe)})
     tokenizer = load_tokenizer(str(small_bpe))
@@ -174,6 +231,7 @@ def test_exercises_in_other_tokens_decode_to_whole_lines(lessons, small_bpe, rea
     assert len(re.findall(r"^(?:SET|GET) \S+ = \S+$", text, re.M)) > 2
 
 
+@pytest.mark.usefixtures("one_wording")
 def test_prompts_stay_out_of_the_loss_and_lines_are_in_it(tmp_path, read):
     records = [{"p": "PROMPT ", "text": f"number {i}\n" * 30} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -183,7 +241,9 @@ def test_prompts_stay_out_of_the_loss_and_lines_are_in_it(tmp_path, read):
         targets = batch.targets.flatten().tolist()
         for prompt in re.finditer(b"PROMPT ", text):
             assert set(targets[prompt.start() : prompt.end() - 1]) == {-100}
-        for line in re.finditer(rb"\nSET [^\n]*\n", text):
+        lines = list(re.finditer(rb"\n[SG]ET [^\n]*\n", text))
+        assert lines
+        for line in lines:
             assert -100 not in targets[line.start() : line.end() - 1]
 
 
@@ -205,19 +265,51 @@ def test_inspect_counts_exercises(lessons):
     )
 
 
-def test_nothing_of_the_evaluation_is_in_the_training_lines():
+@pytest.fixture(scope="module")
+def training_lines():
+    return [line.text for n in range(300) for item in write_lines(Draws(5, n), 8000) for line in item]
+
+
+def test_nothing_of_the_evaluation_is_in_the_training_lines(training_lines):
     assert not set(TRAINING_WORDS.words) & set(HELD_OUT_WORDS.words)
     assert not set(TRAINING_WORDINGS.whats) & set(HELD_OUT_WORDINGS.whats)
-    training, held_out = ({t.strip() for t in w.all()} for w in (TRAINING_WORDINGS, HELD_OUT_WORDINGS))
-    plain = {text for text in held_out & training if re.search("[a-zA-Z]", re.sub(r"{\w+}", "", text))}
-    assert not plain, "punctuation may be shared, words may not"
-    lines = [line.text for n in range(300) for item in write_lines(Draws(5, n), 8000) for line in item]
-    words = set(re.findall(r"[a-z]+", " ".join(lines)))
-    own = {w for text in (*TRAINING_WORDINGS.all(), *TRAINING_WORDINGS.whats) for w in re.findall("[a-z]+", text)}
-    assert not (words - own) & set(HELD_OUT_WORDS.words)
-    numbers = [int(n) for n in re.findall(r"(?<![\w-])[1-9](?:\d{4}|\d{6})(?![\w-])", " ".join(lines))]
+    assert not set(re.findall(r"[a-z]+", " ".join(training_lines))) & set(HELD_OUT_WORDS.words)
+    numbers = [int(n) for n in re.findall(r"(?<![\w-])[1-9](?:\d{4}|\d{6})(?![\w-])", " ".join(training_lines))]
     assert len(numbers) > 500
     assert not any(n % MODULUS == REMAINDER for n in numbers)
+
+
+def templates(wordings, pairs) -> set[str]:
+    """Every template, with plain fields."""
+    found = {*pairs, *wordings.values, *wordings.keys, *wordings.chains, *wordings.lists, *wordings.ranked_lists}
+    return {text.replace("!r}", "}") for part in found for text in part} | set(wordings.filler)
+
+
+def words_of(texts) -> set[str]:
+    return {word for text in texts for word in re.findall("[a-z]+", re.sub(r"{\w+}", "", text).lower())}
+
+
+def test_no_held_out_wording_is_trained(training_lines):
+    pairs = {TRAINING_WORDINGS.pair(Draws(n)) for n in range(20_000)}
+    training, held_out = templates(TRAINING_WORDINGS, pairs), templates(HELD_OUT_WORDINGS, HELD_OUT_PAIRS)
+    usual = "a and are as by each first has is its more most name of on out s that the they to"
+    assert not words_of(training) & words_of(held_out) - set(usual.split())
+    assert not any(sign in text for text in training for sign in ("/*", "=>", ":="))
+    plain = [text for text in held_out if re.search("[a-z]", re.sub(r"{\w+}", "", text), re.I) or "=>" in text]
+    forms = [re.sub(r"\\{\w+\\}", r"\\S.*", re.escape(text.strip())) for text in plain]
+    written = "\n".join(training_lines)
+    assert not [form for form in forms if re.search(form, written)]
+
+
+def test_thousands_of_wordings_train():
+    pairs = [TRAINING_WORDINGS.pair(Draws(n)) for n in range(5000)]
+    assert len({pair.fact for pair in pairs}) > 2000
+    assert len({pair.ask for pair in pairs}) > 2000
+    for fact, ask, end in pairs:
+        assert fact.count("{key}") == fact.count("{value}") == ask.count("{key}") == 1
+        assert not set("\n{}") & set((fact + ask).format(what="a", key="b", value="c") + end)
+    order = [pair.fact.index("{key}") < pair.fact.index("{value}") for pair in pairs]
+    assert 0.5 < sum(order) / len(order) < 0.9, "values before their keys too"
 
 
 @pytest.mark.parametrize("draw", ["number", "uuid", "coined"])
@@ -228,8 +320,3 @@ def test_made_up_values_are_on_one_side_of_the_split(draw):
     ]
     assert not sides[0] & sides[1]
     assert min(map(len, sides)) > 1500
-
-
-def test_at_least_24_wordings_train():
-    p = TRAINING_WORDINGS
-    assert len({*p.pairs, *p.values, *p.keys, *p.chains, *p.lists, *p.ranked_lists}) >= 24

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from inference.models import language_model, trained
 from tercet.cli import main
-from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDINGS, TRAINING_WORDS
+from tercet.data.retrieval import HELD_OUT_WORDS, TRAINING_WORDS
 from tercet.data.tokenizers import load_tokenizer
+from tercet.data.wordings import HELD_OUT_PAIRS
 from tercet.inference.plots import ruler_map
 from tercet.inference.ruler import SINGLE, TASKS, QuestionWriter, RulerResult, ask
 
@@ -154,10 +155,8 @@ def test_other_tokenizers_score_exactly_the_answers(model, tmp_path):
     from tercet.config.data import DataConfig
     from tercet.data.train_tokenizer import train_bpe
 
-    (tmp_path / "corpus.txt").write_text(
-        "".join(t + "\n" for t in HELD_OUT_WORDINGS.all() + TRAINING_WORDINGS.all()) * 9
-    )
-    train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=500)
+    (tmp_path / "corpus.txt").write_text("\n".join(text for pair in HELD_OUT_PAIRS for text in pair) * 99)
+    train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=350)
     plain, bpe = (QuestionWriter(model, "held-out", 512, 0) for _ in range(2))
     bpe._tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     for prompt, answers, end in (

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tercet.data.order import key
-from tercet.data.retrieval import TRAINING_WORDINGS, TRAINING_WORDS, VERSION, Draws, Pair, WordList
+from tercet.data.retrieval import KEYS, TRAINING_WORDS, VALUES, VERSION, Draws
 from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
 from tercet.data.tokenizers import Tokenizer
+from tercet.data.wordings import TRAINING_WORDINGS, Pair, WordList
 
 SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
 SHORTEST_EXERCISE = 256  # tokens; shorter pieces stay plain text
@@ -124,12 +125,14 @@ class ExerciseWriter:
         if size < SHORTEST_EXERCISE:
             return Segment(text, None if loss is None else loss[offset : offset + room + 1], size, size)
         breaks = np.flatnonzero(self._ends_line[text]) + 1
-        lead = "" if len(breaks) * LINE_REACH >= size else "\n"
+        lead = "" if len(breaks) * LINE_REACH >= size else "\n"  # for text with few line breaks
         lines = self._encode(write_lines(Draws(stream, offset), size), lead, size // LINE_SHARE)
         used = min(room - sum(len(line) for _, line in lines), len(tokens) - offset)
         text = text[: used + 1]
         end = used - 1 if offset + used == len(tokens) else used  # the last token of a document is EOS: keep it last
-        places = line_starts(breaks[breaks <= end], np.array([max(1, round(at * end)) for at, _ in lines], dtype=int))
+        places = np.array([round(at * end) for at, _ in lines], dtype=int)
+        if not lead:
+            places = line_starts(breaks[breaks <= end], places)
         written = insert(text, places, [line for _, line in lines])
         mask = None
         if loss is not None:
@@ -140,7 +143,7 @@ class ExerciseWriter:
 
     def _encode(self, items: list[list[Line]], lead: str, budget: int) -> list[tuple[float, np.ndarray]]:
         """The lines of the first items that take at most `budget` tokens together, in order of position."""
-        texts = [f"{lead}{line.text}\n".encode() for item in items for line in item]
+        texts = [f"{lead if line.at else ''}{line.text}\n".encode() for item in items for line in item]
         encoded = iter(self._tokenizer.encode_documents(texts))
         chosen: list[tuple[float, np.ndarray]] = []
         for item in items:
@@ -158,11 +161,10 @@ def ends_line(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def line_starts(breaks: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Each place, moved back to the start of its line if that is near. breaks: where lines start, in order."""
-    if not len(breaks):
-        return places
-    nearest = breaks[np.maximum(np.searchsorted(breaks, places, side="right") - 1, 0)]
-    return np.where((nearest <= places) & (places - nearest <= LINE_REACH), nearest, places)
+    """Each place, moved back to the start of its line if that is near. breaks: where lines start after the first."""
+    starts = np.concatenate([[0], breaks])
+    nearest = starts[np.searchsorted(starts, places, side="right") - 1]
+    return np.where(places - nearest <= LINE_REACH, nearest, places)
 
 
 def insert(text: np.ndarray, places: np.ndarray, lines: Sequence[np.ndarray]) -> np.ndarray:
@@ -179,26 +181,44 @@ class Line(NamedTuple):
     text: str
 
 
+class Style(NamedTuple):
+    """What facts have in common."""
+
+    pair: Pair
+    what: str
+    key: str  # kinds of strings
+    value: str
+
+    def fact(self, at: float, name: str, value: str) -> Line:
+        return Line(at, self.pair.fact.format(what=self.what, key=name, value=value))
+
+
+def _style(draws: Draws) -> Style:
+    name, value = draws.choice(KEYS), draws.choice(VALUES)
+    alike = name == "uuid" and draws.below(2)
+    return Style(_P.pair(draws), draws.choice(_P.whats), name, name if alike else value)
+
+
 def write_lines(draws: Draws, size: int) -> list[list[Line]]:
     """Facts and questions for an exercise of about `size` tokens; each item is complete in itself."""
     dense = draws.below(2)
     count = int(size / draws.log_uniform(DENSEST, DENSE) if dense else draws.log_uniform(1, max(2, size / DENSEST)))
-    pair = draws.choice(_P.pairs) if draws.below(2) else None  # one wording for all makes keys harder to tell apart
-    what = draws.choice(_P.whats)
+    common = _style(draws) if draws.below(2) else None  # one style for all makes keys harder to tell apart
     items = [] if draws.below(4) else [_word_list(draws, size)]
     while count > 0:
-        wording = pair or draws.choice(_P.pairs)
-        family = draws.below(15)
-        if family < 10:
-            items.append(_one_value(draws, size, wording, what))
-        elif family < 12:
-            items.append(_several_values(draws, size, wording, what))
-        elif family < 14:
-            items.append(_several_keys(draws, size, wording, what))
-        else:
+        family = draws.below(20)
+        if family < 2:
             items.append(_chain(draws, size))
+        else:
+            ask = _several_values if family < 5 else _several_keys if family < 8 else _one_value
+            items.append(ask(draws, size, common or _style(draws)))
         count -= len(items[-1])
     return items
+
+
+def _fact_at(draws: Draws) -> float:
+    """A place for a fact: the start and the end are as likely as any tenth of the text."""
+    return min(1.0, max(0.0, 1.2 * draws.uniform() - 0.1))
 
 
 def _question_at(draws: Draws, fact: float, size: int) -> float:
@@ -211,43 +231,41 @@ def _question_at(draws: Draws, fact: float, size: int) -> float:
     return min(1.0, fact + draws.log_uniform(32 / size, 1))
 
 
-def _one_value(draws: Draws, size: int, pair: Pair, what: str) -> list[Line]:
-    name, value, at = _W.key(draws), _W.value(draws), draws.uniform()
-    lines = [Line(at, pair.fact.format(what=what, key=name, value=value))]
+def _one_value(draws: Draws, size: int, style: Style) -> list[Line]:
+    name, value, at = _W.string(draws, style.key), _W.string(draws, style.value), _fact_at(draws)
+    lines = [style.fact(at, name, value)]
     if draws.below(4):  # the others are distractors
-        ask = pair.ask.format(what=what, key=name)
-        lines.append(Line(_question_at(draws, at, size), f"{ask}{value}{pair.end}"))
+        ask = style.pair.ask.format(what=style.what, key=name)
+        lines.append(Line(_question_at(draws, at, size), f"{ask}{value}{style.pair.end}"))
     return lines
 
 
-def _several_values(draws: Draws, size: int, pair: Pair, what: str) -> list[Line]:
+def _several_values(draws: Draws, size: int, style: Style) -> list[Line]:
     """Several values of one key, asked for in the order of appearance."""
-    name = _W.key(draws)
-    places = sorted(draws.uniform() for _ in range(2 + draws.below(3)))
-    values = [_W.value(draws) for _ in places]
-    lines = [
-        Line(at, pair.fact.format(what=what, key=name, value=value)) for at, value in zip(places, values, strict=True)
-    ]
+    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(4)))
+    name, values = _W.string(draws, style.key), _strings(draws, style.value, len(places))
+    lines = [style.fact(at, name, value) for at, value in zip(places, values, strict=True)]
     ask, end = draws.choice(_P.values)
-    text = f"{ask.format(what=what, key=name)}{', '.join(values)}{end}"
+    text = f"{ask.format(what=style.what, key=name)}{', '.join(values)}{end}"
     return [*lines, Line(_question_at(draws, places[-1], size), text)]
 
 
-def _several_keys(draws: Draws, size: int, pair: Pair, what: str) -> list[Line]:
+def _several_keys(draws: Draws, size: int, style: Style) -> list[Line]:
     """Several keys, asked for at once in another order."""
-    facts = [(draws.uniform(), _W.key(draws), _W.value(draws)) for _ in range(2 + draws.below(3))]
-    lines = [Line(at, pair.fact.format(what=what, key=name, value=value)) for at, name, value in facts]
+    places = [_fact_at(draws) for _ in range(2 + draws.below(4))]
+    names, values = _strings(draws, style.key, len(places)), _strings(draws, style.value, len(places))
+    lines = [style.fact(at, name, value) for at, name, value in zip(places, names, values, strict=True)]
     ask, end = draws.choice(_P.keys)
-    text = ask.format(what=what, keys=", ".join(name for _, name, _ in facts))
-    text += ", ".join(value for _, _, value in facts) + end
-    return [*lines, Line(_question_at(draws, max(at for at, _, _ in facts), size), text)]
+    text = f"{ask.format(what=style.what, keys=', '.join(names))}{', '.join(values)}{end}"
+    return [*lines, Line(_question_at(draws, max(places), size), text)]
 
 
 def _chain(draws: Draws, size: int) -> list[Line]:
+    """A variable and copies of copies of it, asked for in the order of appearance."""
     chain = draws.choice(_P.chains)
-    places = sorted(draws.uniform() for _ in range(2 + draws.below(4)))
+    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(5)))
     upper = draws.below(2)
-    names = [_W.letters(draws, 5).upper() if upper else _W.pair(draws, "_") for _ in places]
+    names = distinct(draws, len(places), lambda: _W.letters(draws, 5).upper() if upper else _W.pair(draws, "_"))
     value = _W.number(draws, 5)
     lines = [Line(places[0], chain.value.format(name=names[0], value=value))]
     for at, name, source in zip(places[1:], names[1:], names, strict=False):
@@ -268,17 +286,23 @@ def _word_list(draws: Draws, size: int) -> list[Line]:
     else:
         wording = draws.choice(_P.lists)
         common = 1 + draws.below(min(10, room // 8))
-        repeats = 3 + draws.below(max(1, min(10, room // 2 // common - 2)))
-        words = distinct(draws, common + max(2, room - common * repeats), lambda: _W.coined(draws))
-        counts, top = [repeats] * common + [1] * (len(words) - common), words[:common]
+        most = room // 2 // common  # at least 4
+        rare = 1 + draws.below(min(3, most // 3))
+        repeats = rare * (3 + draws.below(min(8, most // rare - 2)))
+        words = distinct(draws, common + max(2, (room - common * repeats) // rare), lambda: _W.coined(draws))
+        counts, top = [repeats] * common + [rare] * (len(words) - common), words[:common]
     text, order = list_text(draws, wording, words, counts)
     if not ranked:
         top = sorted(top, key=order.index)
-    at = draws.uniform()
+    at = _fact_at(draws)
     if not top:
         return [Line(at, text)]
     ask = wording.ask.format(count=len(top))
     return [Line(at, text), Line(_question_at(draws, at, size), f"{ask}{', '.join(top)}{wording.end}")]
+
+
+def _strings(draws: Draws, kind: str, count: int) -> list[str]:
+    return distinct(draws, count, lambda: _W.string(draws, kind))
 
 
 def distinct(draws: Draws, count: int, draw: Callable[[], str]) -> list[str]:

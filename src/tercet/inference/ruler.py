@@ -4,7 +4,7 @@ A question is a text of at most `length` tokens that ends with the answers. One 
 is right if it is the model's most likely one given the correct text before it. For a single answer this equals greedy
 decoding; of several answers, each is judged after the correct previous ones.
 
-Keys, values and wordings are held out from training (tercet.data.retrieval).
+Keys, values and wordings are held out from training (tercet.data.retrieval, tercet.data.wordings).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from tercet.data.exercises import distinct, ends_line, insert, line_starts, list_text
-from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDINGS, Draws, Pair
+from tercet.data.retrieval import HELD_OUT_WORDS, Draws
+from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
 from tercet.errors import TercetError, UsageError
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
@@ -243,7 +244,7 @@ class QuestionWriter:
         self, draws: Draws, length: int, filler: np.ndarray, several: str, *, uuids: bool, depth: float | None
     ) -> Question:
         """Facts in a filler. several: "" (one fact), one of several keys, all values of one key, or all keys."""
-        words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
+        words, what, pair = self._words, draws.choice(self._wordings.whats), self._wordings.pair(draws)
         count = NEEDLES if several else 1
         names = distinct(draws, 1 if several == "values" else count, lambda: words.pair(draws)) * count
         values = distinct(draws, count, lambda: words.uuid(draws) if uuids else words.number(draws))
@@ -273,7 +274,7 @@ class QuestionWriter:
 
     def _among_needles(self, draws: Draws, length: int, *, uuids: bool) -> Question:
         """A text of facts only."""
-        words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
+        words, what, pair = self._words, draws.choice(self._wordings.whats), self._wordings.pair(draws)
         draw = words.uuid if uuids else words.number
         name, value = (words.uuid if uuids else words.pair)(draws), draw(draws)
         asked = self._question(pair.ask.format(what=what, key=name), [value], pair.end)
@@ -331,7 +332,7 @@ class QuestionWriter:
         if room < 0:
             raise _DoesNotFitError
         filler = filler[:room]
-        breaks = np.concatenate([[0], np.flatnonzero(self._ends_line[filler]) + 1])
+        breaks = np.flatnonzero(self._ends_line[filler]) + 1
         at = line_starts(breaks, np.array([round(place * room) for place in places], dtype=int))
         return self._join(insert(filler, at, lines), asked)
 
