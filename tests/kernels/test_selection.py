@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tercet
 from cases import cu, inputs, judge, wrong_sets
@@ -12,7 +14,7 @@ from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks as decode_select
 from tercet.attention.kernels.launch import LOG2E
-from tercet.attention.kernels.scores import select
+from tercet.attention.kernels.scores import largest, select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
 from tercet.bench import attention
 
@@ -34,6 +36,31 @@ def test_equal_scores_take_the_lowest_index() -> None:
     assert chosen[0, 47, 0].tolist() == [0, 1, 2]
     assert chosen[0, 20, 0].tolist() == [0, 1, -1]
     assert wrong_sets(judge(x, cfg), chosen, 0.0) == []
+
+
+@triton.jit
+def largest_kernel(KEYS, TAKEN, wanted, R: tl.constexpr, N: tl.constexpr, FEW_FIRST: tl.constexpr):
+    at = tl.arange(0, R)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(TAKEN + at, largest(tl.load(KEYS + at), wanted, FEW_FIRST).to(tl.int32))
+
+
+@pytest.mark.parametrize(("size", "few_first"), [(128, True), (256, True), (1024, True), (1024, False)])
+@pytest.mark.parametrize("wanted", [1, 13, 150])
+def test_the_largest_keys_are_taken_lowest_index_first(size: int, few_first: bool, wanted: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    wide = torch.randint(0, 2**31 - 1, (size,), generator=g)
+    rows = [
+        wide,
+        torch.where(wide % 3 == 0, -1, wide % 7),  # ties, and keys that are not there
+        torch.where(torch.arange(size) < wanted - 1, wide, -1),  # fewer than wanted
+        torch.full((size,), -1),
+    ]
+    keys = torch.stack(rows).to(torch.int32)
+    taken = torch.empty_like(keys)
+    largest_kernel[(1,)](keys, taken, wanted, 4, size, few_first)
+    for row, mask in zip(keys.tolist(), taken.tolist(), strict=True):
+        best = sorted((i for i in range(size) if row[i] >= 0), key=lambda i: (-row[i], i))
+        assert [i for i in range(size) if mask[i]] == sorted(best[:wanted])
 
 
 @pytest.mark.parametrize(

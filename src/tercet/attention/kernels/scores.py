@@ -175,24 +175,46 @@ def scores_kernel(
 
 
 @triton.jit
-def largest(key, wanted):
-    """Mask of each row's `wanted` largest keys, lowest index first among equals. key: int32, -1 for none.
+def _threshold(key, wanted, low, high):
+    """`low` raised as far as `wanted` keys of each row are at least as large; at most to `high`, the largest key.
 
-    Binary search for the value of the smallest key taken: a dozen counts, whatever the number wanted. Taking the
-    maximum `wanted` times costs as much at 13 and grows with it. Several rows overlap the latency of each other's
-    counts."""
-    high = tl.max(key, 1)
-    low = tl.minimum(high, 0)
+    One count per step; the rows of a tile overlap the latency of each other's counts."""
     while tl.max(high - low, 0) > 0:
         middle = low + (high - low + 1) // 2
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
         # a finished row has low = high = middle, and keeps them
         high = tl.where((low < high) & (count < wanted), middle - 1, tl.where(count == wanted, middle, high))
         low = tl.where(count >= wanted, middle, low)
-    above = key > low[:, None]
-    missing = wanted - tl.sum(above.to(tl.int32), 1)
-    equal = key == low[:, None]
-    return above | (equal & (key >= 0) & (tl.cumsum(equal.to(tl.int32), 1) <= missing[:, None]))
+    return low
+
+
+@triton.jit
+def largest(key, wanted, FEW_FIRST: tl.constexpr = True):
+    """Mask of each row's `wanted` largest keys, lowest index first among equals. key: int32, -1 for none.
+
+    Binary search for the value of the smallest key taken: a few counts, whatever the number wanted. Taking the maximum
+    `wanted` times costs as much at 13 and grows with it. FEW_FIRST: long rows begin with a search among the largest of
+    each N / 128 keys. It is cheap, and its result a lower bound: as many keys are at least as large. That leaves few
+    counts over all keys, but more counts altogether. (With more than 128 wanted it finds nothing.)"""
+    R: tl.constexpr = key.shape[0]
+    N: tl.constexpr = key.shape[1]
+    high = tl.max(key, 1)
+    low = tl.minimum(high, 0)
+    if FEW_FIRST and N >= 256:
+        low = _threshold(tl.max(tl.reshape(key, [R, N // 128, 128]), 1), wanted, low, high)
+    low = _threshold(key, wanted, low, high)
+    place = tl.arange(0, N)[None, :]
+    last = tl.full([R], N - 1, tl.int32)
+    if tl.max(tl.sum((key >= tl.maximum(low, 0)[:, None]).to(tl.int32), 1), 0) > wanted:
+        # several keys equal the smallest one taken: search for the place of the last of them that is taken
+        missing = wanted - tl.sum((key > low[:, None]).to(tl.int32), 1)
+        first = tl.zeros([R], tl.int32)
+        while tl.max(last - first, 0) > 0:
+            middle = (first + last) // 2
+            enough = tl.sum(((key == low[:, None]) & (place <= middle[:, None])).to(tl.int32), 1) >= missing
+            first = tl.where(enough | (first == last), first, middle + 1)
+            last = tl.where(enough, middle, last)
+    return (key > low[:, None]) | ((key == low[:, None]) & (key >= 0) & (place <= last[:, None]))
 
 
 @triton.jit

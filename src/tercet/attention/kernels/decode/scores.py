@@ -148,7 +148,8 @@ def decode_scores_kernel(
                     if NP <= 64:
                         best = _best_of_few(keys, WANTED, NP)
                     else:
-                        best = largest(keys[None, :], WANTED).reshape(NP)
+                        # one row alone: the time is that of its counts, one after another
+                        best = largest(keys[None, :], WANTED, FEW_FIRST=False).reshape(NP)
                     if NAMED:
                         place = tl.load(PLACES + place, mask=best, other=0)
                     tl.store(INDICES + INITIAL + tl.cumsum(best.to(tl.int32), 0) - 1, place, mask=best)
