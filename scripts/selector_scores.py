@@ -4,8 +4,9 @@
 
 A layer with random weights attends to random tokens, more and less sharply; only its selector learns (120 steps, three
 seeds). Printed: the share of what a choice can gain over a random one in captured attention, mean of the last 20 steps.
-The answers, in learning and in choosing: log-sum-exp of the logits; their maximum; the sum of the positive ones; and,
-in choosing only, the sum of max(0, 1 + x/4)^4, which resembles that of exp(x) and costs less.
+The answers, in learning and in choosing: log-sum-exp of the logits; their maximum; the sum of the positive ones. In
+choosing only, cheaper functions that resemble exp: `selector_weight`, which is linear between powers of two (what Tercet
+does); max(0, 1 + x/4)^4; and exp of the larger of two tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tercet.model.selector import sample_queries
 
 CONFIG = tercet.NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=6, window=8)
 STEPS, LAST, SIZE = 120, 20, 32
-ANSWERS = ("log-sum-exp", "maximum", "positive sum", "fourth power")
+ANSWERS = ("log-sum-exp", "maximum", "positive sum", "interpolated", "fourth power", "larger of two")
 
 
 def scores(answer: str):
-    """In place of `reference.block_lse`, for one head per group."""
+    """In place of `reference.block_lse`, for one head per group: [S, G, 1, blocks]."""
 
     def of_blocks(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int, *_: str) -> Tensor:
         logits = torch.einsum("sgd,tgd->sgt", q, k) * q.shape[-1] ** -0.5
@@ -36,6 +37,8 @@ def scores(answer: str):
             "log-sum-exp": lambda: logits.logsumexp(-1),
             "maximum": lambda: logits.amax(-1),
             "positive sum": lambda: logits.relu().sum(-1),
+            "interpolated": lambda: reference.selector_weight(logits).sum(-1),
+            "larger of two": lambda: logits.unflatten(-1, (2, -1)).amax(-2).logsumexp(-1).exp(),
             "fourth power": lambda: (1 + logits / 4).relu().pow(4).sum(-1),
         }
         return found[answer]()[:, :, None]
@@ -43,8 +46,12 @@ def scores(answer: str):
     return of_blocks
 
 
+def _positive(scores: Tensor, answer: str) -> Tensor:
+    return scores.exp() if answer in ("log-sum-exp", "maximum") else scores
+
+
 def gained(learns: str, chooses: str, sharpness: float, seed: int) -> float:
-    lse, kernels_or_reference = reference.block_lse, selector.block_lse
+    lse, usual = selector.block_lse, reference.selector_scores
     torch.manual_seed(seed)
     # rope_scaling: positions that do not matter, so that only tokens can be learned from
     layer = tercet.NativeSparseAttention(
@@ -58,7 +65,8 @@ def gained(learns: str, chooses: str, sharpness: float, seed: int) -> float:
     student, chosen = scores(learns), scores(chooses)
     # the teacher has several heads per group and stays as it is
     selector.block_lse = lambda q, k, *rest: (lse if q.shape[1] > k.shape[1] else student)(q, k, *rest[:4])
-    reference.block_lse = chosen
+    # scores must not be negative
+    reference.selector_scores = lambda *arguments: _positive(chosen(*arguments)[:, :, 0], chooses)
     try:
         for _ in range(STEPS):
             x = torch.nn.functional.one_hot(torch.randint(0, 32, (2, 160)), 32).float()
@@ -70,7 +78,7 @@ def gained(learns: str, chooses: str, sharpness: float, seed: int) -> float:
             possible = read["selector_best"] - read["selector_random"]
             found.append((read["selector_mass"] - read["selector_random"]) / possible)
     finally:
-        reference.block_lse, selector.block_lse = lse, kernels_or_reference
+        selector.block_lse, reference.selector_scores = lse, usual
     return sum(found[-LAST:]) / LAST
 
 

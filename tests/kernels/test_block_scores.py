@@ -11,6 +11,7 @@ from cases import cu
 from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.table import Launch
 from tercet.attention.kernels.varlen import Documents
+from tercet.attention.reference import selector_weight
 
 pytestmark = pytest.mark.interpreter
 
@@ -27,7 +28,7 @@ def chosen(q: Tensor, k: Tensor, cfg: tercet.NSAConfig) -> Tensor:
     blocks = cfg.num_blocks(tokens)
     logits = torch.einsum("tgd,sgd->tgs", q, k) * q.shape[-1] ** -0.5
     logits = torch.nn.functional.pad(logits, (0, blocks * block - tokens))
-    score = logits.unflatten(-1, (blocks, block)).logsumexp(-1).nan_to_num(nan=torch.finfo(q.dtype).min)
+    score = selector_weight(logits.unflatten(-1, (blocks, block))).sum(-1)
     j, current = torch.arange(blocks, device=q.device), torch.arange(tokens, device=q.device)[:, None, None] // block
     score = score.masked_fill((j < cfg.select_initial) | (j > current - cfg.select_local), torch.inf)
     score = score.masked_fill(j > current, -torch.inf)
@@ -84,13 +85,17 @@ def test_equal_scores_take_the_lowest_index() -> None:
     assert select_by_tokens(q, k[:, :21], cfg, end_of(k[:, :21], 1), FEW).flatten().tolist() == [0, 1, -1, -1, -1]
 
 
-def test_negative_scores_keep_their_order() -> None:
+def test_extreme_logits_are_cut_off_and_choose_valid_blocks() -> None:
     cfg = config(count=4)
     q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 160, 1, 16)
-    q[..., 0], k[..., 0] = 1, -torch.tensor([1, 70, 1e-30, 3, 1e30, 2, 50, 60, 70, 80]).repeat_interleave(16)[:, None]
-    assert select_by_tokens(q, k, cfg, end_of(k, 1), FEW).flatten().tolist() == [0, 2, 5, 9]
-    k[0, 64:80, 0, 0] = 1e-30  # the only positive score
-    assert select_by_tokens(q, k, cfg, end_of(k, 1), FEW).flatten().tolist() == [0, 2, 4, 9]
+
+    def choose(*of_blocks: float) -> list[int]:
+        q[..., 0], k[..., 0] = 4, torch.tensor(of_blocks).repeat_interleave(16)[:, None]
+        return select_by_tokens(q, k, cfg, end_of(k, 1), FEW).flatten().tolist()
+
+    assert choose(0, -80, -50, -60, -70, -1e30, -torch.inf, -80, -80, 0) == [0, 2, 3, 9]
+    assert choose(0, 70, 1e30, 80, 60, torch.inf, 70, 50, 0, 0) == [0, 2, 5, 9]
+    assert choose(0, -1e30, -200, -100, -90, -1e30, -100, -100, -100, 0) == [0, 1, 2, 9]  # equal: all 0
 
 
 @pytest.mark.parametrize("longest", [97, pytest.param(-1, marks=pytest.mark.slow)])

@@ -246,17 +246,17 @@ def test_blocks_are_chosen_as_sorting_them_all_would(tokens, count, d, block):
 
 @pytest.mark.parametrize(("tokens", "count"), [(900, 16), (2100, 16), (4300, 40), (20_000, 16)])
 def test_blocks_are_chosen_by_a_selectors_scores_as_sorting_them_all_would(tokens, count):
-    """Scores of both signs, infinite, or not a number, which is the lowest; equal ones take the lowest index."""
+    """Scores may be infinite, or not a number, which is the lowest; equal ones take the lowest index."""
     config, groups = replace(CFG, select_count=count), 2
     current = tokens // config.select_block
-    scores = torch.randn(2, groups, config.num_blocks(tokens + 70))
-    scores[0, 0, 5::7], scores[0, 0, 6::7], scores[0, 1, 10:] = torch.nan, -torch.inf, -torch.inf
-    scores[1, 0], scores[1, 1] = -2.0, -scores[1, 1].abs()
+    scores = torch.randn(2, groups, config.num_blocks(tokens + 70)).exp()
+    scores[0, 0, 5::7], scores[0, 0, 6::7], scores[0, 1, 10:] = torch.nan, 0.0, 0.0
+    scores[1, 0] = 2.0
     scores[1, 0, 20:23] = torch.tensor([-0.0, 0.0, torch.inf])
     indices = torch.full((2, groups, count), -7, dtype=torch.int32)
     lengths, arrived = torch.tensor([tokens] * 2), torch.zeros(2 * groups, dtype=torch.int32)
     select_blocks(Scores(scores, None), indices, lengths, None, arrived, 1, config.num_blocks(tokens + 70), config)
-    free = scores[..., 1 : current - 1].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    free = scores[..., 1 : current - 1].nan_to_num(nan=0.0, posinf=torch.inf)
     order = free.sort(descending=True, stable=True).indices[..., : count - 3] + 1
     assert indices.tolist() == [
         [[0, *sorted(blocks), current - 1, current] for blocks in row] for row in order.tolist()

@@ -47,6 +47,12 @@ def turned(x: np.ndarray, position: int, layer: tercet.NativeSparseAttention) ->
     return x
 
 
+def weight(logit: float) -> float:
+    """exp, by powers of two and straight lines between them, in steps of 1/128."""
+    y = round(logit * math.log2(math.e) * 128) / 128
+    return 2.0 ** math.floor(y) * (1 + y - math.floor(y))
+
+
 def chosen_by_loops(layer: tercet.NativeSparseAttention, x: torch.Tensor, bounds: list[int]) -> np.ndarray:
     """Selected blocks [T, G, n] as docs/nsa.md defines them, in float64 and without shared code."""
     cfg, selector = layer.config, layer.selector
@@ -61,7 +67,7 @@ def chosen_by_loops(layer: tercet.NativeSparseAttention, x: torch.Tensor, bounds
                 scores = np.zeros(current + 1)
                 for token in range(t + 1):
                     key = turned(linear(selector.k_proj, tokens[first + token])[at], token, layer)
-                    scores[token // cfg.select_block] += math.exp(q @ key / math.sqrt(selector.size))
+                    scores[token // cfg.select_block] += weight(q @ key / math.sqrt(selector.size))
                 forced = {j for j in range(current + 1) if j < cfg.select_initial or j > current - cfg.select_local}
                 others = sorted(set(range(current + 1)) - forced, key=lambda j: (-scores[j], j))
                 blocks = sorted(forced | set(others[: cfg.select_count - len(forced)]))

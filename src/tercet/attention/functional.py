@@ -91,7 +91,7 @@ def nsa_attention(
                   block_indices, which the kernels rely on
     packing       the Packing of cu_seqlens, if the caller already has it
     selector      (queries, keys), each [B, T, G, size] of any size: they score the blocks in place of q and
-                  k_compressed, by the log-sum-exp of their logits; no gradient flows through them
+                  k_compressed, by the sum of their weights; no gradient flows through them
     """
     checks.check_config(config)
     branches = check_branches(branches)

@@ -170,17 +170,39 @@ def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, 
     q: [S, H, Dk]; k: rows of keys, [rows, G, Dk]; row [S]: that of each query's own token; position [S]: that in its
     document. Only keys up to the query count: -inf for blocks after it.
     """
+    logits = _logits_by_block(q, k, row, position, blocks, block)
+    return torch.cat([x.logsumexp(-1) for x in logits])
+
+
+def _logits_by_block(
+    q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int
+) -> Iterator[Tensor]:
+    """[S, G, h, blocks, block] as in `block_lse`, a few queries at a time; -inf for keys after the query."""
     keys, s = k.to(compute_dtype(q)), torch.arange(blocks * block, device=q.device)
     queries = q.unflatten(1, (k.shape[1], -1)).to(keys.dtype) * q.shape[-1] ** -0.5
-    found = []
     step = max(1, _LOGITS // (q.shape[1] * k.shape[0]))
     for own, at, t in zip(queries.split(step), row.split(step), position.split(step), strict=True):
         logits = torch.einsum("sghd,tgd->sght", own, keys)
         token = ((at - t)[:, None] + s).clamp(max=k.shape[0] - 1)
         logits = logits.gather(-1, token[:, None, None].expand(*logits.shape[:-1], -1))
         logits = logits.masked_fill((s > t[:, None])[:, None, None], -torch.inf)
-        found.append(logits.unflatten(-1, (blocks, block)).logsumexp(-1))
-    return torch.cat(found)
+        yield logits.unflatten(-1, (blocks, block))
+
+
+def selector_weight(logits: Tensor) -> Tensor:
+    """exp of a selector's logits as it is computed in choosing blocks; NaN counts as 0.
+
+    2^y, y = logit · log2(e), linear between integers, in steps of 1/128 from -127 to 119. The bits of a bf16 number are
+    this function of y.
+    """
+    y = (logits * math.log2(math.e) + 127).nan_to_num(nan=0.0).clamp(0, 246)
+    return (y * 128).round().to(torch.int16).view(torch.bfloat16).to(logits.dtype)
+
+
+def selector_scores(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
+    """A selector's scores of blocks: the sum of its weights. -> [S, G, blocks]; arguments of `block_lse`."""
+    logits = _logits_by_block(q, k, row, position, blocks, block)
+    return torch.cat([selector_weight(x[:, :, 0]).sum(-1) for x in logits])
 
 
 @torch.no_grad()
@@ -197,8 +219,8 @@ def select_by_tokens(
             t = segment.position(first, end, q.device)
             row, blocks = torch.arange(first, end, device=q.device) - start, config.num_blocks(end - segment.first)
             for b in range(batch):
-                scores = block_lse(q[b, queries], k[b, keys], row, t, blocks, config.select_block)
-                indices[b, queries] = select_scored(scores[:, :, 0], t, config)
+                scores = selector_scores(q[b, queries], k[b, keys], row, t, blocks, config.select_block)
+                indices[b, queries] = select(scores.transpose(0, 1), t, config).transpose(0, 1)
     return indices
 
 
@@ -207,16 +229,9 @@ def select_at(q: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     """`select_by_tokens` for queries [B, C, G, size] at positions t [B, C] of whole rows of keys [B, T, G, size]."""
     blocks, found = config.num_blocks(k.shape[1]), []
     for own_q, own_k, own_t in zip(q, k, t, strict=True):
-        scores = block_lse(own_q, own_k, own_t, own_t, blocks, config.select_block)
-        found.append(select_scored(scores[:, :, 0], own_t, config))
+        scores = selector_scores(own_q, own_k, own_t, own_t, blocks, config.select_block)
+        found.append(select(scores.transpose(0, 1), own_t, config).transpose(0, 1))
     return torch.stack(found)
-
-
-def select_scored(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
-    """`select` by the scores of a selector [S, G, NB], which may be negative; NaN is the lowest. -> [S, G, n]"""
-    lowest = torch.finfo(scores.dtype).min
-    scores = torch.where(scores.isnan(), lowest, scores).transpose(0, 1)
-    return select(scores, t, config).transpose(0, 1)
 
 
 # ------------------------------------------------------------ Equation 12: selected branch

@@ -61,9 +61,9 @@ CANDIDATES: dict[str, list[Launch]] = {
     "compressed_forward": _FORWARD,
     "score": [replace(x, held=held) for x in _SCORE for held in (1, 2, 4, 6)],
     "token_score": _tried(
-        (128, 128, 4, 2, True, 0), (128, 128, 4, 3, True, 0), (128, 128, 4, 4, True, 0), (128, 128, 4, 3, False, 0),
-        (128, 64, 4, 3, True, 0), (64, 128, 4, 3, True, 0), (64, 256, 4, 3, True, 0), (128, 128, 8, 3, True, 0),
-        (128, 256, 8, 3, True, 0), (256, 64, 8, 3, True, 0),
+        (64, 256, 4, 3, True, 0), (64, 256, 4, 2, True, 0), (64, 256, 4, 3, False, 0), (64, 128, 4, 3, True, 0),
+        (64, 128, 4, 4, True, 0), (64, 128, 4, 4, True, 128), (128, 128, 4, 3, True, 0), (128, 128, 8, 3, True, 0),
+        (128, 256, 8, 3, True, 0), (128, 64, 4, 3, True, 0),
     ),
 }  # fmt: skip
 

@@ -136,6 +136,7 @@ def _product(w, x, total):
 def block_lse_dk_kernel(
     GRAD, LSE, Q, K, ROWS, POSITIONS, DK_, queries, rows, blocks, q_s, q_g, k_t, k_g, scale, dk_scale,
     DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, KP: tl.constexpr, QT: tl.constexpr,
+    SCAN: tl.constexpr,
 ):  # fmt: skip
     """dk of KEYS rows, at most a block's, and one group."""
     begin, g = tl.program_id(0).to(tl.int64) * KEYS, tl.program_id(1)
@@ -144,7 +145,16 @@ def block_lse_dk_kernel(
     there = (r < KEYS) & (row < rows)
     k = tl.load(K + (row * k_t + g * k_g)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0)
     total = tl.zeros([KP, DKP], tl.float32)
-    for tile in tl.range(0, queries, QT):
+    # queries that may see a row: usually neighbours, as they are sampled in order
+    lowest, highest = queries, 0
+    for some in tl.range(0, queries, SCAN):
+        s = some + tl.arange(0, SCAN)
+        at = tl.load(ROWS + s, mask=s < queries, other=-1)
+        first = at - tl.load(POSITIONS + s, mask=s < queries, other=0)
+        near = (at >= begin) & (first < begin + KEYS)
+        lowest = tl.minimum(lowest, tl.min(tl.where(near, s, queries), 0))
+        highest = tl.maximum(highest, tl.max(tl.where(near, s + 1, 0), 0))
+    for tile in tl.range(lowest, highest, QT):
         s = tile + tl.arange(0, QT).to(tl.int64)
         inside = s < queries
         position = tl.load(POSITIONS + s, mask=inside, other=-1)
@@ -222,7 +232,8 @@ def nsa_block_lse_backward(
     call(
         block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
         (S, k.shape[0], blocks),
-        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), _QUERIES),
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), _QUERIES,
+         min(512, power_of_2(S))),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return (dq.sum(0) * scale).to(q.dtype), dk

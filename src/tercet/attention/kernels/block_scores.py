@@ -1,11 +1,12 @@
-"""Block choice of a learned selector: by the log-sum-exp of its logits over each block's tokens. No gradients.
+"""Block choice of a learned selector: by the sum of its weights over each block's tokens. No gradients.
 
 Each KV head has one selector query and one selector key per token (model/selector.py). A program holds M queries and
-reads the keys of their document once, several blocks at a time: one matrix product, then a log-sum-exp over each
-block's tokens. Only free blocks need scores. They are complete before the query's own block begins, so that there is no
-causal mask: what lies beyond a query's free blocks is computed and never read.
+reads the keys of their document once, several blocks at a time: a matrix product gives the logits, `weight` turns them
+into weights, and a second product with zeros and ones adds up those of each block. Only free blocks need scores. They
+are complete before the query's own block begins, so that there is no causal mask: what lies beyond a query's free
+blocks is computed and never read.
 
-scores: fp32 [queries, G, blocks], base 2, from which the kernels of scores.py select
+scores: fp32 [queries, G, blocks], from which the kernels of scores.py select
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import load_rows, load_tile
 from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries
+
+
+@triton.jit
+def weight(x, scale):
+    """bf16 weights of products x: 2^y of y = x · scale, linear between integers, y in steps of 1/128 (docs/nsa.md).
+
+    One exponential per query and key is what the choice costs at 64k, and the units for 2^y are slow. Here y + 127, in
+    units of 1/128, is the number whose bits are those of the weight: two multiply-adds, the first of which saturates,
+    and no conversion. y is at most 119, so that sums are finite. scale: see `weight_scale`."""
+    y = tl.minimum(tl.maximum(x * scale + 127 / 246, 0.0), 1.0)  # 0 for y = -127, 1 for 119
+    bits = (y * (246.0 * 128) + 12582912.0).to(tl.int32, bitcast=True)  # + 1.5 · 2^23: the lowest bits are an integer
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks"])
@@ -43,16 +56,23 @@ def token_scores_kernel(
         q = load_rows(Q + g.to(tl.int64) * q_h, rows + first + i, q_t, inside, D, DP)
         K += g.to(tl.int64) * k_h
         AT_ONCE: tl.constexpr = N // BLOCK
-        block = tl.arange(0, AT_ONCE)
+        block = tl.arange(0, max(8, AT_ONCE))  # 8: the least that a product has
+        # either type holds these sums' terms exactly; the interpreter has no bf16 products
+        kind: tl.constexpr = tl.bfloat16 if K.dtype.element_ty == tl.bfloat16 else tl.float32
+        member = (tl.arange(0, N)[:, None] // BLOCK == block[None, :]).to(kind)
         out = SCORES + ((local_tile * M + i).to(tl.int64) * G + g)[:, None] * tl.multiple_of(blocks, 4) + block[None, :]
         free = last // BLOCK - LOCAL + 1
         end = tl.minimum(free, blocks)  # fewer if a packed document is longer than the caller's upper bound
         for j in tl.range(0, end, AT_ONCE):
             k = load_tile(K, KD, start + j * BLOCK, (end - j) * BLOCK, g, k_t, D, DP, N, TMA, False)
-            x = tl.reshape(tl.dot(q, tl.trans(k), input_precision="ieee"), [M, AT_ONCE, BLOCK])
-            highest = tl.max(x, 2) * scale
-            score = highest + tl.log2(tl.sum(tl.exp2(x * scale - highest[:, :, None]), 2))
-            tl.store(out + j, score, mask=inside[:, None] & (block < end - j)[None, :])
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            there = block < tl.minimum(end - j, AT_ONCE)
+            tl.store(out + j, tl.dot(weight(x, scale).to(kind), member), mask=inside[:, None] & there[None, :])
+
+
+def weight_scale(size: int) -> float:
+    """What `weight` multiplies the products of vectors of this size by."""
+    return size**-0.5 * LOG2E / 246
 
 
 def select_by_tokens(
@@ -71,9 +91,9 @@ def select_by_tokens(
     def score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
         call(
             token_scores_kernel, (tiles, G), (q, k, kd, scores, cu), (*bounds, tile0, blocks),
-            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), size**-0.5 * LOG2E, block, count, local, G,
+            (q.stride(1), q.stride(2), k.stride(1), k.stride(2), weight_scale(size), block, count, local, G,
              size, padded(size), launch.rows, keys, documents.packed, documents.query_range, kd is not None),
             **launch.options,
         )  # fmt: skip
 
-    return choose(q, G, config, documents, launch.rows, score, True, scratch_bytes, widest)
+    return choose(q, G, config, documents, launch.rows, score, scratch_bytes, widest)

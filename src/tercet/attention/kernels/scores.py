@@ -218,21 +218,10 @@ def largest(key, wanted, FEW_FIRST: tl.constexpr = True):
 
 
 @triton.jit
-def ordered(score):
-    """Scores of either sign as integers of the same order, at least 0; NaN is lowest.
-
-    Half of the integers stand for negative scores, so that the last bit of the mantissa is dropped, and neighbouring
-    numbers may count as equal."""
-    bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, -2147483648 - bits, bits)  # -0 becomes 0
-    return tl.where(score == score, (key >> 1) + 1073741824, 0)
-
-
-@triton.jit
-def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr):
+def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.constexpr):
     """Scores as integers of the same order, at least 0; -1 for forced and absent blocks.
 
-    Without SIGNED, scores are at least 0. NaN counts as lowest: indices are always valid.
+    NaN counts as lowest: indices are always valid.
 
     A row has `blocks` scores. That suffices unless a packed document is longer than the caller's upper bound; then
     blocks beyond count as lowest, which selects worse but reads no other row's memory."""
@@ -241,20 +230,16 @@ def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.con
     else:  # the host knows the length; a bound would cost registers
         there = end
     score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=float("-inf"))
-    if SIGNED:
-        key = ordered(score)
-    else:
-        key = tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True)
     return tl.where((block >= INITIAL) & (block < end[:, None]), key, -1)
 
 
 @triton.jit
 def _choose_range(
     SCORES, OUT, end, blocks, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
-    SIGNED: tl.constexpr,
 ):  # fmt: skip
     block = tl.arange(0, NP)[None, :]
-    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED, SIGNED), WANTED)
+    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
     to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
     tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
 
@@ -264,7 +249,7 @@ def select_kernel(
     SCORES, INDICES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, CP: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
-    QUERY_RANGE: tl.constexpr, SIGNED: tl.constexpr,
+    QUERY_RANGE: tl.constexpr,
 ):  # fmt: skip
     # R queries of one tile
     row = tl.program_id(0) * R
@@ -297,11 +282,11 @@ def select_kernel(
             QUARTER: tl.constexpr = NP // 4 if NP >= 128 else NP
             out += INITIAL
             if (NP >= 128) & (last <= QUARTER):
-                _choose_range(scores, out, end, blocks, INITIAL, WANTED, QUARTER, PACKED, SIGNED)
+                _choose_range(scores, out, end, blocks, INITIAL, WANTED, QUARTER, PACKED)
             elif (NP >= 128) & (last <= HALF):
-                _choose_range(scores, out, end, blocks, INITIAL, WANTED, HALF, PACKED, SIGNED)
+                _choose_range(scores, out, end, blocks, INITIAL, WANTED, HALF, PACKED)
             else:
-                _choose_range(scores, out, end, blocks, INITIAL, WANTED, NP, PACKED, SIGNED)
+                _choose_range(scores, out, end, blocks, INITIAL, WANTED, NP, PACKED)
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
@@ -309,7 +294,7 @@ def shortlist_kernel(
     SCORES, KEYS, PLACES, CU, docs, length, per_sequence, first_query, queries, tile0, blocks,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     G: tl.constexpr, QT: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, WP: tl.constexpr,
-    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr, SIGNED: tl.constexpr,
+    PACKED: tl.constexpr, QUERY_RANGE: tl.constexpr,
 ):  # fmt: skip
     # first round of long rows: the best of each NP scores, in ascending order, with their scores
     row = tl.program_id(0)
@@ -327,7 +312,7 @@ def shortlist_kernel(
         block = (chunk * NP + tl.arange(0, NP))[None, :]
         alone = tl.arange(0, 1)
         scores = SCORES + (row.to(tl.int64) * G + g) * tl.multiple_of(blocks, 4) + alone
-        key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED, SIGNED)
+        key = _load_keys(scores, block, end + alone, blocks, INITIAL, PACKED)
         taken = largest(key, WANTED)
         place = tl.cumsum(taken.to(tl.int32), 1) - 1
         number = tl.sum(tl.sum(taken.to(tl.int32), 1), 0)
@@ -369,12 +354,12 @@ def select_shortlisted_kernel(
 
 def choose(
     q: Tensor, groups: int, config: NSAConfig, documents: Documents, queries: int,
-    score: Callable[[Tensor, int, int, int], None], signed: bool, scratch_bytes: int, widest: int,
+    score: Callable[[Tensor, int, int, int], None], scratch_bytes: int, widest: int,
 ) -> Tensor:  # fmt: skip
     """block_indices of every query: forced blocks, and the best others by their scores.
 
     `score(scores, blocks, tile0, tiles)` writes the scores of `tiles` tiles of `queries` queries each, from tile0 on,
-    to the scratch, fp32 [queries, groups, blocks]. signed: whether scores may be negative."""
+    to the scratch, fp32 [queries, groups, blocks], at least 0."""
     B, T = q.shape[:2]
     count, initial, local, block = config.select_count, config.select_initial, config.select_local, config.select_block
     wanted = count - initial - local
@@ -402,7 +387,7 @@ def choose(
             call(
                 shortlist_kernel, (here * queries, groups, chunks), (scores, shortlist[0], shortlist[1], cu),
                 (*bounds, tile0, blocks),
-                (*sizes, groups, queries, widest, chunks, power_of_2(wanted), *packing, signed), num_warps=1,
+                (*sizes, groups, queries, widest, chunks, power_of_2(wanted), *packing), num_warps=1,
             )  # fmt: skip
             call(
                 select_shortlisted_kernel, (here * queries, groups), (shortlist[0], shortlist[1], indices, cu),
@@ -416,7 +401,7 @@ def choose(
             call(
                 select_kernel, (here * queries // side, groups), (scores, indices, cu),
                 (*bounds, tile0, blocks if scored else 0),
-                (*sizes, slots, groups, queries, side, wide, *packing, signed), num_warps=1,
+                (*sizes, slots, groups, queries, side, wide, *packing), num_warps=1,
             )  # fmt: skip
     return indices
 
@@ -450,4 +435,4 @@ def select(
             split), **launch.options,
         )  # fmt: skip
 
-    return choose(q, G, config, documents, queries, score, False, scratch_bytes, widest)
+    return choose(q, G, config, documents, queries, score, scratch_bytes, widest)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import table
+from tercet.attention.kernels.block_scores import weight, weight_scale
 from tercet.attention.kernels.decode.common import Parts, Scores, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import LOG2E, call, padded
 from tercet.attention.kernels.table import overlap_launches
@@ -111,7 +112,7 @@ def _score_blocks(
     Q, K, SCORES, b, g, row, first, end, slots, room, scale,
     BLOCK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of q·k, base 2, in each of the blocks first … end-1, all complete; N keys and DC channels at a time.
+    """Scores of the blocks first … end-1, all complete (block_scores.py); N keys and DC channels at a time.
     row: numbers from one row of Q to the next."""
     i = tl.arange(0, N)
     NB: tl.constexpr = N // BLOCK
@@ -129,11 +130,9 @@ def _score_blocks(
             d = c + tl.arange(0, DC)
             k = tl.load(K + i[:, None] * (G * D) + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
             s += tl.sum(k.to(tl.float32) * qs[c // DC][None, :], 1)
-        s = (s * scale).reshape(NB, BLOCK)
-        highest = tl.max(s, 1)
-        lse = highest + tl.log2(tl.sum(tl.exp2(s - highest[:, None]), 1))
         block = j + tl.arange(0, NB)
-        tl.store(SCORES + block, lse, mask=block < end)
+        score = tl.sum(weight(s, scale).to(tl.float32).reshape(NB, BLOCK), 1)
+        tl.store(SCORES + block, score, mask=block < end)
         K += N * G * D
 
 
@@ -296,7 +295,7 @@ def attend_prefix(
         (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits),
         (0 if keys is None else keys.shape[1], 0 if logits is None else logits.shape[2], splits, parts.count, row,
          selector_slots, scoring),
-        (size**-0.5 * LOG2E, own[0] ** -0.5 * LOG2E, l, d, *choice, groups, heads // groups, padded(heads // groups),
+        (size**-0.5 * LOG2E, weight_scale(own[0]), l, d, *choice, groups, heads // groups, padded(heads // groups),
          size, padded(size), value_size, padded(value_size), *own[:3], tile_keys(q, value_size), own[3],
          counts is not None, held is not None, logits is not None and selector is None, out, selector is not None,
          early),

@@ -23,7 +23,7 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.decode.common import Scores, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import call, power_of_2
-from tercet.attention.kernels.scores import largest, ordered, scaled_exp2
+from tercet.attention.kernels.scores import largest, scaled_exp2
 from tercet.attention.kernels.table import overlap_launches
 
 
@@ -113,12 +113,12 @@ def decode_scores_kernel(
             block = first + tl.arange(0, NB)
             free = (block >= INITIAL) & (block <= current - LOCAL)
             if LEARNED:
-                key = ordered(tl.load(LOGITS + pair_of * room + block, mask=free, other=0.0))
+                score = tl.load(LOGITS + pair_of * room + block, mask=free, other=0.0)
             else:
                 score = _importance(LOGITS, LSE, pair_of, first, after, room, splits, parts, L, S, BLOCK, HEADS, RP, SP,
                                     NB)  # fmt: skip
-                score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
-                key = score.to(tl.int32, bitcast=True)  # of the same order
+            score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
+            key = score.to(tl.int32, bitcast=True)  # of the same order
             key = tl.where(free, key, -1)  # -1 for forced and absent blocks
             # where programs pick their best, a single program picks the answer
             NAMED: tl.constexpr = KEPT < NB
