@@ -5,8 +5,8 @@
 A layer with random weights attends to random tokens, more and less sharply; only its selector learns (120 steps, three
 seeds). Printed: the share of what a choice can gain over a random one in captured attention, mean of the last 20 steps.
 The answers, in learning and in choosing: log-sum-exp of the logits; their maximum; the sum of the positive ones. In
-choosing only, cheaper functions that resemble exp: `selector_weight`, which is linear between powers of two (what Tercet
-does); max(0, 1 + x/4)^4; and exp of the larger of two tokens.
+choosing only, cheaper functions that resemble exp: `selector_weight`, which Tercet uses, linear between powers of two;
+max(0, 1 + x/4)^4; and exp of the larger of two tokens.
 """
 
 from __future__ import annotations

@@ -174,9 +174,7 @@ def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, 
     return torch.cat([x.logsumexp(-1) for x in logits])
 
 
-def _logits_by_block(
-    q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int
-) -> Iterator[Tensor]:
+def _logits_by_block(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Iterator[Tensor]:
     """[S, G, h, blocks, block] as in `block_lse`, a few queries at a time; -inf for keys after the query."""
     keys, s = k.to(compute_dtype(q)), torch.arange(blocks * block, device=q.device)
     queries = q.unflatten(1, (k.shape[1], -1)).to(keys.dtype) * q.shape[-1] ** -0.5
