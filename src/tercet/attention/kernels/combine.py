@@ -91,7 +91,7 @@ def delta_kernel(
         tl.store(DGATES + row * 3 + 2, s2.to(DGATES.dtype.element_ty), mask=inside)
 
 
-_ROWS = 32
+_ROWS = 16
 
 
 def combine(outputs: list[Tensor | None], gates: Tensor | None) -> Tensor:

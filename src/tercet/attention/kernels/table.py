@@ -82,7 +82,7 @@ TABLE: tuple[Row, ...] = (
     Row(("query_gradient",), "hopper.dq", (9,), (128,), Launch(), gluon=True, packed=False, query_range=False),
     Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48), gluon=True),
     Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
-    Row(DKV, "hopper.dkv", (9,), (128,), Launch(rows=32, stages=3), gluon=True),
+    Row(DKV, "hopper.dkv", (9,), (128,), Launch(), gluon=True),
     # registers: the mean over the warps that gather and those that multiply
     Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=80), gluon=True),
     Row(("selected_key_gradients",), "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128), gluon=True),
@@ -197,6 +197,7 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
             dkv_transposed=True,
             dkv_stages=3,
             forward_stages=2,
+            forward_registers=128,
             dq_registers=128,
             kv_forward_stages=3,
             dkv_dq_stages=2,
@@ -205,7 +206,7 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
             backward_limit=1.6,
         ),
     ),
-    ("head ≤ 128", SelectedSettings()),
+    ("head ≤ 128", SelectedSettings(segment_rows=4096)),
 )
 
 
