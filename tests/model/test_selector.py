@@ -48,8 +48,8 @@ def turned(x: np.ndarray, position: int, layer: tercet.NativeSparseAttention) ->
 
 
 def weight(logit: float) -> float:
-    """exp, by powers of two and straight lines between them, in steps of 1/128."""
-    y = round(logit * math.log2(math.e) * 128) / 128
+    """exp, by powers of two and straight lines between them."""
+    y = logit * math.log2(math.e)
     return 2.0 ** math.floor(y) * (1 + y - math.floor(y))
 
 

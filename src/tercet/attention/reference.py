@@ -190,11 +190,11 @@ def _logits_by_block(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks
 def selector_weight(logits: Tensor) -> Tensor:
     """exp of a selector's logits as it is computed in choosing blocks; NaN counts as 0.
 
-    2^y, y = logit · log2(e), linear between integers, in steps of 1/128 from -127 to 119. The bits of a bf16 number are
-    this function of y.
+    2^y, y = logit · log2(e) between -127 and 119, linear between integers.
     """
-    y = (logits * math.log2(math.e) + 127).nan_to_num(nan=0.0).clamp(0, 246)
-    return (y * 128).round().to(torch.int16).view(torch.bfloat16).to(logits.dtype)
+    y = (logits * math.log2(math.e)).nan_to_num(nan=-torch.inf).clamp(-127, 119)
+    below = y.floor()
+    return torch.ldexp(1 + y - below, below)
 
 
 def selector_scores(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:

@@ -222,6 +222,7 @@ def nsa_block_lse_backward(
     scale, ranges = DK**-0.5, -(-blocks // _BLOCKS)
     dq = torch.empty(ranges, S, G, DK, dtype=torch.float32, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    per_product = _QUERIES if k.dtype.itemsize == 2 else _QUERIES // 2  # fp32: as many registers
     owned = min(block, _ROWS)  # more than a block could meet more than two of a document
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call(
@@ -232,7 +233,7 @@ def nsa_block_lse_backward(
     call(
         block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
         (S, k.shape[0], blocks),
-        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), _QUERIES,
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), per_product,
          min(512, power_of_2(S))),
         num_warps=4, num_stages=2,
     )  # fmt: skip

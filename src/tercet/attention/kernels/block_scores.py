@@ -2,9 +2,8 @@
 
 Each KV head has one selector query and one selector key per token (model/selector.py). A program holds M queries and
 reads the keys of their document once, several blocks at a time: a matrix product gives the logits, `weight` turns them
-into weights, and a second product with zeros and ones adds up those of each block. Only free blocks need scores. They
-are complete before the query's own block begins, so that there is no causal mask: what lies beyond a query's free
-blocks is computed and never read.
+into weights, and those of a block are added up. Only free blocks need scores. They are complete before the query's own
+block begins, so that there is no causal mask: what lies beyond a query's free blocks is computed and never read.
 
 scores: fp32 [queries, G, blocks], from which the kernels of scores.py select
 """
@@ -26,14 +25,14 @@ from tercet.attention.kernels.varlen import Documents, locate_queries
 
 @triton.jit
 def weight(x, scale):
-    """bf16 weights of products x: 2^y of y = x · scale, linear between integers, y in steps of 1/128 (docs/nsa.md).
+    """Weights of products x: 2^y of y = x · scale, linear between integers (docs/nsa.md).
 
-    One exponential per query and key is what the choice costs at 64k, and the units for 2^y are slow. Here y + 127, in
-    units of 1/128, is the number whose bits are those of the weight: two multiply-adds, the first of which saturates,
-    and no conversion. y is at most 119, so that sums are finite. scale: see `weight_scale`."""
+    An exponential per query and key is what the choice costs at 64k, and the units for 2^y are slow. Here y + 127 is
+    computed as an integer, in units of 2^-13: shifted by 10, its bits are those of the weight. Two multiply-adds, the
+    first of which saturates, and no conversion. y is at most 119, so that sums are finite. scale: `weight_scale`."""
     y = tl.minimum(tl.maximum(x * scale + 127 / 246, 0.0), 1.0)  # 0 for y = -127, 1 for 119
-    bits = (y * (246.0 * 128) + 12582912.0).to(tl.int32, bitcast=True)  # + 1.5 · 2^23: the lowest bits are an integer
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    bits = (y * (246.0 * 8192) + 12582912.0).to(tl.int32, bitcast=True)  # + 1.5 · 2^23: the lowest bits are an integer
+    return (bits << 10).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks"])
@@ -56,18 +55,15 @@ def token_scores_kernel(
         q = load_rows(Q + g.to(tl.int64) * q_h, rows + first + i, q_t, inside, D, DP)
         K += g.to(tl.int64) * k_h
         AT_ONCE: tl.constexpr = N // BLOCK
-        block = tl.arange(0, max(8, AT_ONCE))  # 8: the least that a product has
-        # either type holds these sums' terms exactly; the interpreter has no bf16 products
-        kind: tl.constexpr = tl.bfloat16 if K.dtype.element_ty == tl.bfloat16 else tl.float32
-        member = (tl.arange(0, N)[:, None] // BLOCK == block[None, :]).to(kind)
+        block = tl.arange(0, AT_ONCE)
         out = SCORES + ((local_tile * M + i).to(tl.int64) * G + g)[:, None] * tl.multiple_of(blocks, 4) + block[None, :]
         free = last // BLOCK - LOCAL + 1
         end = tl.minimum(free, blocks)  # fewer if a packed document is longer than the caller's upper bound
         for j in tl.range(0, end, AT_ONCE):
             k = load_tile(K, KD, start + j * BLOCK, (end - j) * BLOCK, g, k_t, D, DP, N, TMA, False)
             x = tl.dot(q, tl.trans(k), input_precision="ieee")
-            there = block < tl.minimum(end - j, AT_ONCE)
-            tl.store(out + j, tl.dot(weight(x, scale).to(kind), member), mask=inside[:, None] & there[None, :])
+            score = tl.sum(tl.reshape(weight(x, scale), [M, AT_ONCE, BLOCK]), 2)
+            tl.store(out + j, score, mask=inside[:, None] & (block < end - j)[None, :])
 
 
 def weight_scale(size: int) -> float:
@@ -84,7 +80,7 @@ def select_by_tokens(
     G, size = k.shape[2:]
     block, count, local = config.select_block, config.select_count, config.select_local
     launch = launch or triton_launch("token_score", q, k)
-    keys = max(launch.keys, block)
+    keys = max(min(launch.keys, 8192 // padded(size)), block)  # larger tiles leave room for fewer programs
     (kd,) = descriptors(launch.tma, keys, k)
     cu, *bounds = documents.query_tokens(launch.rows)
 

@@ -131,7 +131,7 @@ def _score_blocks(
             k = tl.load(K + i[:, None] * (G * D) + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
             s += tl.sum(k.to(tl.float32) * qs[c // DC][None, :], 1)
         block = j + tl.arange(0, NB)
-        score = tl.sum(weight(s, scale).to(tl.float32).reshape(NB, BLOCK), 1)
+        score = tl.sum(weight(s, scale).reshape(NB, BLOCK), 1)
         tl.store(SCORES + block, score, mask=block < end)
         K += N * G * D
 
