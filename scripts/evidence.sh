@@ -4,6 +4,7 @@
 #     bash scripts/evidence.sh train KIND CORPUS RUNS SEED [flags]      # 200M tokens at 8,192, or two epochs if fewer
 #     bash scripts/evidence.sh evals KIND CORPUS RUNS SEED              # loss by position, and needles
 #     bash scripts/evidence.sh rates KIND CORPUS RUNS [flags]           # a small model, three learning rates at once
+#     bash scripts/evidence.sh optimizers CORPUS RUNS [flags]           # m7c with AdamW, and with Muon at two learning rates, at once
 #     bash scripts/evidence.sh time KIND CORPUS RUNS LENGTH SECONDS [flags]   # as many steps as fit the time
 #     bash scripts/evidence.sh production CORPUS RUNS [flags]           # SIGTERM at 30%, kill -9 at 65%, dense, report
 #     bash scripts/evidence.sh parameters                               # of every kind
@@ -23,6 +24,8 @@ LR=${LR:-1e-3} MATCHED=${MATCHED:-2192} LIMIT=${LIMIT:-1380}
 # Half, once and twice what the Step Law (arXiv 2503.04715), 1.79 · N^-0.713 · D^0.307, gives for 10M parameters and 66M
 # tokens. It gives 1.5e-3 for m7c and 200M tokens: LR is the best multiple of that.
 SMALL_RATES=${SMALL_RATES:-2.2e-3 4.4e-3 8.8e-3}
+# Of Muon's matrices; the rest learns with AdamW at LR. Its updates are scaled to AdamW's size (train.muon.adjust_lr_fn).
+MUON_RATES=${MUON_RATES:-1e-3 3e-3}
 
 flags_of() { # kind, length -> preset and flags
     case $1 in
@@ -57,6 +60,14 @@ run() { # folder, kind, length, steps, flags: train it, or continue
         --train.val_tokens 1048576 --train.sample_tokens 0 --checkpoint.every $(((steps + 3) / 4)) --checkpoint.keep 2 \
         --log.every 10 --health.memory_every 0 --resume auto "$@"
 }
+
+wait_for() { # process ids: fail if one of them did
+    local failed=0 job
+    for job in "$@"; do wait "$job" || failed=$?; done
+    return $failed
+}
+
+last_loss() { tail -n 1 "$1/val.csv" | cut -d, -f2; }
 
 whole_steps() { # 200M tokens, or two epochs
     echo "${STEPS:-$("$python" -c 'import sys; print(min(3052, 2 * int(0.98 * int(sys.argv[1])) // 65536))' "$(of_corpus tokens)")}"
@@ -104,10 +115,27 @@ rates)
         jobs+=($!)
     done
     failed=0
-    for job in "${jobs[@]}"; do wait "$job" || failed=$?; done
+    wait_for "${jobs[@]}" || failed=$?
     for LR in $SMALL_RATES; do
-        echo "$kind, learning rate $LR: $(tail -n 1 "$runs/$(basename "$corpus")-$kind-small-$LR/val.csv" | cut -d, -f2)"
+        echo "$kind, learning rate $LR: $(last_loss "$runs/$(basename "$corpus")-$kind-small-$LR")"
     done
+    exit $failed
+    ;;
+optimizers) # the same seed: the same weights at first, and the same text in the same order
+    [ $# -ge 2 ] || usage
+    corpus=$1 runs=$2 steps=${STEPS:-600}
+    shift 2
+    mkdir -p "$runs"
+    run "$runs/adamw-$LR" nsa 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw-$LR.log" 2>&1 &
+    jobs=($!) names=("adamw-$LR")
+    for rate in $MUON_RATES; do
+        run "$runs/muon-$rate" nsa 8192 "$steps" --run.seed 1 --train.optimizer muon --train.muon.lr "$rate" "$@" \
+            > "$runs/muon-$rate.log" 2>&1 &
+        jobs+=($!) names+=("muon-$rate")
+    done
+    failed=0
+    wait_for "${jobs[@]}" || failed=$?
+    for name in "${names[@]}"; do echo "$name: validation loss $(last_loss "$runs/$name") after $(logged "$runs/$name") steps"; done
     exit $failed
     ;;
 time)

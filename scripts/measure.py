@@ -1,17 +1,24 @@
-"""Measure everything that docs/performance.md shows, on this machine's GPU, in at most ten minutes.
+"""Measure what docs/performance.md shows, on this machine's GPU, in calls of at most ten minutes.
 
-    python scripts/measure.py docs/results/performance
+    python scripts/measure.py docs/results/performance --parts operator,train,decode,growth
+    python scripts/measure.py docs/results/performance --parts shapes,large --warm 200
+    python scripts/measure.py docs/results/performance --parts kernels,blocks,fp8,batches,million
 
-Writes one JSON file per part, each with date, device and versions. Parts run in order of importance, each in its own
-process with a time limit; results are saved after every row, so a part that is cut off keeps its finished rows and is
-marked incomplete. Before timing, worker processes compile all kernels in parallel. `--quick` runs every part at toy
-sizes on a CPU, to test this script.
+Writes one JSON file per part, each with date, device and versions. Each part runs in its own process with a time limit;
+results are saved after every row, so a part that is cut off keeps its finished rows and is marked incomplete. Before
+timing, worker processes compile the kernels of these parts in parallel. `--quick` runs every part at toy sizes on a
+CPU, to test this script.
 
-    operator  forward and forward + backward of the operator against dense (cuDNN), random and smooth inputs
+    operator  forward and forward + backward of the operator against dense (cuDNN): random inputs, blocks that a trained
+              model selected in text, smooth inputs
     train     whole training steps of m7c and its dense baseline, 2k to 64k
-    decode    one decode step (attention alone and the whole m7c), batch 1 and 16
+    decode    one decode step (attention alone and the whole m7c), batch 1 and 16; first token
     growth    the operator from 8k to 1M tokens
+    shapes    the operator over heads, head sizes and odd lengths, to find cells slower than their neighbours
+    large     whole training steps of 350m and 1b and their dense baselines, 8k and 64k, with planned memory
     kernels   which kernels the time of a training step and of the operator goes to
+    blocks    whole training steps of m7c with selected blocks of 32, 64 and 128 tokens
+    fp8       one linear layer at the shapes of 1b in float8 against bf16
     batches   small batches of m7c, with and without a CUDA graph
     million   one training step on 1,048,576 tokens
 """
@@ -27,264 +34,41 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
-LENGTHS = (2048, 8192, 65536, 4096, 16384, 32768)
-CORRELATION = 0.996
-ROOT = Path(__file__).resolve().parents[1]
-
-
-class Part(NamedTuple):
-    measure: Callable[[bool], Iterator[dict[str, Any]]]
-    seconds: float  # time limit
-
-
-class Warmup(NamedTuple):
-    name: str
-    gib: float  # device memory it needs
-    argv: list[str]
-
-
-# Parts. Each yields result rows; `quick` selects toy sizes.
-
-
-def operator(quick: bool) -> Iterator[dict[str, Any]]:
-    shapes = ("P64k", "C8x2k", "P8k", "C1x16k", "C4x4k", "P16k", "P32k", "M4x4k")
-    yield from _attention(shapes if not quick else _toy_shapes(), ("random", "smooth"), quick, graph=True)
-
-
-def growth(quick: bool) -> Iterator[dict[str, Any]]:
-    shapes = [f"C1x{n}k" for n in (8, 16, 32, 64, 128, 256, 512, 1024)]
-    yield from _attention(shapes if not quick else _toy_shapes(), ("random",), quick, graph=False, dense_limit=131072)
-
-
-def _attention(
-    shapes: Any, kinds: tuple[str, ...], quick: bool, *, graph: bool, dense_limit: int = 65536
-) -> Iterator[dict[str, Any]]:
-    """Rows of `tercet bench attention`, all shapes with one kind of inputs before the next kind."""
-    import torch
-
-    from tercet.attention.config import NSAConfig
-    from tercet.bench import attention
-
-    torch.autograd.set_multithreading_enabled(False)  # as in `tercet bench attention`
-    options = argparse.Namespace(
-        correlation=CORRELATION, rows=8, budget=0.25, profile=False, graph=graph, dense_limit=dense_limit,
-        dense="math" if quick else "cudnn",
-    )  # fmt: skip
-    dense: dict[str, dict[str, Any] | None] = {}
-    _raise_clocks()
-    for kind in kinds:
-        for name in shapes:
-            row = attention.bench(name, kind, NSAConfig(), options, dense.get(name))
-            row["tokens"] = attention.SHAPES[name].T
-            dense[name] = {k: v for k, v in row.items() if k.startswith(("cudnn_", "math_"))} or None
-            yield row
-            _free()
-
-
-def _toy_shapes() -> list[str]:
-    """Register shapes small enough for a CPU."""
-    from tercet.bench.attention import SHAPES, Shape
-
-    toys = {"C8x2k": Shape(1, 256, 4, 2, 32), "P8k": Shape(1, 320, 4, 1, 32)}
-    SHAPES.update(toys)
-    return list(toys)
-
-
-def train(quick: bool) -> Iterator[dict[str, Any]]:
-    yield from _steps(train_cells(quick), steps=2 if quick else 5, repeats=1 if quick else 3, check=True)
-
-
-def train_cells(quick: bool) -> list[dict[str, Any]]:
-    from tercet.bench.train import cells_of
-
-    preset, lengths, tokens = ("tiny", (64, 128), 128) if quick else ("m7c", LENGTHS, 65536)
-    flags = {"run.device": "cpu", "model.layers": 1} if quick else {}
-    cells = cells_of(preset, ("nsa", "dense"), lengths, tokens, (), 2048, "none", ("nsa",))
-    return [cell | {"flags": flags, "statistics": False} for cell in cells]
-
-
-def batches(quick: bool) -> Iterator[dict[str, Any]]:
-    yield from _steps(batch_cells(quick), steps=2 if quick else 8, repeats=1 if quick else 3, check=False)
-
-
-def batch_cells(quick: bool) -> list[dict[str, Any]]:
-    """Few sequences per step, where launching kernels takes longer than running them."""
-    from tercet.bench.train import cells_of
-
-    preset, length, sizes = ("tiny", 64, (1,)) if quick else ("m7c", 2048, (1, 8))
-    cells = cells_of(preset, ("nsa",), (), length, sizes, length, "none", ("nsa",))
-    graphs = ("off",) if quick else ("off", "on")
-    device = {"run.device": "cpu"} if quick else {}
-    return [c | {"flags": {"train.cuda_graph": g} | device, "statistics": False} for c in cells for g in graphs]
-
-
-def million(quick: bool) -> Iterator[dict[str, Any]]:
-    from tercet.bench.train import cells_of
-
-    length = 256 if quick else 1 << 20
-    (cell,) = cells_of("tiny" if quick else "m7c", ("nsa",), (length,), length, (), 2048, "full", ())
-    flags = {"train.compile": "off"} | ({"run.device": "cpu"} if quick else {})
-    yield from _steps([cell | {"flags": flags, "statistics": False}], steps=1, repeats=0, check=False)
-
-
-def _steps(cells: list[dict[str, Any]], *, steps: int, repeats: int, check: bool) -> Iterator[dict[str, Any]]:
-    """Cells of `tercet bench train`, each as soon as it is measured; the kernel check comes first."""
-    import queue
-    import threading
-
-    from tercet.bench.train import measured
-
-    parity = [cells[0]["preset"], cells[0]["flags"], True] if check else None
-    lines: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
-
-    def run() -> None:
-        try:
-            measured(cells, steps, repeats, 300, parity, on_line=lines.put)
-            lines.put(None)
-        except Exception as error:
-            lines.put(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    while (line := lines.get()) is not None:
-        if isinstance(line, Exception):
-            raise line
-        yield line
-
-
-def decode(quick: bool) -> Iterator[dict[str, Any]]:
-    from tercet.bench.decode import HEADS, attention_rows
-    from tercet.bench.decode_model import model_rows
-
-    contexts = (96,) if quick else (65536, 2048, 16384)
-    for context in () if quick else contexts:
-        for row in attention_rows(HEADS["P"], [1, 16], [context], profile=False):
-            yield {"of": "attention", **row}
-            _free()
-    for context in contexts:
-        for row in model_rows("tiny" if quick else "m7c", [1, 16], [context], 8 if quick else 32):
-            yield {"of": "model", **row}
-
-
-def kernels(quick: bool) -> Iterator[dict[str, Any]]:
-    """Profiles: training steps of m7c and its dense baseline, then the operator at P 64k."""
-    if quick:
-        return  # kernel times need a GPU
-    import torch
-
-    from tercet.attention.config import NSAConfig
-    from tercet.attention.functional import nsa_attention
-    from tercet.bench import attention
-    from tercet.bench.timing import profile
-    from tercet.bench.train_cell import kernel_times
-
-    wanted = {(cell["length"], cell["kind"]): cell for cell in train_cells(quick)}
-    for length in (8192, 2048, 65536):
-        for kind in ("nsa", "dense"):
-            yield {"of": "step", "kind": kind, "length": length, "kernels": kernel_times(wanted[length, kind])}
-            _free()
-    for kind in ("random", "smooth"):
-        x = attention.make_inputs(attention.SHAPES["P64k"], NSAConfig(), kind, CORRELATION)
-        leaves = [t.requires_grad_() for t in x.all()]
-        dout = torch.randn_like(x.q)
-
-        def both(leaves: list[torch.Tensor] = leaves, dout: torch.Tensor = dout) -> Any:
-            return torch.autograd.grad(nsa_attention(*leaves, config=NSAConfig()), leaves, dout)
-
-        found = [{"kernel": name, "ms": ms, "launches": n} for ms, n, name in profile(both)]
-        yield {"of": "operator", "shape": "P64k", "inputs": kind, "kernels": found}
-        _free()
-
-
-def _raise_clocks() -> None:
-    """Keep the GPU busy for a second, so that the first row is not timed at idle clocks."""
-    import torch
-
-    if torch.cuda.is_available():
-        x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        started = time.time()
-        while time.time() - started < 1:
-            for _ in range(20):
-                x @ x
-            torch.cuda.synchronize()
-
-
-def _free() -> None:
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
+import torch
+from measurements import decode, fp8, operator, profiles, shapes, steps
+from measurements.part import ROOT, Part, Warmup
 
 PARTS = {
-    "operator": Part(operator, 130),
-    "train": Part(train, 170),
-    "decode": Part(decode, 90),
-    "growth": Part(growth, 80),
-    "kernels": Part(kernels, 70),
-    "batches": Part(batches, 50),
-    "million": Part(million, 80),
+    "operator": Part(operator.operator, 160, operator.operator_warmups, operator.compile_shapes),
+    "train": Part(steps.train, 200, steps.train_warmups),
+    "decode": Part(decode.decode, 110, decode.warmups, decode.compile_steps),
+    "growth": Part(operator.growth, 80, operator.growth_warmups, operator.compile_shapes),
+    "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),
+    "large": Part(steps.large, 250, steps.large_warmups),
+    "kernels": Part(profiles.kernels, 90, steps.train_warmups),
+    "blocks": Part(steps.blocks, 100, steps.blocks_warmups),
+    "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
+    "batches": Part(steps.batches, 50, steps.batches_warmups),
+    "million": Part(steps.million, 80),
 }
+MAIN = ("operator", "train", "decode", "growth", "kernels", "batches", "million")  # what every run should measure
 
 
 # Compiling in parallel
 
 
-def warmups() -> list[Warmup]:
-    """Jobs that fill Triton's and Inductor's caches, slowest first."""
-    script = [sys.executable, str(Path(__file__).resolve()), ".", "--compile"]
-    jobs = [Warmup(f"operator {name}", gib, [*script, name]) for name, gib in (
-        ("P64k", 14.0), ("P32k", 8.0), ("P16k,P8k", 5.0), ("C8x2k,C4x4k", 3.0), ("C1x16k,C1x8k,C1x32k", 4.0),
-        ("C1x64k,C1x128k", 6.0), ("C1x256k,C1x512k,C1x1024k", 20.0), ("M4x4k", 3.0),
-    )]  # fmt: skip
-    jobs += [Warmup("decode", 30.0, [*script, "decode"]), Warmup("decode model", 8.0, [*script, "model"])]
-    # Other lengths use the same kernels, or compile within seconds.
-    wanted = {("nsa", 2048), ("nsa", 4096), ("nsa", 8192), ("nsa", 65536), ("dense", 2048), ("dense", 65536)}
-    cells = [cell for cell in train_cells(False) if (cell["kind"], cell["length"]) in wanted]
-    for cell in (*cells, batch_cells(False)[0]):
-        argv = [sys.executable, "-m", "tercet.bench.train_cell"]
-        asked = json.dumps({"cells": [cell], "steps": 1, "repeats": 0})
-        gib = 25.0 * cell["batch"] * cell["length"] / 65536 + 2
-        jobs.append(Warmup(f"{cell['kind']} {cell['batch']} x {cell['length']}", gib, [*argv, asked]))
-    return sorted(jobs, key=lambda job: not job.name.startswith("nsa"))
+def warmups(names: list[str]) -> list[Warmup]:
+    """The jobs of these parts, slowest first."""
+    jobs = {tuple(job.argv): job for name in names for job in PARTS[name].warmups()}
+    return sorted(jobs.values(), key=lambda job: -job.seconds)
 
 
-def compile_shapes(names: str) -> None:
-    """Run what a part will time, once: a list of shapes, `decode` or `model`."""
-    import torch
-
-    from tercet.attention.config import NSAConfig
-    from tercet.attention.functional import nsa_attention
-    from tercet.bench import attention
-
-    if names == "decode":
-        from tercet.bench.decode import HEADS, attention_rows
-
-        attention_rows(HEADS["P"], [1, 16], [2048, 16384, 65536], profile=False)
-    elif names == "model":
-        from tercet.bench.decode_model import model_rows
-
-        model_rows("m7c", [1, 16], [2048, 16384, 65536], 4)
-    else:
-        for name in names.split(","):
-            shape = attention.SHAPES[name]
-            for tokens, batch in ((shape.T, shape.B), (min(shape.T, 4096), 1)):
-                small = attention.Shape(batch, tokens, shape.H, shape.G, shape.D)
-                leaves = [t.requires_grad_() for t in attention.make_inputs(small, NSAConfig(), "random", 0.0).all()]
-                out, _ = nsa_attention(*leaves, config=NSAConfig(), return_aux=True)
-                torch.autograd.grad(out, leaves, torch.randn_like(out))
-                torch.cuda.synchronize()
-
-
-def warm_up(about: dict[str, Any], limit: float) -> None:
-    """Run all warm-up jobs, as many at a time as cores and device memory allow, for at most `limit` seconds."""
-    started, waiting = time.time(), warmups()
+def warm_up(waiting: list[Warmup], about: dict[str, Any], limit: float) -> None:
+    """Run warm-up jobs, as many at a time as cores and device memory allow, for at most `limit` seconds."""
+    started = time.time()
     running: dict[subprocess.Popen[Any], Warmup] = {}
     errors: dict[subprocess.Popen[Any], IO[str]] = {}
     total, room = len(waiting), about["memory_gib"] - 8
@@ -335,8 +119,6 @@ def _stop(process: subprocess.Popen[Any]) -> None:
 
 def describe() -> dict[str, Any]:
     """Date, device and versions, for every result file."""
-    import torch
-
     import tercet
 
     cuda = torch.cuda.is_available()
@@ -384,16 +166,19 @@ def _save(result: dict[str, Any], path: Path, started: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("out", type=Path, help="folder for the result files")
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: all")
+    parser.add_argument("--parts", default=",".join(MAIN), help=f"comma-separated, of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=575, help="time limit for everything")
     parser.add_argument("--warm", type=float, default=150, help="time limit for compiling in advance")
     parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU, to test this script")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # subprocess: measure this part
     parser.add_argument("--about", help=argparse.SUPPRESS)
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # subprocess: compile these shapes
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # subprocess: PART:NAMES, compile these
     args = parser.parse_args()
     if args.compile:
-        compile_shapes(args.compile)
+        part, _, what = args.compile.partition(":")
+        job = PARTS[part].compile
+        assert job is not None, part
+        job(what)
         return 0
     if args.part:
         run_part(args.part, args.out, args.quick, json.loads(args.about))
@@ -415,7 +200,7 @@ def main() -> int:
     if about["device"] == "CPU" and not args.quick:
         parser.error("no CUDA device is visible: run this on a machine with a GPU, or add --quick for a dry run")
     if not args.quick and args.warm > 0:
-        warm_up(about, args.warm)
+        warm_up(warmups(names), about, args.warm)
     outcomes, complete = [], True
     for name in names:
         left = args.seconds - (time.time() - started)

@@ -614,16 +614,19 @@ def gpu_plans(gpu: str) -> str:
 
 def gpu_measured() -> str:
     """Measured training steps on one H200 beside their plan."""
-    record = json.loads((RESULTS / "performance" / "train.json").read_text(encoding="utf-8"))
-    steps = [found for found in record["results"] if found.get("kind") == "nsa" and found["outcome"] == "ok"]
-    rows = []
-    for found in sorted(steps, key=lambda found: found["length"]):
+    files = [RESULTS / "performance" / f"{part}.json" for part in ("train", "large")]
+    records = [json.loads(file.read_text(encoding="utf-8"))["results"] for file in files if file.exists()]
+    steps = [found for record in records for found in record if found.get("kind") == "nsa" and found["outcome"] == "ok"]
+    rows, above = [], []
+    for found in sorted(steps, key=lambda found: (found["parameters"], found["length"])):
         length, batch = found["length"], found["batch"]
         planned, _ = _planned_gib(found["preset"], length, batch, found["checkpointing"], "H200")
+        above.append(planned / found["peak_gib"] - 1)
         memory = [f"{gib:.1f} GiB" for gib in (found["peak_gib"], found["reserved_gib"], planned)]
         rows.append([f"`{found['preset']}`", f"{length:,}", str(batch), *memory, f"{found['tokens_per_s']:,.0f}"])
     head = ["preset", "`data.seq_len`", "`micro_batch`", "peak, measured", "reserved, measured", "peak, estimated"]
-    return table([*head, "tokens/s, measured"], rows)
+    span = f"Estimate against measured peak: {min(above):+.0%} to {max(above):+.0%}."
+    return f"{table([*head, 'tokens/s, measured'], rows)}\n\n{span}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

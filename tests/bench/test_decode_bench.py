@@ -44,7 +44,7 @@ def test_a_learned_selector_is_measured_if_asked_for(capsys, monkeypatch) -> Non
     assert json.loads(lines[-1])["selector"] == "learned"
 
 
-@pytest.mark.parametrize(("contexts", "read"), [("32,96", [32, 32, 96]), ("96,128", [16, 96, 128])])
+@pytest.mark.parametrize(("contexts", "read"), [("32,96", [32, 32, 32, 32, 96]), ("96,128", [16, 96, 128])])
 def test_the_first_token_is_timed_after_a_warm_up(capsys, monkeypatch, contexts, read) -> None:
     prompts: dict[int, list[int]] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from tercet.bench.train_cell import configured
+from tercet.config.load import load
+from tercet.doctor.memory import fits, step_memory
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure.py"
 
 
 @pytest.fixture
-def measure() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("measure")
 
 
 def test_finished_rows_are_kept_when_a_part_fails(
@@ -46,20 +46,90 @@ def test_a_failing_subprocess_fails_its_part(measure: ModuleType, monkeypatch: p
 
     monkeypatch.setattr("tercet.bench.train.measured", broken)
     with pytest.raises(RuntimeError, match="no kernels"):
-        list(measure.train(True))
+        list(measure.PARTS["train"].measure(True))
 
 
 def test_every_length_of_the_page_is_measured(measure: ModuleType) -> None:
-    cells = measure.train_cells(False)
+    cells = measure.steps.train_cells(False)
     assert {(c["kind"], c["length"]) for c in cells} == {
         (kind, 2048 << i) for kind in ("nsa", "dense") for i in range(6)
     }
     assert all(c["packed"] == (c["kind"] == "nsa") for c in cells)
 
 
+def test_larger_models_fit_one_gpu_as_their_presets_are(measure: ModuleType) -> None:
+    cells = measure.steps.large_cells(False)
+    presets = {
+        f"{size}{length}{dense}" for size in ("350m", "1b") for length in ("", "-64k") for dense in ("", "-dense")
+    }
+    assert {cell["preset"] for cell in cells} == presets
+    available = round(139.8 * 2**30)
+    for cell in cells:
+        config, preset = configured(cell, 2), load(preset=cell["preset"]).config
+        assert config.train.activation_checkpointing == preset.train.activation_checkpointing
+        assert config.data.seq_len == preset.data.seq_len
+        assert fits(step_memory(config, "bf16").total, available), cell["preset"]
+
+
+def test_blocks_of_every_size_read_as_many_tokens(measure: ModuleType) -> None:
+    for size, cells in measure.steps.block_cells(False).items():
+        for cell in cells:
+            nsa = configured(cell, 2).model.nsa
+            assert (nsa.select_block, nsa.select_block * nsa.select_count) == (size, 1024)
+
+
+def test_the_warm_up_compiles_what_the_chosen_parts_run(measure: ModuleType) -> None:
+    assert {job.name.split()[0] for job in measure.warmups(["shapes", "fp8"])} == {"shapes", "fp8"}
+    for job in measure.warmups(list(measure.PARTS)):
+        if "--compile" in job.argv:
+            assert measure.PARTS[job.argv[-1].partition(":")[0]].compile is not None
+    assert [job.seconds for job in measure.warmups(["train"])] == sorted(
+        (job.seconds for job in measure.warmups(["train"])), reverse=True
+    )
+
+
+def test_shapes_are_timed_and_a_shape_that_fails_does_not_end_the_part(
+    measure: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measure.shapes._times
+
+    def failing(shape: Any, dense: bool) -> dict[str, float]:
+        if shape.T == 200:
+            raise RuntimeError("out of memory\nat some address")
+        return whole(shape, dense)
+
+    monkeypatch.setattr(measure.shapes, "_times", failing)
+    rows = list(measure.shapes.shapes(True))
+    assert [row.get("failed") for row in rows] == [None, "out of memory", None] * 2
+    assert {(row["head"], row["value"]) for row in rows} == {(16, 16), (24, 16)}
+    for row in rows:
+        assert row["correct"]
+        if "failed" not in row:
+            assert row["ms_per_1k_tokens"] == pytest.approx(1000 * row["nsa_both_ms"] / row["tokens"])
+
+
+def test_float8_layers_compute_what_bf16_computes(measure: ModuleType) -> None:
+    (row,) = measure.fp8.fp8(True)
+    assert 0 < row["row_error"] < row["tensor_error"] < 0.08  # e4m3 has 3 bits of mantissa, e5m2 has 2
+    assert {"bf16_ms", "tensor_ms", "tensor_matmul_ms", "row_ms", "row_matmul_ms"} <= row.keys()
+    assert set(measure.fp8.layers().values()) == {(2048, 11264), (5632, 2048), (2048, 4656), (2048, 2048)}
+
+
+def test_recorded_blocks_are_timed_before_smooth_inputs(measure: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench(name: str, kind: str, _: Any, options: Any, known: Any) -> dict[str, Any]:
+        return {"shape": name, "inputs": kind, "graph": options.graph, "layers": []}
+
+    monkeypatch.setattr("tercet.bench.attention.bench", bench)
+    monkeypatch.setattr(measure.operator, "free", lambda: None)
+    rows = list(measure.operator.operator(False))
+    kinds = list(dict.fromkeys((row["inputs"], row["graph"]) for row in rows))
+    assert kinds == [("random", True), ("recorded", False), ("smooth", False)]
+
+
 @pytest.mark.slow
-def test_a_dry_run_completes_every_part(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), "--quick"], capture_output=True, text=True)
+def test_a_dry_run_completes_every_part(measure: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--quick", "--parts", ",".join(measure.PARTS)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for file in ("operator", "train", "decode", "growth", "kernels", "batches", "million"):
+    for file in measure.PARTS:
         assert json.loads((tmp_path / f"{file}.json").read_text())["complete"], file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
@@ -15,13 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("performance_tables", ROOT / "scripts" / "performance_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("performance_tables")
 
 
 def save(folder: Path, name: str, results: list[dict[str, Any]], **about: Any) -> None:
@@ -52,9 +48,10 @@ def test_lines_fit_the_line_length(script: ModuleType) -> None:
 
 
 def test_missing_results_give_no_numbers(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
     for name, make in script.TABLES.items():
-        assert make() == "" if name == "million" else "not measured" in make()
+        optional = name in ("million", "shapes", "large", "blocks", "fp8")
+        assert make() == "" if optional else "not measured" in make()
     assert "not measured" in script.headline()
 
 
@@ -62,16 +59,16 @@ def test_missing_results_give_no_numbers(script: ModuleType, monkeypatch: pytest
 def test_a_wrong_result_gets_no_ratio(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, correct: bool, loss: float, ratio: str
 ) -> None:
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
     check = {"parity": 0.003, "correct": correct}
     save(tmp_path, "train", [check, cell("nsa", 80e3, first_loss=loss), cell("dense", 100e3)])
-    row = script.train().splitlines()[-1].split(" | ")
+    row = script.steps.train().splitlines()[-1].split(" | ")
     assert row[:3] == ["| 2k", "80k", "100k"]
     assert row[3] == f"**{ratio}**"
 
 
 def test_results_of_two_runs_are_not_mixed(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
     save(tmp_path, "train", [])
     save(tmp_path, "decode", [], date="2026-11-17")
     with pytest.raises(ValueError, match="mixes runs"):
@@ -79,10 +76,10 @@ def test_results_of_two_runs_are_not_mixed(script: ModuleType, monkeypatch: pyte
 
 
 def test_dry_runs_are_rejected(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
     save(tmp_path, "train", [], quick=True)
     with pytest.raises(ValueError, match="--quick"):
-        script.train()
+        script.steps.train()
 
 
 @pytest.mark.parametrize(
@@ -100,4 +97,96 @@ def test_dry_runs_are_rejected(script: ModuleType, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_kernels_are_grouped_by_name(script: ModuleType, kernel: str, group: str) -> None:
-    assert script.group(kernel) == group
+    assert script.steps.group(kernel) == group
+
+
+def test_recorded_inputs_get_their_columns_once_they_are_measured(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+
+    def measured(kind: str, speedup: float) -> dict[str, Any]:
+        times = {"nsa_forward_ms": 1.0, "nsa_both_ms": 3.0, "cudnn_forward_ms": 2.0, "cudnn_both_ms": 9.0}
+        return {"shape": "P64k", "inputs": kind, "speedup": speedup, **times}
+
+    save(tmp_path, "operator", [measured("random", 4.0), measured("smooth", 5.0)])
+    assert "recorded" not in script.operator.operator()
+    save(tmp_path, "operator", [measured("random", 4.0), measured("smooth", 5.0), measured("recorded", 4.5)])
+    head, _, row = script.operator.operator().splitlines()
+    assert "| × dense, recorded |" in head
+    assert row.startswith("| P 1×64k | 4.00 | 4.50 | 5.00 |")
+    assert len(head) <= 120
+
+
+def shape_row(head: int, length: int, ms: float, **more: Any) -> dict[str, Any]:
+    return {
+        "heads": 8, "kv_heads": 1, "head": head, "value": min(head, 128), "length": length, "correct": True,
+        "ms_per_1k_tokens": ms, "nsa_both_ms": ms, **more,
+    }  # fmt: skip
+
+
+def test_shapes_off_their_neighbours_are_listed(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    # time ~ length^0.5 × size: nothing is off
+    smooth = [shape_row(h, n, n**0.5 * (h + min(h, 128)) / 2) for h in (64, 96, 128, 192) for n in (1024, 3001, 8192)]
+    save(tmp_path, "shapes", smooth)
+    assert "No cell is more than 15% off" in script.operator.shapes()
+    assert "Head 96 takes 0.75 to 0.75× the time of head 128" in script.operator.shapes()
+    slow = [dict(row, ms_per_1k_tokens=1.2 * row["ms_per_1k_tokens"]) if row is smooth[4] else row for row in smooth]
+    save(tmp_path, "shapes", slow)
+    (line,) = [line for line in script.operator.shapes().splitlines() if line.startswith("- ")]
+    assert line == "- 8/1, head 96, 3,001 tokens: +20% by length, +20% by head size"
+
+
+def test_memory_of_larger_models_is_shown_beside_its_plan(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    sizes = {"length": 8192, "batch": 8, "peak_gib": 100.0, "ms": 900.0}
+    nsa = cell("nsa", 70e3, preset="1b", planned_gib=109.0, **sizes)
+    dense = cell("dense", 60e3, preset="1b-dense", planned_gib=98.0, **sizes)
+    save(tmp_path, "large", [{"parity": 0.003, "correct": True}, nsa, dense])
+    row = script.steps.large().splitlines()[-1]
+    assert row == "| `1b` | 8k | 70k | 60k | **1.17** | 900 / 900 | 100 / 100 | 109 (+9%) / 98.0 (-2%) |"
+
+
+def test_what_float8_saves_is_a_share_of_a_measured_step(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    layer = {"layer": "FFN up", "preset": "1b", "inputs": 2048, "outputs": 11264, "bf16_ms": 12.0, "bf16_tflops": 755.0}
+    save(tmp_path, "fp8", [layer | {"tensor_ms": 7.0, "tensor_matmul_ms": 6.0, "tensor_error": 0.05}])
+    assert "| 1.71 | 2.00 | – | – | 5.0% / – |" in script.steps.fp8()
+    assert "saves" not in script.steps.fp8()
+    save(tmp_path, "large", [cell("nsa", 70e3, preset="1b", length=8192, batch=8, ms=900.0)])
+    assert "saves 90.0 of the 900 ms of a step of `1b` at 8k: 10%." in script.steps.fp8()  # 18 layers
+
+
+def test_sizes_of_blocks_are_compared_with_64(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    speeds = {64: 400e3, 32: 300e3, 128: 440e3}
+    save(tmp_path, "blocks", [cell("nsa", speed, select_block=size) for size, speed in speeds.items()])
+    assert script.steps.blocks().splitlines()[-1] == "| 2k | 400k | 300k | 440k | 0.75 | 1.10 |"
+
+
+def test_a_learned_selector_gets_rows_of_its_own(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    row = {"of": "model", "kind": "nsa", "context": 2048, "batch": 1, "first_token_s": 0.04}
+    dense = row | {"kind": "dense", "tokens_per_s": 2000.0}
+    save(tmp_path, "decode", [row | {"tokens_per_s": 1500.0}, dense])  # as before there were selectors
+    assert script.decode.decode_model().splitlines()[-1].startswith("| 2k | 1 | 1,500 | 2,000 | 0.75 |")
+    both = [
+        row | {"selector": name, "tokens_per_s": speed} for name, speed in (("learned", 1e3), ("compressed", 1.5e3))
+    ]
+    save(tmp_path, "decode", [*both, dense | {"selector": "compressed"}])
+    lines = script.decode.decode_model().splitlines()[2:]
+    assert [line[:50] for line in lines] == [
+        "| compressed | 2k | 1 | 1,500 | 2,000 | 0.75 | 0.0",
+        "| learned | 2k | 1 | 1,000 | 2,000 | 0.50 | 0.0400",
+    ]

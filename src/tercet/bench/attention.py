@@ -39,13 +39,14 @@ from tercet.inference.recorded_selections import load as load_recording
 
 @dataclass(frozen=True)
 class Shape:
-    """B sequences of T tokens, H query heads, G KV heads, head size D."""
+    """B sequences of T tokens, H query heads, G KV heads, head size D; Dv: size of value heads, if another."""
 
     B: int
     T: int
     H: int
     G: int
     D: int
+    Dv: int | None = None
 
 
 def _shapes() -> dict[str, Shape]:
@@ -88,14 +89,14 @@ def make_inputs(
 ) -> Inputs:
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def normal(tokens: int, heads: int) -> Tensor:
-        return torch.randn(shape.B, tokens, heads, shape.D, device=device, dtype=dtype, generator=generator)
+    def normal(tokens: int, heads: int, size: int) -> Tensor:
+        return torch.randn(shape.B, tokens, heads, size, device=device, dtype=dtype, generator=generator)
 
-    compressed = config.num_compressed(shape.T)
-    q = normal(shape.T, shape.H)
+    compressed, sizes = config.num_compressed(shape.T), (shape.D, shape.Dv or shape.D)
+    q = normal(shape.T, shape.H, shape.D)
     if kind == "smooth":
         q = smooth(q, correlation)
-    keys = [normal(n, shape.G) for n in (compressed, compressed, shape.T, shape.T, shape.T, shape.T)]
+    keys = [normal(n, shape.G, size) for n in (compressed, shape.T, shape.T) for size in sizes]
     gates = torch.rand(shape.B, shape.T, shape.H, 3, device=device, dtype=dtype, generator=generator)
     kc, vc, ks, vs, kw, vw = keys
     return Inputs(q, kc, vc, ks, vs, kw, vw, gates)
@@ -139,7 +140,7 @@ def check_gradients(
 
     packed: three documents, one of them too short for a compressed token. given: blocks to read.
     """
-    small = Shape(1, min(shape.T, 4096), shape.H, shape.G, shape.D)
+    small = replace(shape, B=1, T=min(shape.T, 4096))
     given = None if given is None else given[:1, : small.T].contiguous()
     x = make_inputs(small, config, kind, correlation, seed=7, device=device).all()
     bounds = longest = None

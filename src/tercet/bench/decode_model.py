@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def model_rows(
     steps: int,
     selector: str | None = None,
     settings: dict[str, str] | None = None,
+    kinds: Sequence[str] = ("nsa", "dense"),
 ) -> list[dict[str, Any]]:
     from tercet.config.load import load
 
@@ -42,7 +43,7 @@ def model_rows(
         f"{'keys/token':>11} {'cache B/token':>14}  step"
     )
     models = {}
-    for kind in ("nsa", "dense"):
+    for kind in kinds:
         torch.manual_seed(0)
         models[kind] = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
     rows = []
@@ -92,19 +93,20 @@ def _at(
 def _first_token(
     model: Transformer, context: int, room: int, *, warm: bool
 ) -> tuple[CachedDecoder, torch.Tensor, float]:
-    """Prefill a random prompt: (decoder, first token, seconds)."""
+    """Prefill a random prompt: (decoder, first token, median seconds)."""
     prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
     if context >= _LONG and not warm:
         CachedDecoder(model, 1, room, chunk=context).prefill([prompt[:_WARM]])
     # The first pass compiles and warms up. Long prompts run once, warmed up by shorter ones.
-    for _ in range(2 if context < _LONG else 1):
+    times = []
+    for _ in range(4 if context < _LONG else 1):
         decoder = CachedDecoder(model, 1, room, chunk=context)
         _wait()
         started = time.perf_counter()
         token = decoder.prefill([prompt]).argmax(-1)
         token.item()
-        seconds = time.perf_counter() - started
-    return decoder, token, seconds
+        times.append(time.perf_counter() - started)
+    return decoder, token, statistics.median(times[1:] or times)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""The parts of scripts/measure.py, by what they measure."""

@@ -1,0 +1,159 @@
+"""Whole training steps: m7c over the length, small batches, a million tokens, larger models, sizes of blocks."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from measurements.part import Warmup
+from tercet.bench import train as bench
+from tercet.bench.train_cell import configured
+from tercet.config.load import load
+from tercet.doctor.memory import step_memory
+
+Cell = dict[str, Any]
+LENGTHS = (2048, 8192, 65536, 4096, 16384, 32768)
+LARGE = ("1b", "350m", "1b-64k", "350m-64k")
+BLOCKS = {32: 32, 128: 8, 64: 16}  # select_block: select_count, 1,024 tokens each
+TOKENS = 65536
+
+
+def train(quick: bool) -> Iterator[Cell]:
+    yield from _measured(train_cells(quick), steps=2 if quick else 5, repeats=1 if quick else 3, check=True)
+
+
+def train_cells(quick: bool) -> list[Cell]:
+    preset, lengths, tokens = ("tiny", (64, 128), 128) if quick else ("m7c", LENGTHS, TOKENS)
+    flags = {"run.device": "cpu", "model.layers": 1} if quick else {}
+    return _cells(preset, ("nsa", "dense"), lengths, tokens, flags)
+
+
+def train_warmups() -> list[Warmup]:
+    # Other lengths use the same kernels, or compile within seconds.
+    wanted = {("nsa", 2048), ("nsa", 4096), ("nsa", 8192), ("nsa", 65536), ("dense", 2048), ("dense", 65536)}
+    return [_job(cell) for cell in train_cells(False) if (cell["kind"], cell["length"]) in wanted]
+
+
+def batches(quick: bool) -> Iterator[Cell]:
+    yield from _measured(batch_cells(quick), steps=2 if quick else 8, repeats=1 if quick else 3, check=False)
+
+
+def batch_cells(quick: bool) -> list[Cell]:
+    """Few sequences per step, where launching kernels takes longer than running them."""
+    preset, length, sizes = ("tiny", 64, (1,)) if quick else ("m7c", 2048, (1, 8))
+    graphs = ("off",) if quick else ("off", "on")
+    device = {"run.device": "cpu"} if quick else {}
+    return [
+        cell
+        for size in sizes
+        for graph in graphs
+        for cell in _cells(preset, ("nsa",), (length,), size * length, {"train.cuda_graph": graph} | device)
+    ]
+
+
+def batches_warmups() -> list[Warmup]:
+    return [_job(batch_cells(False)[0])]
+
+
+def million(quick: bool) -> Iterator[Cell]:
+    length = 256 if quick else 1 << 20
+    flags = {"train.compile": "off"} | ({"run.device": "cpu"} if quick else {})
+    cells = _cells("tiny" if quick else "m7c", ("nsa",), (length,), length, flags, checkpointing="full")
+    yield from _measured(cells, steps=1, repeats=0, check=False)
+
+
+def large(quick: bool) -> Iterator[Cell]:
+    yield from _measured(large_cells(quick), steps=2, repeats=1 if quick else 2, check=True)
+
+
+def large_cells(quick: bool) -> list[Cell]:
+    """Presets 350m and 1b as they are, one pass per step; the host never is the slower side."""
+    flags: dict[str, Any] = {"train.cuda_graph": "off"}
+    if quick:
+        flags |= {"run.device": "cpu", "model.dim": 32, "model.layers": 1, "model.heads": 2, "model.kv_heads": 1}
+        flags |= {"model.head_dim": 16, "model.ffn_dim": 64, "model.vocab_size": 64}
+    cells = []
+    for preset in LARGE:
+        config = load(preset=preset).config
+        length, tokens = config.data.seq_len, config.train.micro_batch * config.data.seq_len
+        if quick:
+            length = tokens = length // 64
+        mode = config.train.activation_checkpointing
+        cells += _cells(preset, ("nsa", "dense"), (length,), tokens, flags, checkpointing=mode)
+    return cells
+
+
+def large_warmups() -> list[Warmup]:
+    """With two layers each: all layers of a model compile to the same code, and several models fit in memory."""
+    return [_job(cell | {"flags": cell["flags"] | {"model.layers": 2}}, gib=18.0) for cell in large_cells(False)]
+
+
+def blocks(quick: bool) -> Iterator[Cell]:
+    for size, cells in block_cells(quick).items():
+        for row in _measured(cells, steps=2 if quick else 5, repeats=1 if quick else 2, check=True):
+            yield row | {"select_block": size}
+
+
+def block_cells(quick: bool) -> dict[int, list[Cell]]:
+    """m7c that reads 1,024 selected tokens per query in blocks of another size."""
+    preset, lengths, tokens = ("tiny", (64,), 64) if quick else ("m7c", (8192, 65536), TOKENS)
+    sizes = {16: 8, 32: 4} if quick else BLOCKS
+    device = {"run.device": "cpu"} if quick else {"train.cuda_graph": "off"}
+    return {
+        size: _cells(
+            preset, ("nsa",), lengths, tokens,
+            {"model.nsa.select_block": size, "model.nsa.select_count": count} | device,
+        )
+        for size, count in sizes.items()
+    }  # fmt: skip
+
+
+def blocks_warmups() -> list[Warmup]:
+    cells = [cell for found in block_cells(False).values() for cell in found]
+    return [_job(cell | {"flags": cell["flags"] | {"model.layers": 2}}, gib=8.0) for cell in cells]
+
+
+def _cells(
+    preset: str, kinds: tuple[str, ...], lengths: tuple[int, ...], tokens: int, flags: dict[str, Any],
+    checkpointing: str = "none",
+) -> list[Cell]:  # fmt: skip
+    """Cells of `tercet bench train`; NSA reads packed documents, dense one row per document."""
+    cells = bench.cells_of(preset, kinds, lengths, tokens, (), 2048, checkpointing, ("nsa",))
+    return [cell | {"flags": flags, "statistics": False} for cell in cells]
+
+
+def _measured(cells: list[Cell], *, steps: int, repeats: int, check: bool) -> Iterator[Cell]:
+    """Results of `tercet bench train`, each as soon as it is measured, with the planned memory; check: compare the
+    kernels with the reference first."""
+    parity = [cells[0]["preset"], cells[0]["flags"], True] if check else None
+    lines: queue.Queue[Cell | Exception | None] = queue.Queue()
+
+    def run() -> None:
+        try:
+            bench.measured(cells, steps, repeats, 300, parity, on_line=lines.put)
+            lines.put(None)
+        except Exception as error:
+            lines.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while (line := lines.get()) is not None:
+        if isinstance(line, Exception):
+            raise line
+        if "length" in line:
+            line["planned_gib"] = step_memory(configured(line, steps), "bf16").total / 2**30
+        yield line
+
+
+def _job(cell: Cell, gib: float | None = None) -> Warmup:
+    """One step of a cell."""
+    asked = json.dumps({"cells": [cell], "steps": 1, "repeats": 0})
+    argv = [sys.executable, "-m", "tercet.bench.train_cell", asked]
+    name = f"{cell['preset']} {cell['batch']} x {cell['length']}"
+    if cell["flags"].get("model.nsa.select_block"):
+        name += f", blocks of {cell['flags']['model.nsa.select_block']}"
+    tokens = cell["batch"] * cell["length"]
+    return Warmup(name, 60 if cell["kind"] == "nsa" else 20, gib or 25.0 * tokens / TOKENS + 2, argv)

@@ -1,0 +1,1 @@
+"""The tables and plots of scripts/performance_tables.py, by topic."""

@@ -1,0 +1,213 @@
+"""Tables about whole training steps, and about linear layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from performance.results import Row, first, number, pair, paragraph, part, ratio, rows, table, thousands, tokens
+from tercet.bench.train import compared
+from tercet.config.load import load
+
+
+def step(kind: str, length: int) -> Row:
+    """A cell of the `train` part; empty if it failed or its loss was wrong."""
+    cell = first(rows("train", kind=kind, length=length))
+    return cell if cell.get("outcome") == "ok" else {}
+
+
+def step_ratio(length: int) -> float | None:
+    """NSA's tokens/s over dense's; None if the kernels failed their check or the losses differ."""
+    check = first([row for row in part("train")["results"] if "parity" in row])
+    cells = [first(rows("train", kind=kind, length=length)) for kind in ("nsa", "dense")]
+    if not all(cells):
+        return None
+    ratio: float | None = compared(cells, check.get("correct"))[0]["times_dense"]
+    return ratio
+
+
+def train() -> str:
+    lines = []
+    for length in (2048, 4096, 8192, 16384, 32768, 65536):
+        nsa, dense = step("nsa", length), step("dense", length)
+        if nsa or dense:
+            lines.append(
+                [
+                    tokens(length),
+                    thousands(nsa.get("tokens_per_s")),
+                    thousands(dense.get("tokens_per_s")),
+                    f"**{ratio(step_ratio(length))}**",
+                    pair(nsa.get("ms"), dense.get("ms")),
+                    pair(nsa.get("peak_gib"), dense.get("peak_gib")),
+                ]
+            )
+    head = ["length", "NSA, tokens/s", "dense, tokens/s", "× dense", "ms per step, NSA / dense", "GiB, NSA / dense"]
+    return table(head, lines)
+
+
+def batches() -> str:
+    found = [row for row in rows("batches") if row.get("outcome") == "ok"]
+    lines = []
+    for size in sorted({row["batch"] for row in found}):
+        modes = {row["flags"].get("train.cuda_graph"): row for row in found if row["batch"] == size}
+        if modes.keys() != {"off", "on"}:
+            continue
+        off, on = modes["off"], modes["on"]
+        lines.append(
+            [
+                str(size),
+                *(f"{thousands(row.get('tokens_per_s'))} ({number(row.get('ms'))} ms)" for row in (off, on)),
+                pair(off.get("peak_gib"), on.get("peak_gib")),
+            ]
+        )
+    return table(["sequences per step", "eager, tokens/s", "CUDA graph, tokens/s", "GiB, eager / graph"], lines)
+
+
+def million() -> str:
+    row = first(rows("million"))
+    if row.get("outcome") != "ok":
+        return ""
+    return (
+        f"One training step of `m7c` on a single sequence of {row['length']:,} tokens takes {row['ms'] / 1e3:.1f} s "
+        f"and {row['peak_gib']:.1f} GiB\non one GPU (full activation checkpointing, not compiled, first step)."
+    )
+
+
+def large() -> str:
+    """Empty if not measured."""
+    check = first([row for row in rows("large") if "parity" in row])
+    lines = []
+    for nsa in rows("large", kind="nsa"):
+        dense = first(rows("large", preset=f"{nsa['preset']}-dense"))
+        both = [cell if cell.get("outcome") == "ok" else {} for cell in (nsa, dense)]
+        times = compared([nsa, dense], check.get("correct"))[0]["times_dense"] if all(both) else None
+        lines.append(
+            [
+                f"`{nsa['preset']}`",
+                tokens(nsa["length"]),
+                *(thousands(cell.get("tokens_per_s")) if cell else "failed" for cell in both),
+                f"**{ratio(times)}**",
+                pair(*(cell.get("ms") for cell in both)),
+                pair(*(cell.get("peak_gib") for cell in both)),
+                " / ".join(_planned(cell) for cell in both),
+            ]
+        )
+    if not lines:
+        return ""
+    head = ["preset", "length", "NSA, tokens/s", "dense, tokens/s", "× dense", "ms", "GiB", "GiB planned"]
+    about = paragraph(
+        "Presets as they are, 65,536 tokens per step, no activation checkpointing; pairs are NSA / dense. Planned: the "
+        "estimate of `tercet plan`, and how far it is off the measured peak."
+    )
+    return "\n\n".join(["### Larger models", about, table(head, lines)])
+
+
+def _planned(cell: Row) -> str:
+    if not cell.get("peak_gib"):
+        return "–"
+    return f"{number(cell['planned_gib'])} ({cell['planned_gib'] / cell['peak_gib'] - 1:+.0%})"
+
+
+def blocks() -> str:
+    """Empty if not measured."""
+    found = [row for row in rows("blocks") if row.get("outcome") == "ok"]
+    lines = []
+    for length in sorted({row["length"] for row in found}):
+        speeds = {row["select_block"]: row["tokens_per_s"] for row in found if row["length"] == length}
+        usual = speeds.get(64)
+        lines.append(
+            [
+                tokens(length),
+                *(thousands(speeds.get(size)) for size in (64, 32, 128)),
+                *(ratio(speeds[size] / usual if usual and size in speeds else None) for size in (32, 128)),
+            ]
+        )
+    if not lines:
+        return ""
+    head = ["length", "64 tokens, tokens/s", "32 tokens", "128 tokens", "32 against 64", "128 against 64"]
+    intro = "**Sizes of blocks**: `m7c` that reads 1,024 selected tokens per query in smaller or larger blocks:"
+    return f"{intro}\n\n{table(head, lines)}"
+
+
+def fp8() -> str:
+    """Empty if not measured."""
+    found = rows("fp8")
+    if not found:
+        return ""
+    lines = [
+        [
+            row["layer"],
+            f"{row['inputs']:,} → {row['outputs']:,}",
+            f"{number(row['bf16_ms'])} ({number(row['bf16_tflops'])})",
+            *(
+                ratio(row["bf16_ms"] / row[f"{name}_ms"] if f"{name}_ms" in row else None)
+                for name in ("tensor", "tensor_matmul", "row", "row_matmul")
+            ),
+            " / ".join(f"{row[key]:.1%}" if key in row else "–" for key in ("tensor_error", "row_error")),
+        ]
+        for row in found
+    ]
+    head = ["layer", "size", "bf16, ms (TFLOP/s)", "tensor, × bf16", "matmul", "row, × bf16", "matmul", "error"]
+    about = paragraph(
+        "One linear layer of each shape of `1b`, forward + backward on 65,536 tokens, in float8 with one scale per "
+        "tensor or per row against bf16: with casts, and the matrix products alone. Error: of outputs and gradients "
+        "against bf16, per tensor / per row. Tercet trains in bf16; this is what FP8 could save."
+    )
+    sections = ["### FP8 linear layers", about, table(head, lines), _fp8_saving(found)]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _fp8_saving(found: Sequence[Row]) -> str:
+    """What the faster scaling of each layer would save of a training step of the same preset."""
+    preset = found[0]["preset"]
+    step = first(rows("large", preset=preset))
+    if step.get("outcome") != "ok":
+        return ""
+    saved = 0.0
+    for row in found:
+        scaled = min((row[key] for key in ("tensor_ms", "row_ms") if key in row), default=row["bf16_ms"])
+        saved += max(0.0, row["bf16_ms"] - scaled)
+    saved *= load(preset=preset).config.model.layers
+    return paragraph(
+        f"In all layers together the faster scaling saves {number(saved)} of the {number(step['ms'])} ms of a step of "
+        f"`{preset}` at {tokens(step['length'])}: {saved / step['ms']:.0%}."
+    )
+
+
+# Kernel names, first match wins. Inductor's kernels are named triton_poi…, triton_red…, triton_per….
+GROUPS = (
+    ("dense attention", r"cudnn|fmha|flash"),
+    ("matrix products", r"gemm|nvjet|cutlass|cublas|splitK"),
+    ("optimizer, gradient norm", r"multi_tensor|adam|foreach|lpnorm|norm_kernel"),
+    ("elementwise, norms, SwiGLU, loss", r"^triton_|swiglu|^_gradient$"),
+    ("copies, sorts, other PyTorch kernels", r"^void |at::|cub|Mem(cpy|set)|memcpy|memset"),
+    ("NSA, selected branch", r"query_major|kv_major|selected|partials|sum_dq|sum_dkv|_lists|sort_keys|choose_design"),
+    ("NSA, compressed and window branches", r"compressed|window|hopper_"),
+    ("NSA, scores and block selection", r"score|select|shortlist"),
+    ("NSA, gates, delta, QKV split", r""),
+)
+
+
+def group(kernel: str) -> str:
+    return next(name for name, pattern in GROUPS if re.search(pattern, kernel, re.IGNORECASE))
+
+
+def step_kernels() -> str:
+    cells = [
+        (length, kind, first(rows("kernels", of="step", kind=kind, length=length)).get("kernels", []))
+        for length in (2048, 8192, 65536)
+        for kind in ("nsa", "dense")
+    ]
+    cells = [cell for cell in cells if cell[2]]
+    sums = [{name: 0.0 for name, _ in GROUPS} for _ in cells]
+    for total, (_, _, kernels) in zip(sums, cells, strict=True):
+        for kernel in kernels:
+            total[group(kernel["kernel"])] += kernel["ms"]
+    names = [name for name, _ in GROUPS if any(total[name] > 0 for total in sums)]
+    names.sort(key=lambda name: -max(total[name] for total in sums))
+    lines = [[name, *(number(total[name]) if total[name] else "–" for total in sums)] for name in names]
+    lines.append(["sum, ms", *(number(sum(total.values())) for total in sums)] if cells else [])
+    launches = (sum(kernel["launches"] for kernel in kernels) for _, _, kernels in cells)
+    lines.append(["kernel launches", *(f"{count:,}" for count in launches)] if cells else [])
+    label = {"nsa": "NSA", "dense": "dense"}
+    return table(["kernels", *(f"{tokens(n)}, {label[kind]}" for n, kind, _ in cells)], lines if cells else [])
