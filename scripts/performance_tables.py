@@ -59,7 +59,7 @@ def answer() -> str:
     decode64 = first(decode.decode_rows("compressed", of="attention", context=65536, batch=16)).get("times_dense")
     if None in (*ratios.values(), operator64, decode64):
         return f"{MISSING}."
-    recorded = f" ({ratio(recorded64)}× with blocks that a trained\n  model selected)" if recorded64 else ""
+    recorded = f"\n  ({ratio(recorded64)}× with blocks that a trained model selected)" if recorded64 else ""
     return (
         f"- **Training**: a whole step of `m7c` runs at {ratio(ratios[2048])}× dense at 2k tokens, "
         f"{ratio(ratios[8192])}× at 8k and {ratio(ratios[65536])}× at 64k.\n"

@@ -100,7 +100,8 @@ def shapes() -> str:
     checks = f"{wrong} of {len(rows('shapes'))} cells FAIL" if wrong else "all cells pass their check"
     about = paragraph(
         "Forward + backward, random inputs, about 32,768 tokens in all: ms per 1,000 tokens (as a CUDA graph where the "
-        f"host may be the slower side), and × dense of eager calls; {checks}."
+        f"host may be the slower side), and × dense of eager calls; {checks}. A cell is compared with what the two "
+        "cells beside it predict, in length and in head size."
     )
     head_row = ["heads", "head", *(f"{n:,}" for n in lengths), "× dense, 2k", "× dense, 8k"]
     return "\n\n".join(["### Heads, head sizes and odd lengths", about, table(head_row, lines), _cliffs(found)])
