@@ -51,6 +51,7 @@ CHOSEN: dict[tuple[str, str], int] = {
     # without the copy engine, which takes powers of two only
     ("compressed_window_dq_kernel", "head 96"): 64,
     ("window_dkv_kernel", "head 96"): 40,
+    ("compressed_dkv_kernel", "head 96"): 40,
 }
 
 
