@@ -11,6 +11,7 @@ import torch
 
 from tercet.attention.config import NSAConfig
 from tercet.bench import attention, commands, plots, train, train_cell
+from tercet.bench.telemetry import _DrawnOnDevice
 from tercet.config.load import load
 from tercet.errors import TercetError
 
@@ -31,6 +32,11 @@ def test_a_cell_trains_with_the_trainer_and_reports_the_models_first_loss():
     assert found["last_loss"] < found["first_loss"]  # it memorises its one batch
     assert found["tokens_per_s"] == pytest.approx(128 / (found["ms"] / 1e3))
     assert found["routes"] == ["reference"]
+
+
+def test_initial_weights_are_drawn_on_the_device():
+    built = _DrawnOnDevice().build_model(lambda: torch.nn.Linear(2, 2), torch.device("meta"))
+    assert built.weight.is_meta
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
@@ -35,13 +36,21 @@ from tercet.train.state import TrainState, build_state
 from tercet.train.step import MicroBatch, train_step
 
 
+class _DrawnOnDevice(Single):
+    """Draws the initial weights on the device: on the host, those of a model of 1G parameters take half a minute."""
+
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        with device:
+            return build()
+
+
 class Bench:
     """One model and its batches, trained with or without telemetry (`watched`)."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.device = pick_device(config.run.device)
-        self.strategy = Single()
+        self.strategy = _DrawnOnDevice()
         self.state: TrainState = build_state(config, self.device, self.strategy, None)
         rows, length = config.train.micro_batch, config.data.seq_len
         drawn = torch.Generator().manual_seed(config.run.seed)
