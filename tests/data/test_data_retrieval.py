@@ -18,7 +18,13 @@ from tercet.data.retrieval import HELD_OUT_WORDS, MODULUS, REMAINDER, TRAINING_W
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError
 from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
-from tercet.data.wordings import HELD_OUT_PAIRS, HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
+from tercet.data.wordings import (
+    EVALUATED_TRAINING_WORDINGS,
+    HELD_OUT_PAIRS,
+    HELD_OUT_WORDINGS,
+    TRAINING_WORDINGS,
+    Pair,
+)
 
 KINDS = ["jsonl", "shards", "text"]
 
@@ -320,3 +326,12 @@ def test_made_up_values_are_on_one_side_of_the_split(draw):
     ]
     assert not sides[0] & sides[1]
     assert min(map(len, sides)) > 1500
+
+
+def test_some_facts_have_the_value_first_and_evaluation_asks_for_the_others() -> None:
+    def key_first(wordings) -> float:
+        facts = [wordings.pair(Draws(n)).fact for n in range(1000)]
+        return sum(fact.index("{key}") < fact.index("{value}") for fact in facts) / 1000
+
+    assert 0.75 < key_first(TRAINING_WORDINGS) < 0.9
+    assert key_first(EVALUATED_TRAINING_WORDINGS) == 1

@@ -8,7 +8,7 @@ cannot rely on a sentence that it knows. `tercet eval ruler` uses the held-out w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -118,11 +118,15 @@ def training_pair(draws: Draws) -> Pair:
     elif kind == 1:
         fact = draws.choice(_RECORDS)
     else:
-        fact = _invented(draws, key_first=draws.below(3) > 0)
+        fact = _invented(draws, key_first=draws.below(6) > 0)
     fact = draws.choice(_MARKS) + fact
-    repeated = fact.index("{key}") < fact.index("{value}") and draws.below(2)
+    repeated = _key_first(fact) and draws.below(2)
     ask, _, end = (fact if repeated else draws.choice(_MARKS) + _question(draws)).partition("{value}")
     return Pair(fact, ask, end)
+
+
+def _key_first(fact: str) -> bool:
+    return fact.index("{key}") < fact.index("{value}")
 
 
 def _sentence(draws: Draws) -> str:
@@ -219,6 +223,17 @@ TRAINING_WORDINGS = Wordings(
         "The wind is cold.", "The street is wet.", "The bread is warm.", "We go on.", "Left and right again.",
     ),
 )  # fmt: skip
+
+
+def _evaluated_pair(draws: Draws) -> Pair:
+    pair = training_pair(draws)
+    while not _key_first(pair.fact):
+        pair = training_pair(draws)
+    return pair
+
+
+# In evaluation the key comes first, as in RULER: a value before its key takes another skill to find.
+EVALUATED_TRAINING_WORDINGS = replace(TRAINING_WORDINGS, pair=_evaluated_pair)
 
 HELD_OUT_PAIRS = (
     Pair("One lock has a name and a secret: {key} opens with {value}.", "The secret that opens {key} is ", "."),

@@ -25,7 +25,7 @@ import torch
 
 from tercet.data.exercises import distinct, ends_line, insert, line_starts, list_text
 from tercet.data.retrieval import HELD_OUT_WORDS, Draws
-from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
+from tercet.data.wordings import EVALUATED_TRAINING_WORDINGS, HELD_OUT_WORDINGS, Pair
 from tercet.errors import TercetError, UsageError
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
@@ -219,7 +219,7 @@ class QuestionWriter:
     def __init__(self, model: LanguageModel, wording: Wording, longest: int, seed: int) -> None:
         self._tokenizer, self._seed = model.tokenizer, seed
         self._words = HELD_OUT_WORDS
-        self._wordings = HELD_OUT_WORDINGS if wording == "held-out" else TRAINING_WORDINGS
+        self._wordings = HELD_OUT_WORDINGS if wording == "held-out" else EVALUATED_TRAINING_WORDINGS
         self._ends_line, self._newline = ends_line(self._tokenizer), self._tokenizer.encode("\n")
         self._text = _validation_text(model, longest)
         noise = self._encode(" ".join(self._wordings.filler) + "\n")
