@@ -212,7 +212,7 @@ def ruler(
         tasks: Any of niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe.
         questions: Questions per length and task.
         depths: Positions of the fact in the single-needle tasks, evenly spaced; each gets its share of the questions.
-        wording: Templates: held-out, never seen in training, or those of data.retrieval with the key first. Keys are always held out.
+        wording: Templates: held-out, never seen in training, or those of data.retrieval, key first. Keys are held out.
         seed: Random seed of the questions.
         out: Write all results to this .json or .csv file.
     """
