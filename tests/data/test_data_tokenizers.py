@@ -23,6 +23,7 @@ def test_byte_tokens_are_the_bytes():
     assert byte.decode(byte.encode(TEXT)) == TEXT
     assert math.log(byte.vocab_size) == math.log(256)
     assert byte.eos_id == 0
+    assert byte.decode([97, 300, 98]) == "a\ufffdb", "a model may have more tokens than bytes"
     with pytest.raises(DataError, match="zero byte at 1"):
         byte.encode("a\0b")
 

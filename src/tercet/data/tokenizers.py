@@ -69,7 +69,8 @@ class ByteTokenizer:
         return list(data)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i != self.eos_id).decode(errors="replace")
+        # a model may have more tokens than bytes: they become the replacement character, as any invalid byte does
+        return bytes(min(i, 255) for i in ids if i != self.eos_id).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
