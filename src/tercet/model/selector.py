@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
@@ -80,13 +79,13 @@ class BlockSelector(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys of x [B, T, dim], which is detached; cos_sin: of the positions, if the caller has it."""
-        # one product, which reads x once; `loss` projects its few queries again, to give their projection a gradient
-        weights = torch.cat((self.q_proj.weight.detach(), self.k_proj.weight))
-        both = F.linear(x.detach(), weights).unflatten(-1, (2 * self.kv_heads, self.size))
-        if self.rotary is not None:
-            both = rotate_first(both, self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin)
-        q, k = both.tensor_split(2, -2)
-        return q.detach(), k
+        with torch.no_grad():  # `loss` projects its few queries again: one gradient over all of them would cost more
+            q = self._heads(self.q_proj, x)
+        k = self._heads(self.k_proj, x)
+        if self.rotary is None:
+            return q, k
+        cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
+        return rotate_first(q, cos_sin), rotate_first(k, cos_sin)
 
     def append(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
@@ -96,8 +95,12 @@ class BlockSelector(nn.Module):
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries [S, G, size] of some tokens x [S, dim], with a gradient for the projection."""
-        q = self.q_proj(x.detach()).unflatten(-1, (self.kv_heads, self.size))
+        q = self._heads(self.q_proj, x)
         return q if self.rotary is None else rotate_first(q, self.rotary.cos_sin(positions))
+
+    def _heads(self, proj: nn.Linear, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., G, size]"""
+        return proj(x.detach()).unflatten(-1, (self.kv_heads, self.size))
 
     def loss_of_rows(
         self,
