@@ -37,7 +37,7 @@ from tercet.train.step import MicroBatch, train_step
 
 
 class _DrawnOnDevice(Single):
-    """Draws the initial weights on the device: on the host, those of a model of 1G parameters take half a minute."""
+    """Draws the initial weights on the device, which is faster than on the host."""
 
     def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         with device:

@@ -25,11 +25,11 @@ from tercet.attention.kernels.varlen import Documents, locate_queries
 
 @triton.jit
 def weight(x, scale):
-    """Weights of products x: 2^y of y = x · scale, linear between integers (docs/nsa.md).
+    """Weights of products x: 2^y, linear between integers (docs/nsa.md); scale: y / 246 per unit of x (`weight_scale`).
 
     An exponential per query and key is what the choice costs at 64k, and the units for 2^y are slow. Here y + 127 is
     computed as an integer, in units of 2^-13: shifted by 10, its bits are those of the weight. Two multiply-adds, the
-    first of which saturates, and no conversion. y is at most 119, so that sums are finite. scale: `weight_scale`."""
+    first of which saturates, and no conversion. y is at most 119, so that sums are finite."""
     y = tl.minimum(tl.maximum(x * scale + 127 / 246, 0.0), 1.0)  # 0 for y = -127, 1 for 119
     bits = (y * (246.0 * 8192) + 12582912.0).to(tl.int32, bitcast=True)  # + 1.5 · 2^23: the lowest bits are an integer
     return (bits << 10).to(tl.float32, bitcast=True)

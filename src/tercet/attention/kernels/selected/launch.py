@@ -364,7 +364,7 @@ def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
 
 
 # Three times as many one-warp programs as an H200 holds at once: enough that a slow multiprocessor takes fewer of them,
-# and few enough that launching them only to exit takes about 5 µs.
+# and few enough to launch where they only exit.
 _MERGE_PROGRAMS = 3 * 20 * 132
 
 
