@@ -193,7 +193,9 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     source, ours, back = (str(tmp_path / name) for name in ("dense", "ours", "back"))
     assert cli.main(["import", "hf", source, ours, "--attention", "block-sparse", "--dense_below", "2000"]) == 0
-    said = capsys.readouterr().out
+    said, warned = capsys.readouterr()
+    assert "has no tokenizer.json" in warned
+    assert "--data.path YOUR-TEXTS" in said
     assert "equal to the dense model up to 2,000 tokens" in said
     assert "still dense in sequences of" in said
     assert "to train the choice of blocks, use longer ones" in said

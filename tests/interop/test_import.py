@@ -136,6 +136,7 @@ def test_block_sparse_options_that_contradict_each_other_are_refused(tmp_path):
         ({"dense_below": 5}, "--dense_below needs --attention block-sparse"),
         ({"selector": "learned"}, "--selector needs --attention block-sparse"),
         ({"attention": "block-sparse,nsa,dense"}, "cannot be mixed"),
+        ({"attention": "blocksparse"}, "'blocksparse' is unknown: pick from nsa, dense, window, block-sparse"),
     ):
         with pytest.raises(UsageError, match=words):
             import_model(tmp_path / "dense", tmp_path / "out", **chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ from tercet import hints
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
+from tercet.interop.import_options import attention_options
 
 
 def hf(
@@ -47,6 +49,8 @@ def hf(
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder: pass one with config.json and model.safetensors")
     check_empty(out)
+    if attention is not None:
+        attention_options(attention, dense_below, selector)
     from tercet.interop.huggingface.import_hf import import_model
 
     imported = import_model(
@@ -74,6 +78,10 @@ def hf(
         if model.gate == "none" and length <= imported.exact_length:
             print(f"attention is still dense in sequences of {length:,} tokens: to train the choice of blocks, use "
                   f"longer ones with --data.seq_len, or import with --seq_len")  # fmt: skip
-    print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml')}")
+    if not (source / "tokenizer.json").is_file():
+        print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
+              "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
+    own_data = {"data.source": "text", "data.path": "YOUR-TEXTS"}
+    print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml', own_data)}")
     print(f"To use it without training:  {hints.generate(out)}")
     return 0

@@ -31,7 +31,6 @@ from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Block, Transformer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-BLOCK_SPARSE = "block-sparse"
 # Weights of learned selectors, next to those of the family. Names and shapes are a Transformer's.
 SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 Cover = Literal["selected", "window"]
@@ -52,24 +51,6 @@ def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover
     }
     limits = [limit for kind in set(config.attention_kinds) if (limit := reach[kind]) is not None]
     return min(limits, default=None)
-
-
-def attention_options(attention: str, dense_below: int, selector: str) -> dict[str, Any]:
-    """Model settings for an `--attention` value. Patterns may contain block-sparse in the same places as nsa."""
-    kinds = [part.partition("*")[0].strip() for part in attention.split(",")]
-    if BLOCK_SPARSE not in kinds:
-        for name, given in (("dense_below", dense_below), ("selector", selector != "compressed")):
-            if given:
-                raise UsageError(f"--{name} needs --attention {BLOCK_SPARSE}: other imports do not have it")
-        return {"attention": attention}
-    if "nsa" in kinds:
-        raise UsageError(
-            f"--attention {attention}: {BLOCK_SPARSE} and nsa cannot be mixed in one model; use one of them"
-        )
-    return {
-        "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "compression": "mean",
-        "dense_below": dense_below, "selector": selector,
-    }  # fmt: skip
 
 
 def saved_options(saved: ModelConfig) -> dict[str, Any]:

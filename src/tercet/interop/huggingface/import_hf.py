@@ -39,6 +39,7 @@ from tercet.interop.huggingface.folder import (
     write_tensors,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
+from tercet.interop.import_options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import WRONG_VALUE, describe, one_line_errors
@@ -46,17 +47,6 @@ from tercet.parse import WRONG_VALUE, describe, one_line_errors
 TOKENIZER = "tokenizer.json"
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
 MAX_DEFAULT_SEQ_LEN = 4096
-# Options of a dense import. An export of Tercet already has its own values for them.
-DEFAULT_OPTIONS: dict[str, Any] = {
-    "nsa": NSAConfig(),
-    "attention": None,
-    "compression": "mlp",
-    "compress_selected_keys": False,
-    "cover": "selected",
-    "gate_logit": 8.0,
-    "dense_below": 0,
-    "selector": "compressed",
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,7 @@ def import_model(
         if restored:
             options = dense_weights.saved_options(_saved_config(source, hf_config))
         else:
-            options |= dense_weights.attention_options(attention or "nsa", dense_below, selector)
+            options |= attention_options(attention or "nsa", dense_below, selector)
         config = _dense_model_config(hf_config, options, attention)
         files = weight_files(source)
         dense_weights.check_weights(config, shapes(files))
@@ -193,7 +183,7 @@ def _write(
     source: Path, out: Path, config: ModelConfig, weights: Iterator[tuple[str, Tensor]], seq_len: int, seed: int
 ) -> RunConfig:
     batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
-    kind = dense_weights.BLOCK_SPARSE if config.gate == "none" else "nsa"
+    kind = BLOCK_SPARSE if config.gate == "none" else "nsa"
     values: dict[str, Any] = {
         "run.name": f"{source.resolve().name}-{kind}",
         "run.seed": seed,
