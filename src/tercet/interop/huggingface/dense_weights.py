@@ -17,16 +17,16 @@ A block-sparse layer has a dense layer's weights, and a newly initialized select
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tercet.attention.config import BRANCHES
 from tercet.errors import UsageError
-from tercet.model.config import ModelConfig, RopeType
+from tercet.interop.huggingface.rope import ForeignModelError, rope_settings
+from tercet.model.config import ModelConfig
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Block, Transformer
 
@@ -34,10 +34,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Weights of learned selectors, next to those of the family. Names and shapes are a Transformer's.
 SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 Cover = Literal["selected", "window"]
-
-
-class ForeignModelError(UsageError):
-    """A checkpoint that Tercet cannot represent."""
 
 
 def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover) -> int | None:
@@ -87,75 +83,12 @@ def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> Mod
         "ffn_dim": hf_config["intermediate_size"],
         "vocab_size": hf_config["vocab_size"],
         "tie_embeddings": hf_config.get("tie_word_embeddings", False),
-        **_rope_settings(hf_config),
+        **rope_settings(hf_config),
         "qk_norm": family == "qwen3",
         "attention_bias": family == "qwen2" or bool(hf_config.get("attention_bias", False)),
         "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
     }
     return ModelConfig(**{**chosen, **described})
-
-
-def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Model settings for the RoPE of a config.json, whose fields have moved over time; read as transformers does."""
-    given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    rope = {"rope_theta": hf_config.get("rope_theta"), **given}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", *get_args(RopeType)):
-        raise ForeignModelError(
-            f"rope_type={kind!r} cannot be imported: supported are default, {', '.join(get_args(RopeType))}"
-        )
-    partial = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:
-        raise ForeignModelError(
-            f"partial_rotary_factor={partial} cannot be imported: Tercet rotates whole heads; pick a model that does"
-        )
-    settings: dict[str, Any] = {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_scaling": 1.0, "rope": {}}
-    if kind == "default":
-        return settings
-    if kind == "linear":
-        return {**settings, "rope_scaling": float(rope.get("factor", 1.0))}
-
-    def need(name: str, other: Any = None) -> float:
-        value = other if other is not None else rope.get(name)
-        if value is None:
-            raise ForeignModelError(f"config.json has no {name} for rope_type={kind!r}: add it, or copy the file again")
-        return float(value)
-
-    longest = hf_config.get("max_position_embeddings")
-    length = hf_config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings", longest)
-    original = need("original_max_position_embeddings", length)
-    if kind == "llama3":
-        factor = need("factor")
-        options = {"slow": need("low_freq_factor"), "fast": need("high_freq_factor")}
-    else:
-        if not rope.get("truncate", True):
-            raise ForeignModelError(
-                "truncate=False of rope_type='yarn' cannot be imported: Tercet rounds its range; pick another model"
-            )
-        factor = need("factor", None if longest is None or rope.get("factor") else longest / original)
-        options = {"slow": float(rope.get("beta_slow") or 1), "fast": float(rope.get("beta_fast") or 32)}
-        if rope.get("attention_factor") is not None:
-            options["attention_factor"] = float(rope["attention_factor"])
-        elif rope.get("mscale") and rope.get("mscale_all_dim"):
-            by, of = (0.1 * float(rope[name]) * math.log(max(factor, 1)) + 1 for name in ("mscale", "mscale_all_dim"))
-            options["attention_factor"] = by / of
-    return {**settings, "rope_scaling": factor, "rope": {"type": kind, "original_length": int(original), **options}}
-
-
-def rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """transformers' rope_parameters: the inverse of `_rope_settings`."""
-    rope, factor = config.rope, config.rope_scaling
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if factor == 1 and rope.type == "linear":
-        return found
-    found |= {"rope_type": rope.type, "factor": factor}
-    if rope.type == "linear":
-        return found
-    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}[rope.type]
-    found |= dict(zip(names, (rope.slow, rope.turns_kept), strict=True))
-    if rope.attention_factor is not None:
-        found["attention_factor"] = rope.attention_factor
-    return {**found, "original_max_position_embeddings": rope.original_length}
 
 
 def _check_supported(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:

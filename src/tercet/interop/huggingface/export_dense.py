@@ -19,8 +19,9 @@ from torch import Tensor
 from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
 from tercet.inference.load import LanguageModel, open_model
-from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, rope_parameters, selector_shapes
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
+from tercet.interop.huggingface.rope import rope_parameters
 from tercet.model.config import ModelConfig
 
 ARCHITECTURES = {
@@ -75,7 +76,6 @@ def check_family(config: ModelConfig, family: str) -> None:
             kinds <= {"dense", "nsa"} and ("nsa" not in kinds or config.gate == "none"),
             "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
         ),
-        "rope_max_wavelength": (not config.rope_max_wavelength, "its models rotate all channels; use --format tercet"),
         "value_dim": (config.head_value_dim == config.head_dim, "values must be as large as keys"),
         "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 has norms of queries and keys, the others do not"),
         "attention_bias": (
@@ -99,6 +99,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
     """The config.json of the family. `tercet` keeps the settings of the blocks, which transformers ignores."""
     config = model.config
     extended = round(config.rope.original_length * config.rope_scaling) if config.rope.type != "linear" else 0
+    length = max(model.context, extended)
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -109,7 +110,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": max(model.context, extended),
+        "max_position_embeddings": length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
@@ -117,7 +118,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
         "sliding_window": None,
         "use_sliding_window": False,
         "rope_theta": config.rope_theta,
-        "rope_parameters": rope_parameters(config),
+        "rope_parameters": rope_parameters(config, length),
         "eos_token_id": model.tokenizer.eos_id,
         "pad_token_id": model.tokenizer.eos_id,
         "bos_token_id": None,
