@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.config import BRANCHES
-from tercet.errors import UsageError
 from tercet.interop.huggingface.rope import ForeignModelError, rope_settings
 from tercet.model.config import ModelConfig
 from tercet.model.nsa import NativeSparseAttention
