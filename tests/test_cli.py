@@ -237,11 +237,11 @@ def test_config_diff_names_what_differs(capsys, tmp_path):
         ("config diff tiny", "compares two presets, TOML files or run folders"),
         ("config diff tiny nothing", "nothing is not a preset, a TOML file or a run folder"),
         ("presets tiny", "tercet presets takes no arguments"),
-        ("bench train --lengths abc", "--lengths abc: expected comma-separated positive integers"),
-        ("bench train --batches 1,0", "--batches 1,0: expected comma-separated positive integers"),
+        ("bench train --lengths abc", "--lengths abc: abc is not an integer: give numbers, such as 2048 4096"),
+        ("bench train --batches 1,0", "batches=0 must be at least 1"),
         ("bench train --preset tinny", "unknown preset tinny: did you mean tiny?"),
-        ("sweep --strategies bogus", "--strategies bogus is unknown: pick from single, ddp, fsdp, hsdp, cp"),
-        ("sweep --checkpointing some", "--checkpointing some is unknown: pick from none, full, selective"),
+        ("sweep --strategies bogus", "--strategies bogus: bogus is unknown: pick from single, ddp, fsdp, hsdp, cp"),
+        ("sweep --checkpointing some", "--checkpointing some: some is unknown: pick from none, full, selective"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, said):
@@ -415,7 +415,7 @@ def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, 
     monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: imported)
     Path("theirs").mkdir()
     made = run(capsys, "import", "hf", "theirs", "my model")[1]
-    assert "tercet train --config 'my model/config.toml'\n" in made
+    assert "tercet train --config 'my model/config.toml' --data.source text" in made
     assert "tercet generate 'my model' --prompt TEXT\n" in made
 
     assert train(small(run__dir="my run", train__steps=1, train__val_tokens=0)) == 0

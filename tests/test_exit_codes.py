@@ -118,7 +118,7 @@ import hf nowhere out                                                        now
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
 sweep --steps 1 --out o                                                      --steps 1 is too small
-bench decode --batches x                                                     --batches x: expected comma-separated
+bench decode --batches x                                                     --batches x: x is not an integer
 bench decode --contexts 5                                                    contexts=5 is too short
 bench decode --heads X                                                       --heads X is unknown
 bench attention --shapes P9k                                                 --shapes P9k is unknown

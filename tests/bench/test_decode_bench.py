@@ -17,7 +17,7 @@ from tercet.errors import TercetError
 
 def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert decode(preset="tiny", model_contexts="96,200", model_batches="1,2", steps=4) == 0
+    assert decode(preset="tiny", model_contexts=(96, 200), model_batches=(1, 2), steps=4) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("attention step skipped" in line for line in lines)
     result = json.loads(lines[-1])
@@ -38,13 +38,13 @@ def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> 
 
 def test_a_learned_selector_is_measured_if_asked_for(capsys, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert decode(preset="tiny", model_contexts="96", model_batches="1", steps=4, selector="learned") == 0
+    assert decode(preset="tiny", model_contexts=(96,), model_batches=(1,), steps=4, selector="learned") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("selector learned" in line for line in lines)
     assert json.loads(lines[-1])["selector"] == "learned"
 
 
-@pytest.mark.parametrize(("contexts", "read"), [("32,96", [32, 32, 32, 32, 96]), ("96,128", [16, 96, 128])])
+@pytest.mark.parametrize(("contexts", "read"), [((32, 96), [32, 32, 32, 32, 96]), ((96, 128), [16, 96, 128])])
 def test_the_first_token_is_timed_after_a_warm_up(capsys, monkeypatch, contexts, read) -> None:
     prompts: dict[int, list[int]] = {}
 
@@ -57,7 +57,7 @@ def test_the_first_token_is_timed_after_a_warm_up(capsys, monkeypatch, contexts,
     monkeypatch.setattr(decode_model, "CachedDecoder", Recorder)
     monkeypatch.setattr(decode_model, "_LONG", 64)
     monkeypatch.setattr(decode_model, "_WARM", 16)
-    assert decode(preset="tiny", model_contexts=contexts, model_batches="1", steps=4) == 0
+    assert decode(preset="tiny", model_contexts=contexts, model_batches=(1,), steps=4) == 0
     assert list(prompts.values()) == [read, read]  # NSA and dense
 
 
@@ -73,7 +73,7 @@ def test_a_cell_out_of_memory_is_reported_and_the_others_are_measured(capsys, mo
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(decode_model.CachedDecoder, failing, short)
-    assert decode(preset="tiny", model_contexts="96", model_batches="1,2", steps=4) == 0
+    assert decode(preset="tiny", model_contexts=(96,), model_batches=(1, 2), steps=4) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = json.loads(lines[-1])["model"]
     assert {(r["kind"], r["batch"]) for r in rows if "out_of_memory" in r} == {("dense", batch) for batch in lost}
@@ -85,9 +85,9 @@ def test_a_cell_out_of_memory_is_reported_and_the_others_are_measured(capsys, mo
 
 def test_a_context_too_short_for_the_measurement_fails(capsys) -> None:
     with pytest.raises(TercetError, match=r"contexts=200 is too short.*give at least 201"):
-        decode(contexts="4096,200", model_contexts="")
+        decode(contexts=(4096, 200), model_contexts=())
     assert capsys.readouterr().out == ""
-    assert decode(contexts="200", model_contexts="", attention=False) == 0
+    assert decode(contexts=(200,), model_contexts=(), attention=False) == 0
 
 
 def test_the_attention_step_never_writes_past_its_caches(capsys, monkeypatch) -> None:

@@ -77,7 +77,7 @@ def test_settings_that_no_cell_can_run_fail_at_once(monkeypatch, capsys, options
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     with pytest.raises(TercetError) as caught:
-        commands.train(preset="tiny", lengths="64", tokens=64, **options)
+        commands.train(preset="tiny", lengths=(64,), tokens=64, **options)
     assert (caught.value.exit_code, capsys.readouterr().out) == (code, "")
     assert str(caught.value).startswith(message)
 
@@ -273,7 +273,7 @@ def test_the_work_ahead_and_its_time_limit_are_printed_first(monkeypatch: pytest
 
     monkeypatch.setattr(train, "measured", measured)
     with pytest.raises(InterruptedError):
-        commands.train(preset="tiny", lengths="64,128", tokens=128, packed="nsa", device="cpu")
+        commands.train(preset="tiny", lengths=(64, 128), tokens=128, packed=("nsa",), device="cpu")
 
 
 @pytest.mark.parametrize("outcome", ["ok", "wrong loss: 9.0 at the first step, 5.5 uncompiled", "failed: no kernel"])
@@ -332,7 +332,7 @@ def test_settings_reach_every_cell_and_unknown_keys_fail(monkeypatch: pytest.Mon
         return None, [cell(c["kind"], 1, 64, 80.0) for c in cells]
 
     monkeypatch.setattr(train, "measured", measured)
-    one = {"preset": "tiny", "lengths": "64", "tokens": 64, "device": "cpu"}
+    one = {"preset": "tiny", "lengths": (64,), "tokens": 64, "device": "cpu"}
     commands.train(**one, settings="model.nsa.window=48, train.clip=2")
     assert [nsa["window"] for nsa in seen] == [48, 48]
     with pytest.raises(TercetError, match=r"unknown key model\.nsa\.windw"):

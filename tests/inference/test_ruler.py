@@ -223,8 +223,8 @@ def test_the_plot_of_one_task_with_a_single_fact_is_its_map_of_depths(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--lengths", "10x"], "--lengths 10x: expected comma-separated positive integers"),
-        (["--tasks", "qa_1"], "--tasks qa_1 is unknown: pick from niah_single_1"),
+        (["--lengths", "10x"], "--lengths 10x: 10x is not an integer"),
+        (["--tasks", "qa_1"], "qa_1 is unknown: pick from niah_single_1"),
         (["--questions", "0"], "questions=0 must be at least 1"),
         (["--out", "a.txt"], "neither .json nor .csv"),
         (["--lengths", "64", "--tasks", "cwe"], "cwe does not fit in 64 tokens"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tercet.inference.arguments import at_least_one
+
 
 def attention(
     *,
-    shapes: str = "P8k,P64k,C8x2k,C4x4k,C1x16k",
-    inputs: str = "random,smooth",
+    shapes: tuple[str, ...] = ("P8k", "P64k", "C8x2k", "C4x4k", "C1x16k"),
+    inputs: tuple[str, ...] = ("random", "smooth"),
     correlation: float = 0.996,
-    dense: str = "cudnn,flash",
+    dense: tuple[str, ...] = ("cudnn", "flash"),
     dense_limit: int = 65536,
     rows: int = 24,
     budget: float = 0.6,
@@ -21,9 +23,9 @@ def attention(
     """Check and time the NSA operator against dense attention on this machine's GPU.
 
     Args:
-        shapes: Comma-separated: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64; C32x2k … C2x32k
+        shapes: P8k … P64k (64 heads of 128), C8x2k … C1x1024k (12 heads of 64; C32x2k … C2x32k
             and C1x64k hold 65,536 tokens), M4x4k, M1x16k.
-        inputs: Comma-separated: random; smooth, where neighbouring queries select similar blocks; recorded, with
+        inputs: random; smooth, where neighbouring queries select similar blocks; recorded, with
             blocks that a trained model selected in text, up to 64k tokens; recorded:FILE, with those of your model
             (`tercet eval selections`).
         correlation: Correlation of successive queries in smooth inputs.
@@ -37,7 +39,8 @@ def attention(
     """
     from tercet.bench.attention import main
 
-    arguments = ["--shapes", shapes, "--inputs", inputs, "--correlation", str(correlation), "--dense", dense]
+    arguments = ["--shapes", ",".join(shapes), "--inputs", ",".join(inputs), "--dense", ",".join(dense)]
+    arguments += ["--correlation", str(correlation)]
     arguments += ["--dense-limit", str(dense_limit), "--rows", str(rows), "--budget", str(budget)]
     arguments += ["--graph" if graph else "--no-graph"]
     arguments += ["--dense-once"] if dense_once else []
@@ -45,27 +48,32 @@ def attention(
 
 
 def layer(
-    *, lengths: str = "2048,4096,8192,16384", tokens: int = 16384, compile: bool = False, repeats: int = 10
+    *,
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384),
+    tokens: int = 16384,
+    compile: bool = False,
+    repeats: int = 10,
 ) -> int:
     """Time the whole NSA layer (projections, RoPE, compression, gates) against the dense one, forward + backward.
 
     Args:
-        lengths: Sequence lengths, comma-separated.
+        lengths: Sequence lengths.
         tokens: Tokens per batch; the batch size is this divided by the length.
         compile: Use torch.compile.
         repeats: Timings per layer; the median is reported.
     """
+    _check_sizes(lengths=lengths)
     from tercet.bench.layer import main
 
-    return main(_numbers("--lengths", lengths), tokens, compile, repeats)
+    return main(lengths, tokens, compile, repeats)
 
 
-def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: int = 8) -> int:
+def tune(*, shapes: tuple[str, ...] = ("P64k", "C1x16k"), kernels: tuple[str, ...] = (), workers: int = 8) -> int:
     """Search launch settings for this GPU and print rows for the kernel table.
 
     Args:
         shapes: As for `tercet bench attention`.
-        kernels: Comma-separated kernel names; default: all.
+        kernels: Kernel names; default: all.
         workers: Processes that compile before timing starts.
     """
     from tercet.attention.hardware import TRITON_INSTALLED
@@ -75,19 +83,19 @@ def tune(*, shapes: str = "P64k,C1x16k", kernels: str | None = None, workers: in
         raise TercetError("tercet bench tune times Triton's kernels and Triton is not installed: pip install triton")
     from tercet.bench.tune import main
 
-    chosen = [] if kernels is None else ["--kernels", kernels]
-    return main(["--shapes", shapes, "--workers", str(workers), *chosen])
+    chosen = ["--kernels", ",".join(kernels)] if kernels else []
+    return main(["--shapes", ",".join(shapes), "--workers", str(workers), *chosen])
 
 
 def decode(
     *,
-    batches: str = "1,16",
-    contexts: str = "2048,16384,65536,262144",
+    batches: tuple[int, ...] = (1, 16),
+    contexts: tuple[int, ...] = (2048, 16384, 65536, 262144),
     heads: str = "P",
     attention: bool = True,
     preset: str = "m7c",
-    model_batches: str = "1,16",
-    model_contexts: str = "2048,8192,32768,65536,262144",
+    model_batches: tuple[int, ...] = (1, 16),
+    model_contexts: tuple[int, ...] = (2048, 8192, 32768, 65536, 262144),
     steps: int = 64,
     selector: Literal["compressed", "learned"] | None = None,
     settings: str = "",
@@ -96,7 +104,7 @@ def decode(
     """Time decoding against dense attention: the whole model and, on a GPU, the attention step alone.
 
     Args:
-        batches: Batch sizes of the attention step, comma-separated.
+        batches: Batch sizes of the attention step.
         contexts: Tokens in the cache of the attention step.
         heads: P (64 query heads, 4 KV heads, head size 128) or C (12, 2, 64).
         attention: Measure the attention step.
@@ -108,33 +116,32 @@ def decode(
         settings: More configuration keys of the whole model, e.g. model.gate=none,model.compress_selected_keys=false.
         profile: Also print the time of each kernel of the attention step.
     """
+    _check_sizes(batches=batches, contexts=contexts, model_batches=model_batches, model_contexts=model_contexts)
     from tercet.bench.decode import HEADS, main
     from tercet.errors import UsageError
 
     if heads not in HEADS:
         raise UsageError(f"--heads {heads} is unknown: pick from {', '.join(HEADS)}")
     return main(
-        batches=_numbers("--batches", batches), contexts=_numbers("--contexts", contexts), heads=heads,
-        attention=attention, preset=preset,
-        model_batches=_numbers("--model-batches", model_batches),
-        model_contexts=_numbers("--model-contexts", model_contexts), steps=steps, profile=profile,
-        selector=selector, settings=_settings(settings),
+        batches=batches, contexts=contexts, heads=heads, attention=attention, preset=preset,
+        model_batches=model_batches, model_contexts=model_contexts, steps=steps, profile=profile, selector=selector,
+        settings=_settings(settings),
     )  # fmt: skip
 
 
 def train(
     *,
     preset: str = "m7c",
-    lengths: str = "2048,4096,8192,16384,32768,65536",
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536),
     tokens: int = 65536,
-    batches: str = "",
+    batches: tuple[int, ...] = (),
     batch_length: int = 2048,
-    kinds: str = "nsa,dense",
+    kinds: tuple[str, ...] = ("nsa", "dense"),
     steps: int = 10,
     repeats: int = 3,
     checkpointing: str = "none",
-    packed: str = "",
-    plain: str = "",
+    packed: tuple[str, ...] = (),
+    plain: tuple[str, ...] = (),
     statistics: bool = True,
     compile: str = "auto",
     cuda_graph: str = "off",
@@ -149,7 +156,7 @@ def train(
 
     Args:
         preset: The model; its dense baseline is the preset with the suffix -dense.
-        lengths: Sequence lengths, comma-separated, each with `tokens` tokens per step.
+        lengths: Sequence lengths, each with `tokens` tokens per step.
         tokens: Tokens per step for --lengths.
         batches: Batch sizes to measure at --batch-length too.
         batch_length: Sequence length for --batches.
@@ -172,6 +179,7 @@ def train(
     """
     from pathlib import Path
 
+    _check_sizes(lengths=lengths, batches=batches)
     from tercet.bench.train import PICTURES, check_place, main, read_results
 
     if plot is not None:
@@ -185,11 +193,9 @@ def train(
         return 0
 
     return main(
-        preset=preset, kinds=kinds.split(","), lengths=_numbers("--lengths", lengths), tokens=tokens,
-        batches=_numbers("--batches", batches), batch_length=batch_length, steps=steps, repeats=repeats,
-        checkpointing=checkpointing,
-        packed=[kind for kind in packed.split(",") if kind], plain=[kind for kind in plain.split(",") if kind],
-        statistics=statistics, seconds=seconds,
+        preset=preset, kinds=kinds, lengths=lengths, tokens=tokens, batches=batches, batch_length=batch_length,
+        steps=steps, repeats=repeats, checkpointing=checkpointing, packed=packed, plain=plain, statistics=statistics,
+        seconds=seconds,
         flags=_settings(settings) | {"train.compile": compile, "train.cuda_graph": cuda_graph}
         | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
@@ -205,11 +211,6 @@ def _settings(text: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def _numbers(flag: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
-        if not part.isdecimal() or int(part) < 1:
-            from tercet.config.load import ConfigError
-
-            raise ConfigError(f"{flag} {text}: expected comma-separated positive integers, e.g. {flag} 1024,2048")
-    return [int(part) for part in parts]
+def _check_sizes(**lists: tuple[int, ...]) -> None:
+    for name, sizes in lists.items():
+        at_least_one(**{name: min(sizes, default=None)})

@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,9 +36,9 @@ _DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTI
 
 
 def main(
-    *, batches: list[int], contexts: list[int], heads: str, attention: bool, preset: str, model_batches: list[int],
-    model_contexts: list[int], steps: int, profile: bool = False, selector: str | None = None,
-    settings: dict[str, str] | None = None,
+    *, batches: Sequence[int], contexts: Sequence[int], heads: str, attention: bool, preset: str,
+    model_batches: Sequence[int], model_contexts: Sequence[int], steps: int, profile: bool = False,
+    selector: str | None = None, settings: dict[str, str] | None = None,
 ) -> int:  # fmt: skip
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
         raise UsageError(
@@ -82,7 +82,11 @@ class _Caches:
 
 
 def attention_rows(
-    heads: tuple[int, int, int], batches: list[int], contexts: list[int], profile: bool, selector: str = "compressed"
+    heads: tuple[int, int, int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    profile: bool,
+    selector: str = "compressed",
 ) -> list[dict[str, Any]]:
     H, G, D = heads
     print(

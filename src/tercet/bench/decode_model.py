@@ -20,8 +20,8 @@ _WARM = 8192
 
 def model_rows(
     preset: str,
-    batches: list[int],
-    contexts: list[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
     steps: int,
     selector: str | None = None,
     settings: dict[str, str] | None = None,
@@ -61,7 +61,7 @@ def model_rows(
 
 @torch.no_grad()
 def _at(
-    model: Transformer, kind: str, context: int, batches: list[int], steps: int, *, warm: bool
+    model: Transformer, kind: str, context: int, batches: Sequence[int], steps: int, *, warm: bool
 ) -> Iterator[dict[str, Any]]:
     room = context + (steps + 4) * len(batches)
     row: dict[str, Any] = {"kind": kind, "context": context}

@@ -11,7 +11,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tercet.model.nsa import NativeSparseAttention
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
-def main(lengths: list[int], tokens: int, compile: bool, repeats: int) -> int:
+def main(lengths: Sequence[int], tokens: int, compile: bool, repeats: int) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -14,10 +14,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from tercet.bench.cells import CellRun, failure, run_cell
 from tercet.bench.learning_rates import DEFAULT_STEPS, sweep_learning_rates
+from tercet.config.sections import ActivationCheckpointing, StrategyName
 from tercet.errors import UsageError
 from tercet.inference.plots import text_colour
 from tercet.telemetry.events import StepLogged
@@ -62,8 +63,8 @@ def sweep(
     preset: str = "tiny",
     lengths: tuple[int, ...] = (),
     batches: tuple[int, ...] = (),
-    checkpointing: tuple[str, ...] = ("none",),
-    strategies: tuple[str, ...] = ("single",),
+    checkpointing: tuple[ActivationCheckpointing, ...] = ("none",),
+    strategies: tuple[StrategyName, ...] = ("single",),
     bucket_mb: tuple[float, ...] = (25.0,),
     ranks: int = 1,
     lrs: tuple[float, ...] = (),
@@ -90,15 +91,8 @@ def sweep(
         out: Folder for sweep.jsonl, sweep.md and the plots.
         device: auto, cpu or cuda.
     """
-    from tercet.config.load import ConfigError, load
-    from tercet.config.sections import ActivationCheckpointing, StrategyName
+    from tercet.config.load import load
 
-    for flag, given, known in (
-        ("--strategies", strategies, get_args(StrategyName)),
-        ("--checkpointing", checkpointing, get_args(ActivationCheckpointing)),
-    ):
-        if unknown := [name for name in given if name not in known]:
-            raise ConfigError(f"{flag} {unknown[0]} is unknown: pick from {', '.join(known)}")
     steps = steps if steps is not None else DEFAULT_STEPS if lrs else 6
     if steps < 2:
         raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")

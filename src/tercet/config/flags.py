@@ -1,8 +1,9 @@
 """The command-line parser: flags for every configuration key, and commands made from function signatures.
 
 Options are read off type annotations, of the schema (`--train.lr 1e-3`), of a command's dataclass of options, or of a
-function's parameters. `-` and `_` are interchangeable, and so are `--flag value` and `--flag=value`. A switch has an
-opposite, `--no_cache` or `--log.no_tensorboard`. Of a flag given twice the last one counts, unless it may be repeated.
+function's parameters. `-` and `_` are interchangeable, and so are `--flag value` and `--flag=value`. Values of a list
+are separated by spaces or commas. A switch has an opposite, `--no_cache` or `--log.no_tensorboard`. Of a flag given
+twice the last one counts, unless it may be repeated.
 
 Every error is a ConfigError: one line with the option, its value, the rule and the fix. help.py prints the help texts.
 """
@@ -107,6 +108,13 @@ class Option:
     @property
     def flag(self) -> str:
         return f"--{self.name}"
+
+    def parts(self, word: str) -> list[str]:
+        """The values in one word: commas separate those of a list, unless they may belong to a path or a pattern."""
+        text = self.type.item is Path or (self.type.item is str and "." in self.name)  # data.path, model.attention
+        if self.type.container is None or self.repeat or text:
+            return [word]
+        return [part.strip() for part in word.split(",") if part.strip()]
 
     @property
     def negative(self) -> str:
@@ -354,7 +362,7 @@ def _count(option: Option, words: Sequence[str], follow: Sequence[str], *, missi
     if option.type.count is not None:
         return len(follow) if greedy else min(option.type.count - len(words), len(follow))
     taken = len(follow)
-    while taken > max(0, len(follow) - missing) and not _accepts(option.type, follow[taken - 1]):
+    while taken > max(0, len(follow) - missing) and not _accepts(option, follow[taken - 1]):
         taken -= 1
     return taken
 
@@ -387,6 +395,7 @@ def _read_values(flag: str, words: Sequence[str], option: Option) -> Any:
         if option.name in ESCAPED_KEYS:
             word = re.sub(r"\\[ntr\\]", lambda match: ESCAPES[match[0]], word)
         return _convert(shown, word, kind, example)
+    words = [part for word in words for part in option.parts(word)]
     if (kind.count is not None and len(words) != kind.count) or (kind.unwrap and not words):
         raise ConfigError(f"{shown}: expected {kind.count or 'one or more'} values{example}, got {len(words)}")
     values = [_convert(f"{shown}: {word or repr('')}", word, kind, example) for word in words]
@@ -410,9 +419,10 @@ def _convert(shown: str, word: str, kind: ValueType, example: str) -> Any:
         raise ConfigError(f"{shown} is not {_expected(kind)}: {fix}") from None
 
 
-def _accepts(kind: ValueType, word: str) -> bool:
+def _accepts(option: Option, word: str) -> bool:
     try:
-        _convert("", word, kind, "")
+        for part in option.parts(word):
+            _convert("", part, option.type, "")
     except ConfigError:
         return False
     return True

@@ -23,6 +23,10 @@ DataOf = Annotated[
     Path | None,
     Arg("Read the validation text of this run, to compare models that were trained with different data or seeds."),
 ]
+RulerTask = Literal[
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
+]  # fmt: skip
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.toml"

@@ -16,6 +16,7 @@ from tercet.inference.arguments import (
     Device,
     Dtype,
     Plot,
+    RulerTask,
     Run,
     at_least_one,
     check_depths,
@@ -193,8 +194,8 @@ def needle(
 
 def ruler(
     run: Run,
-    lengths: tuple[str, ...] = (),
-    tasks: tuple[str, ...] = (),
+    lengths: tuple[int, ...] = (),
+    tasks: tuple[RulerTask, ...] = (),
     questions: int = 400,
     depths: int = 10,
     wording: Literal["held-out", "training"] = "held-out",
@@ -208,8 +209,8 @@ def ruler(
     """RULER's synthetic tasks, by length: needles, variable tracing and word lists, in our own wording.
 
     Args:
-        lengths: Tokens per question, answer included, e.g. 1024,4096; default: a quarter to all of the context.
-        tasks: Any of niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe.
+        lengths: Tokens per question, answer included, such as 1024,4096; default: a quarter to all of the context.
+        tasks: Tasks to ask; default: all.
         questions: Questions per length and task.
         depths: Positions of the fact in the single-needle tasks, evenly spaced; each gets its share of the questions.
         wording: Templates: held-out, never seen in training, or those of data.retrieval, key first. Keys are held out.
@@ -218,9 +219,7 @@ def ruler(
     """
     check_plot(plot)
     _check_models(run, data_of)
-    at_least_one(questions=questions, depths=depths)
-    sizes = [_length(number) for word in lengths for number in word.split(",") if number]
-    names = [name for word in tasks for name in word.split(",") if name]
+    at_least_one(questions=questions, depths=depths, lengths=min(lengths, default=None))
     if out is not None:
         if out.suffix not in (".json", ".csv"):
             raise UsageError(f"--out {out} ends in neither .json nor .csv: choose a name that does")
@@ -229,16 +228,14 @@ def ruler(
     from tercet.inference.needle import default_lengths
     from tercet.inference.ruler import TASKS, Progress, RulerResult, ask, table, write_results
 
-    if unknown := [name for name in names if name not in TASKS]:
-        raise UsageError(f"--tasks {unknown[0]} is unknown: pick from {', '.join(TASKS)}")
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     _print_data(model)
-    sizes = sizes or list(default_lengths(model, "text"))
+    sizes = lengths or tuple(default_lengths(model, "text"))
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
-    progress = Progress(sizes, names or TASKS, questions)
+    progress = Progress(sizes, tasks or TASKS, questions)
     results: list[RulerResult] = []
     skipped: list[str] = []
-    for found in ask(model, lengths=sizes, tasks=names or TASKS, questions=questions, depths=depths, wording=wording,
+    for found in ask(model, lengths=sizes, tasks=tasks or TASKS, questions=questions, depths=depths, wording=wording,
                      seed=seed, progress=progress.update):  # fmt: skip
         if isinstance(found, list):
             results += found
@@ -280,12 +277,6 @@ def _print_data(model: LanguageModel) -> None:
 
 def _path(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _length(word: str) -> int:
-    if not word.isdecimal() or not int(word):
-        raise UsageError(f"--lengths {word}: expected comma-separated positive integers, e.g. 1024,4096")
-    return int(word)
 
 
 def recall(
@@ -361,9 +352,8 @@ def lm_eval(
         include: Folder with more task definitions (YAML).
         out: Also write all results to this JSON file.
     """
-    names = [name for word in tasks for name in word.split(",") if name]
     check_model(run)
-    if not names:
+    if not tasks:
         raise UsageError("no task given: add --tasks, e.g. --tasks hellaswag arc_easy (`lm-eval ls tasks` lists them)")
     at_least_one(limit=limit, batch=batch)
     if include is not None and not include.is_dir():
@@ -376,7 +366,7 @@ def lm_eval(
     from tercet.inference.load import load_model
 
     model = load_model(run, device=device, dtype=dtype)
-    found = evaluate(model, names, batch=batch, limit=limit, fewshot=fewshot, include=include)
+    found = evaluate(model, tasks, batch=batch, limit=limit, fewshot=fewshot, include=include)
     results = {
         task: {key: value for key, value in scores.items() if isinstance(value, (int, float))}
         for task, scores in found["results"].items()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -27,15 +27,13 @@ from tercet.data.exercises import distinct, ends_line, insert, line_starts, list
 from tercet.data.retrieval import HELD_OUT_WORDS, Draws
 from tercet.data.wordings import EVALUATED_TRAINING_WORDINGS, HELD_OUT_WORDINGS, Pair
 from tercet.errors import TercetError, UsageError
+from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
 from tercet.inference.recall import score_answers
 
 Wording = Literal["held-out", "training"]
-TASKS = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
-)  # fmt: skip
+TASKS = get_args(RulerTask)
 SINGLE = TASKS[:3]  # with one fact, whose depth is reported
 NEEDLES = 4  # keys, values or queries of the tasks with several
 HOPS = 4  # of vt: one value, four copies
