@@ -18,13 +18,7 @@ from tercet.data.retrieval import HELD_OUT_WORDS, MODULUS, REMAINDER, TRAINING_W
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError
 from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
-from tercet.data.wordings import (
-    EVALUATED_TRAINING_WORDINGS,
-    HELD_OUT_PAIRS,
-    HELD_OUT_WORDINGS,
-    TRAINING_WORDINGS,
-    Pair,
-)
+from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
 
 KINDS = ["jsonl", "shards", "text"]
 
@@ -46,7 +40,7 @@ def lessons(configs):
 @pytest.fixture
 def one_wording(monkeypatch):
     """Facts are `SET key = value`, questions for one `GET key = value`."""
-    wordings = replace(TRAINING_WORDINGS, pair=lambda draws: Pair("SET {key} = {value}", "GET {key} = "))
+    wordings = replace(TRAINING_WORDINGS, pairs=(Pair("SET {key} = {value}", "GET {key} = "),))
     monkeypatch.setattr("tercet.data.exercises._P", wordings)
 
 
@@ -285,9 +279,10 @@ def test_nothing_of_the_evaluation_is_in_the_training_lines(training_lines):
     assert not any(n % MODULUS == REMAINDER for n in numbers)
 
 
-def templates(wordings, pairs) -> set[str]:
+def templates(wordings) -> set[str]:
     """Every template, with plain fields."""
-    found = {*pairs, *wordings.values, *wordings.keys, *wordings.chains, *wordings.lists, *wordings.ranked_lists}
+    w = wordings
+    found = {*w.pairs, *w.values, *w.keys, *w.chains, *w.lists, *w.ranked_lists}
     return {text.replace("!r}", "}") for part in found for text in part} | set(wordings.filler)
 
 
@@ -296,8 +291,7 @@ def words_of(texts) -> set[str]:
 
 
 def test_no_held_out_wording_is_trained(training_lines):
-    pairs = {TRAINING_WORDINGS.pair(Draws(n)) for n in range(20_000)}
-    training, held_out = templates(TRAINING_WORDINGS, pairs), templates(HELD_OUT_WORDINGS, HELD_OUT_PAIRS)
+    training, held_out = templates(TRAINING_WORDINGS), templates(HELD_OUT_WORDINGS)
     usual = "a and are as by each first has is its more most name of on out s that the they to"
     assert not words_of(training) & words_of(held_out) - set(usual.split())
     assert not any(sign in text for text in training for sign in ("/*", "=>", ":="))
@@ -307,15 +301,11 @@ def test_no_held_out_wording_is_trained(training_lines):
     assert not [form for form in forms if re.search(form, written)]
 
 
-def test_thousands_of_wordings_train():
-    pairs = [TRAINING_WORDINGS.pair(Draws(n)) for n in range(5000)]
-    assert len({pair.fact for pair in pairs}) > 2000
-    assert len({pair.ask for pair in pairs}) > 2000
-    for fact, ask, end in pairs:
-        assert fact.count("{key}") == fact.count("{value}") == ask.count("{key}") == 1
-        assert not set("\n{}") & set((fact + ask).format(what="a", key="b", value="c") + end)
-    order = [pair.fact.index("{key}") < pair.fact.index("{value}") for pair in pairs]
-    assert 0.5 < sum(order) / len(order) < 0.9, "values before their keys too"
+def test_every_fact_and_question_names_its_key_once():
+    for fact, ask, end in (*TRAINING_WORDINGS.pairs, *HELD_OUT_WORDINGS.pairs):
+        assert fact.replace("!r", "").count("{key}") == ask.replace("!r", "").count("{key}") == 1
+        assert fact.replace("!r", "").count("{value}") == 1
+        assert "\n" not in (fact + ask).format(what="a", key="b", value="c") + end
 
 
 @pytest.mark.parametrize("draw", ["number", "uuid", "coined"])
@@ -326,12 +316,3 @@ def test_made_up_values_are_on_one_side_of_the_split(draw):
     ]
     assert not sides[0] & sides[1]
     assert min(map(len, sides)) > 1500
-
-
-def test_some_facts_have_the_value_first_and_evaluation_asks_for_the_others() -> None:
-    def key_first(wordings) -> float:
-        facts = [wordings.pair(Draws(n)).fact for n in range(1000)]
-        return sum(fact.index("{key}") < fact.index("{value}") for fact in facts) / 1000
-
-    assert 0.75 < key_first(TRAINING_WORDINGS) < 0.9
-    assert key_first(EVALUATED_TRAINING_WORDINGS) == 1

@@ -15,7 +15,7 @@ from inference.models import language_model, trained
 from tercet.cli import main
 from tercet.data.retrieval import HELD_OUT_WORDS, TRAINING_WORDS
 from tercet.data.tokenizers import load_tokenizer
-from tercet.data.wordings import HELD_OUT_PAIRS
+from tercet.data.wordings import HELD_OUT_WORDINGS
 from tercet.inference.plots import ruler_map
 from tercet.inference.ruler import SINGLE, TASKS, QuestionWriter, RulerResult, ask
 
@@ -155,7 +155,7 @@ def test_other_tokenizers_score_exactly_the_answers(model, tmp_path):
     from tercet.config.data import DataConfig
     from tercet.data.train_tokenizer import train_bpe
 
-    (tmp_path / "corpus.txt").write_text("\n".join(text for pair in HELD_OUT_PAIRS for text in pair) * 99)
+    (tmp_path / "corpus.txt").write_text("\n".join(text for pair in HELD_OUT_WORDINGS.pairs for text in pair) * 99)
     train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=350)
     plain, bpe = (QuestionWriter(model, "held-out", 512, 0) for _ in range(2))
     bpe._tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -196,7 +196,7 @@ class Style(NamedTuple):
 def _style(draws: Draws) -> Style:
     name, value = draws.choice(KEYS), draws.choice(VALUES)
     alike = name == "uuid" and draws.below(2)
-    return Style(_P.pair(draws), draws.choice(_P.whats), name, name if alike else value)
+    return Style(draws.choice(_P.pairs), draws.choice(_P.whats), name, name if alike else value)
 
 
 def write_lines(draws: Draws, size: int) -> list[list[Line]]:

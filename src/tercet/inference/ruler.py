@@ -25,7 +25,7 @@ import torch
 
 from tercet.data.exercises import distinct, ends_line, insert, line_starts, list_text
 from tercet.data.retrieval import HELD_OUT_WORDS, Draws
-from tercet.data.wordings import EVALUATED_TRAINING_WORDINGS, HELD_OUT_WORDINGS, Pair
+from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
@@ -217,7 +217,7 @@ class QuestionWriter:
     def __init__(self, model: LanguageModel, wording: Wording, longest: int, seed: int) -> None:
         self._tokenizer, self._seed = model.tokenizer, seed
         self._words = HELD_OUT_WORDS
-        self._wordings = HELD_OUT_WORDINGS if wording == "held-out" else EVALUATED_TRAINING_WORDINGS
+        self._wordings = HELD_OUT_WORDINGS if wording == "held-out" else TRAINING_WORDINGS
         self._ends_line, self._newline = ends_line(self._tokenizer), self._tokenizer.encode("\n")
         self._text = _validation_text(model, longest)
         noise = self._encode(" ".join(self._wordings.filler) + "\n")
@@ -242,7 +242,7 @@ class QuestionWriter:
         self, draws: Draws, length: int, filler: np.ndarray, several: str, *, uuids: bool, depth: float | None
     ) -> Question:
         """Facts in a filler. several: "" (one fact), one of several keys, all values of one key, or all keys."""
-        words, what, pair = self._words, draws.choice(self._wordings.whats), self._wordings.pair(draws)
+        words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
         count = NEEDLES if several else 1
         names = distinct(draws, 1 if several == "values" else count, lambda: words.pair(draws)) * count
         values = distinct(draws, count, lambda: words.uuid(draws) if uuids else words.number(draws))
@@ -272,7 +272,7 @@ class QuestionWriter:
 
     def _among_needles(self, draws: Draws, length: int, *, uuids: bool) -> Question:
         """A text of facts only."""
-        words, what, pair = self._words, draws.choice(self._wordings.whats), self._wordings.pair(draws)
+        words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
         draw = words.uuid if uuids else words.number
         name, value = (words.uuid if uuids else words.pair)(draws), draw(draws)
         asked = self._question(pair.ask.format(what=what, key=name), [value], pair.end)
