@@ -125,6 +125,23 @@ def test_everything_tested_and_well_is_go(healthy, tmp_path):
     assert [(g["name"], g["verdict"]) for g in told["beyond"]] == [("several devices", "NOT TESTED")]
 
 
+def test_a_process_that_died_and_was_resumed_is_a_warning(healthy, tmp_path):
+    def without_first_end(lines):
+        lines.remove(next(line for line in lines if line["kind"] == "run_ended"))
+
+    found = copy(healthy, tmp_path / "run", without_first_end)
+    judged = verdict(found)
+    stability = gate(judged, "stability")
+    assert (stability.verdict, gate(verdict(healthy), "stability").warnings) == ("GO", ())
+    ((told, _, names),) = judged.warnings()
+    assert (names, "died once" in told) == (["stability"], True)
+    assert "Warnings: stability." in judged.sentence
+    (saved,) = (g for g in judged.as_dict(found)["gates"] if g["warnings"])
+    assert saved["name"] == "stability"
+    unverified = dataclasses.replace(found, config=found.config | {"checkpoint.verify": False})
+    assert gate(verdict(unverified), "stability").verdict == "NO-GO"
+
+
 def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):
     asked = verdict(on_gpu(healthy, tmp_path / "a", route="reference", reason="asked for"))
     assert gate(asked, "routing").verdict == "NO-GO"

@@ -47,6 +47,7 @@ class Gate:
     fix: str = ""
     reasons: tuple[tuple[str, str], ...] = ()  # (reason, fix) pairs that the sentence joins
     short: bool = False  # NOT TESTED only because the run has too few steps
+    warnings: tuple[tuple[str, str], ...] = ()  # (warning, fix) pairs, which do not change the verdict
 
     def as_dict(self) -> dict[str, Any]:
         """The gate in verdict.json, where NOT APPLICABLE is NOT TESTED with `applicable` false."""
@@ -60,6 +61,7 @@ class Gate:
             "plot": self.plot,
             "mend": self.fix,
             "reasons": self.reasons,
+            "warnings": self.warnings,
         }
 
     def without_complete_record(self) -> Gate:
@@ -87,6 +89,7 @@ class GateBuilder:
     untested: list[tuple[str, str]] = field(default_factory=list)
     inapplicable: list[tuple[str, str]] = field(default_factory=list)
     too_short: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
 
     def add_evidence(self, name: str, value: object) -> None:
         self.evidence.append((name, str(value)))
@@ -102,6 +105,10 @@ class GateBuilder:
     def not_tested(self, sentence: str, fix: str) -> None:
         """Make the gate NOT TESTED, unless it is NO-GO or NOT APPLICABLE."""
         self.untested.append((sentence, fix))
+
+    def warn(self, sentence: str, fix: str) -> None:
+        """Show something that people should know, whatever the verdict."""
+        self.warnings.append((sentence, fix))
 
     def require_steps(self, run: Run, limits: Thresholds) -> None:
         if run.step < limits.min_steps:
@@ -120,7 +127,9 @@ class GateBuilder:
         # The report says once that a run is short, not in every gate.
         spoken = [s for s, fix in reasons if (s, fix) not in self.too_short]
         sentence = "; ".join(spoken) or (f"so far: {passed}" if short else passed)
+        sentence = "; warning: ".join([sentence, *(warning for warning, _ in self.warnings)])
         fix = "; ".join(dict.fromkeys(f for _, f in reasons if f))
         return Gate(
-            self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, fix, tuple(reasons), short
+            self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, fix, tuple(reasons), short,
+            tuple(self.warnings),
         )  # fmt: skip

@@ -69,6 +69,7 @@ def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
             plots=plots,
             anchors=anchors,
             failures=verdict.failures(),
+            warnings=verdict.warnings(),
             untested=verdict.untested(),
             inapplicable=verdict.inapplicable(),
         )
@@ -96,6 +97,7 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     ]
     listed = {
         "Failed": verdict.failures(),
+        "Warnings": verdict.warnings(),
         "Not tested": verdict.untested(),
         "Not applicable": verdict.inapplicable(),
     }

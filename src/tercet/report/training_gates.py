@@ -43,9 +43,18 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     gate.add_evidence("steps", f"{run.step:,} of {planned:,}")
     outcomes = _process_outcomes(run)
     gate.add_evidence("processes", ", ".join(outcomes) or "none")
-    for outcome in outcomes[:-1]:
-        if outcome in ("failed", "halted", DIED):
+    verified = run.config.get("checkpoint.verify") is not False
+    recovered = 0  # processes that died, after which the run was resumed
+    for outcome, following in zip(outcomes, run.started[1:], strict=False):
+        if outcome == DIED and verified and _continued(run, following):
+            recovered += 1
+        elif outcome in ("failed", "halted", DIED):
             gate.fail(f"an earlier process {outcome}", "find the cause before relying on restarts")
+    if recovered:
+        gate.warn(
+            f"the process died {times(recovered)} without an end event, and the run was resumed",
+            "look for the cause in the system log: killed, out of memory or a machine failure",
+        )
     last = outcomes[-1] if outcomes else ""
     if last in ("failed", "halted"):
         assert run.ended is not None
@@ -111,6 +120,11 @@ def _process_outcomes(run: Run) -> list[str]:
     if outcomes and run.ended is None:
         outcomes[-1] = {"running": "running", "silent": "silent"}.get(run.state, outcomes[-1])
     return outcomes
+
+
+def _continued(run: Run, start: RunStarted) -> bool:
+    """Whether a process trained on from where it started."""
+    return any(e.step > start.step and e.time >= start.time for e in run.steps)
 
 
 @dataclass(frozen=True)
@@ -257,7 +271,7 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
     else:
         _check_saves(run, saved, limits, gate)
     resumes = [e for e in run.started if e.resumed_from is not None]
-    continued = [r for r in resumes if any(e.step > r.step and e.time >= r.time for e in run.steps)]
+    continued = [start for start in resumes if _continued(run, start)]
     gate.add_evidence("resumed", f"{times(len(resumes))}, trained on after {len(continued)}")
     jumps = [f for f in findings if f.rule == "loss_spike" and any(0 < f.step - r.step <= 10 for r in continued)]
     if jumps:

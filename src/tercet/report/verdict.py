@@ -69,6 +69,10 @@ class Verdict:
         """What failed and how to fix it."""
         return _reasons(self.gates, NO_GO)
 
+    def warnings(self) -> list[Reason]:
+        """What does not change the verdict, but people should know."""
+        return [(warning, fix, [gate.name]) for gate in self.gates for warning, fix in gate.warnings]
+
     def untested(self) -> list[Reason]:
         """What was not tested and how to test it. A reason that several gates share appears once."""
         return _reasons((*self.gates, *self.informational), NOT_TESTED)
@@ -227,10 +231,11 @@ def _sentence(run: Run, gates: tuple[Gate, ...], informational: tuple[Gate, ...]
     def names(verdict: str) -> str:
         return ", ".join(g.name for g in gates if g.verdict == verdict and not g.short)
 
+    warned = [f"Warnings: {', '.join(g.name for g in gates if g.warnings)}."] if any(g.warnings for g in gates) else []
     if all(gate.verdict == GO for gate in gates):
-        more = f" Not tested, and not part of the verdict: {', '.join(g.name for g in informational)}."
-        return f"All {len(gates)} gates passed.{more if informational else ''}"
-    parts = [f"Failed: {failed}." if (failed := names(NO_GO)) else "Nothing failed."]
+        more = [f"Not tested, and not part of the verdict: {', '.join(g.name for g in informational)}."]
+        return " ".join([f"All {len(gates)} gates passed.", *warned, *(more if informational else [])])
+    parts = [f"Failed: {failed}." if (failed := names(NO_GO)) else "Nothing failed.", *warned]
     if any(gate.short for gate in gates):
         parts.append(f"Short run: {run.step:,} of the {limits.min_steps:,} steps that GO needs.")
     if untested := names(NOT_TESTED):
