@@ -351,6 +351,7 @@ def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeyp
         ("--resume auto --run.dir bare", "there is no run to resume at bare, which has no config.toml: "),
         ("--resume auto", "--resume auto needs --run.dir, a preset or a file: "),
         ("--run.dir gone", "no configuration given: try `"),
+        ("--run.dir old", "old already holds a run: resume it with "),
     ],
 )
 def test_a_run_that_is_not_there_to_resume_is_named_and_how_to_begin_one(
@@ -358,10 +359,12 @@ def test_a_run_that_is_not_there_to_resume_is_named_and_how_to_begin_one(
 ):
     monkeypatch.chdir(tmp_path)
     Path("bare").mkdir()
+    Path("old").mkdir()
+    Path("old", "config.toml").touch()
     code, out, err = run(capsys, "train", *arguments.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
-    assert [p.name for p in tmp_path.iterdir()] == ["bare"]
+    assert {p.name for p in tmp_path.iterdir()} == {"bare", "old"}
 
 
 def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):

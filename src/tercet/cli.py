@@ -377,6 +377,8 @@ def _check_resume(resume: str | None) -> None:
 def _no_configuration(resume: str | None, folder: str | None) -> str:
     """The error when there is no preset, no file, and no run to resume that has a config.toml."""
     presets = f"`{hints.list_presets()}` lists the presets"
+    if resume is None and folder is not None and (Path(folder) / "config.toml").is_file():
+        return f"{folder} already holds a run: resume it with {hints.resume(folder)}"
     if resume is None:
         return f"no configuration given: try `{hints.train_preset()}` ({presets})"
     if resume == "auto" and folder is None:

@@ -159,7 +159,7 @@ def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
 def render(config: RunConfig, plan: CostPlan) -> list[str]:
     """The plan as lines of text."""
     model, p, m = config.model, plan.parameters, plan.memory
-    kinds = model.attention_kinds
+    kinds = model.attention_names
     counts = Counter(kinds)
     mix = kinds[0] if len(counts) == 1 else " + ".join(f"{counts[kind]} {kind}" for kind in counts)
     head = "tied head" if model.tie_embeddings else f"head {quantity(p.head)}"

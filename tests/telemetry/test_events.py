@@ -209,6 +209,19 @@ def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -
         assert any("1/10  micro-batch 3/8" in line for line in out.lines()) == shown
 
 
+def test_a_long_first_step_prints_its_progress_without_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, lines in ((0.0, 1), (100.0, 0)):
+        monkeypatch.setattr("tercet.telemetry.progress.LONG_STEP", seconds)
+        out = io.StringIO()
+        screen = Screen(stream=out)
+        screen.begin(0, 10)
+        for step in (1, 2):
+            for index in range(8):
+                screen.micro_batch(index, 8)
+            screen.advance(step)
+        assert out.getvalue().count("1 of 8 micro-batches done") == lines
+
+
 def test_skipped_steps_are_warned_about_once() -> None:
     out = io.StringIO()
     screen = Screen(stream=out)

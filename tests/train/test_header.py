@@ -65,9 +65,20 @@ def test_a_run_ends_with_the_commands_people_want_next(completed, commands, caps
 def test_validation_is_rounded_up_to_whole_batches(asked, passes):
     assert small(train__val_tokens=asked).validation_passes == passes
     told = lines(train__val_tokens=asked, train__val_every=5)["validation"]
-    assert told.startswith(f"{128 * passes} tokens")
+    assert told.startswith(f"up to {128 * passes} tokens")
     assert (f"val_tokens={asked} rounded up" in told) == (asked % 128 != 0)
     assert "validation" not in lines(train__val_tokens=0)
+
+
+def test_sparse_attention_without_gates_is_called_block_sparse():
+    assert " of block-sparse" in lines(model__gate="none", model__compress_selected_keys=False)["model"]
+
+
+@pytest.mark.parametrize(("count", "noted"), [(7, False), (8, True)])  # of 8 blocks
+def test_a_learned_selector_with_nothing_to_choose_is_noted(count, noted):
+    found = lines(model__nsa__select_count=count, model__selector="learned")
+    assert ("nothing to choose" in found.get("note", "")) == noted
+    assert "note" not in lines(model__nsa__select_count=count)
 
 
 def test_the_time_is_estimated_for_known_devices(monkeypatch):

@@ -245,6 +245,12 @@ class ModelConfig(BaseModel):
         return layer_kinds(self.attention, self.layers)
 
     @property
+    def attention_names(self) -> tuple[str, ...]:
+        """The attention of each layer in messages: nsa without gates is called block-sparse."""
+        sparse = "block-sparse" if self.gate == "none" else "nsa"
+        return tuple(sparse if kind == "nsa" else kind for kind in self.attention_kinds)
+
+    @property
     def head_value_dim(self) -> int:
         """Dv."""
         return self.head_dim if self.value_dim is None else self.value_dim

@@ -34,6 +34,7 @@ from tercet.terminal import printable
 
 HISTORY_LINES = 100  # of a whole run, above the live line
 LONG_STEP = 2.0  # seconds, from which the live line counts micro-batches
+FIRST_STEP = "first step …"
 
 
 class _Console(Console):
@@ -66,7 +67,7 @@ class LiveLine:
     def __init__(self, step: int, steps: int) -> None:
         self.step, self.steps = step, steps
         self.fields: list[tuple[int, str]] = []
-        self.doing = "first step …"
+        self.doing = FIRST_STEP
         self.micro_batch = ""  # of the running step
         self.advanced = self._started = time.monotonic()
 
@@ -132,8 +133,11 @@ class Screen:
         self._line.advanced = time.monotonic()
 
     def micro_batch(self, index: int, count: int) -> None:
-        """Show the progress of a step that takes long."""
+        """Show the progress of a step that takes long. Without a live line, print it once, in the first step."""
         self._line.micro_batch = f"{index + 1}/{count}" if count > 1 else ""
+        seconds = time.monotonic() - self._line.advanced
+        if index == 1 and self._line.doing == FIRST_STEP and self._display is None and seconds > LONG_STEP:
+            self.say(f"first step: 1 of {count} micro-batches done after {seconds:.1f} s")
 
     def doing(self, text: str, *, announce: bool = False) -> None:
         """Show in the live line what takes time now. Without a live line, print it if `announce`."""

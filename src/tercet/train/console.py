@@ -45,7 +45,7 @@ def header_lines(
 ) -> list[tuple[str, str]]:
     """(name, value) pairs to print before training. `vocab_size`: the tokenizer's."""
     train, model = config.train, config.model
-    kinds = "+".join(sorted(set(model.attention_kinds)))
+    kinds = "+".join(sorted(set(model.attention_names)))
     options = ["bf16 with fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
     if uses_compile(config, device):
         options.append("compiled blocks")
@@ -83,7 +83,20 @@ def header_lines(
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
         )
+    lines += [("note", note)] if (note := _nothing_to_select(config)) else []
     return lines
+
+
+def _nothing_to_select(config: RunConfig) -> str:
+    """A note if a learned selector is never needed, because every query reads all blocks."""
+    model, longest = config.model, max(stage.data.seq_len for stage in config.stages)
+    reach = max(model.nsa.select_count * model.nsa.select_block, model.dense_below)
+    if model.selector != "learned" or "nsa" not in model.attention_kinds or longest > reach:
+        return ""
+    return (
+        f"selector=learned has nothing to choose: every query reads all of its sequence (data.seq_len={longest}, "
+        f"select_count × select_block and dense_below reach {reach}): use longer sequences or fewer blocks"
+    )
 
 
 def _lengths(config: RunConfig) -> str:
@@ -151,7 +164,7 @@ def _validation_line(config: RunConfig, step: int) -> str:
     rounded = "" if requested == used else f" (val_tokens={requested} rounded up to whole batches)"
     every = config.train.val_every
     end = "at the end of each stage, at its length" if config.train.stages else "at the end"
-    return f"{quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}{end}"
+    return f"up to {quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}{end}"
 
 
 def precision_of(config: RunConfig, device: torch.device) -> str:
