@@ -3,9 +3,10 @@ same kernels with the same arguments."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
-import weakref
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -39,7 +41,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel in Python, and what its first launch returns."""
+    """A kernel in Python, and what its first launch returns. Replays give it addresses in place of tensors."""
 
     compute: Callable[..., None]
     compiles: bool = True
@@ -48,17 +50,44 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def start(*args: Any, **options: int) -> Any:
-            self.compute(*args)
+            self._compute(*args)
             return self if self.compiles else None
 
         return start
 
     def run(self, *args: Any) -> None:
-        self.compute(*args[9:])  # after grid, stream, handles and hooks
+        self._compute(*args[9:])  # after grid, stream, handles and hooks
+
+    def _compute(self, *args: Any) -> None:
+        with _disable_current_modes():  # no operators are recorded inside a kernel
+            self.compute(*args)
 
 
-def _scaled_sum(out: Tensor, x: Tensor, y: Any, factor: float) -> None:
-    out.copy_(x + factor * (y.base if isinstance(y, TensorDescriptor) else y))
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+def _tensor(x: Any, layout: Layout) -> Tensor:
+    """The float32 tensor at an address."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, TensorDescriptor):
+        return _tensor(x.base, layout)
+    shape, stride = layout
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    memory = (ctypes.c_float * reach).from_address(x)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided(shape, stride)
+
+
+def _scaled_sum(out: Any, x: Any, y: Any, factor: float, *layouts: Layout) -> None:
+    out, x, y = map(_tensor, (out, x, y), layouts)
+    out.copy_(x + factor * y)
+
+
+def scaled_sum(out: Tensor, x: Tensor, y: Any, factor: float, kernel: Kernel | None = None) -> None:
+    """Launch out = x + factor · y."""
+    tensors = (out, x, y.base if isinstance(y, TensorDescriptor) else y)
+    layouts = tuple((tuple(t.shape), t.stride()) for t in tensors)
+    launch.call(kernel or SCALED_SUM, (1,), (out, x, y), (), (factor, *layouts))
 
 
 SCALED_SUM = Kernel(_scaled_sum)
@@ -79,10 +108,10 @@ def function() -> Any:
         run.ran += 1
         (y,) = others
         out, scratch = torch.empty_like(x), torch.zeros(2, *x.shape)
-        launch.call(kernel, (1,), (scratch[0], x, y), (), (factor,))
+        scaled_sum(scratch[0], x, y, factor, kernel)
         tiles = TensorDescriptor(y, [4, 4], [4, 1], [4, 4])
-        launch.call(kernel, (1,), (scratch.unbind(0)[1], x.flip(0), tiles), (), (1.0,))
-        launch.call(kernel, (1,), (out, scratch[0], scratch[1].view(x.shape)), (), (2.0,))
+        scaled_sum(scratch.unbind(0)[1], x.flip(0), tiles, 1.0, kernel)
+        scaled_sum(out, scratch[0], scratch[1].view(x.shape), 2.0, kernel)
         out += 1
         order, _ = torch.sort(out.flatten(), stable=True)
         return Both(out, order)
@@ -136,41 +165,91 @@ def test_views_are_those_of_the_new_tensors_wherever_they_start(function: Any) -
     @replayed
     def second_row(x: Tensor) -> Tensor:
         out = torch.empty(4)
-        launch.call(SCALED_SUM, (1,), (out, x[1], x.view(16)[4:8]), (), (1.0,))
+        scaled_sum(out, x[1], x.view(16)[4:8], 1.0)
         return out
 
     for x in whole:
         torch.testing.assert_close(second_row(x), 2 * x[1])
 
 
-def test_a_tape_holds_no_tensors_and_frees_its_own(function: Any) -> None:
-    seen: list[weakref.ref[Tensor]] = []
+def test_temporaries_share_the_memory_of_one_workspace() -> None:
+    addresses: list[int] = []
 
-    def compute(out: Tensor, x: Tensor, y: Any, factor: float) -> None:
-        seen.append(weakref.ref(out))
-        alive.append(sum(ref() is not None for ref in seen))
-        _scaled_sum(out, x, y, factor)
+    def compute(out: Any, *args: Any) -> None:
+        addresses.append(out.data_ptr() if isinstance(out, Tensor) else out)
+        _scaled_sum(out, *args)
 
-    alive: list[int] = []
+    kernel = Kernel(compute)
+
+    @replayed
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(5):
+            out = torch.empty(4)
+            scaled_sum(out, x, x, 1.0, kernel)
+            x = out
+        return x
+
+    for _ in range(3):
+        addresses.clear()
+        found = chain(torch.ones(4))
+        assert found.tolist() == [32.0] * 4
+    a, b, c, d, e = addresses  # each but the last is needed for two launches
+    assert (c, d, b) == (a, b, a + 512)
+    assert e == found.data_ptr()
+
+
+def test_a_tape_holds_no_tensors_and_frees_those_of_operators_after_their_last_use() -> None:
+    gc.freeze()  # look only at later objects
+
+    def alive() -> int:
+        return sum(isinstance(x, Tensor) for x in gc.get_objects())
+
+    counts: list[int] = []
+
+    def compute(*args: Any) -> None:
+        counts.append(alive())
+        _scaled_sum(*args)
+
     kernel = Kernel(compute)
 
     @replayed
     def chain(x: Tensor) -> Tensor:
         for _ in range(3):
+            x = x.flip(0)
             out = torch.empty(4)
-            launch.call(kernel, (1,), (out, x, x), (), (1.0,))
+            scaled_sum(out, x, x, 1.0, kernel)
             x = out
         return x
 
+    x = torch.ones(4)
     for _ in range(3):
-        alive.clear()
-        found = chain(torch.ones(4))
+        before = alive()
+        counts.clear()
+        found = chain(x)
         assert found.tolist() == [8.0] * 4
         del found
-        gc.collect()
-        assert not any(ref() is not None for ref in seen)
-        assert max(alive) <= 3
-    assert alive == [1, 2, 2]  # of a replay: what a launch reads, and what it writes
+        assert alive() == before
+    # of a replay: a sum that is flipped next or returned, and the flipped one that the launch reads
+    assert [count - before for count in counts] == [2, 2, 2]
+    gc.unfreeze()
+
+
+def test_tensors_that_are_needed_at_the_same_time_do_not_overlap() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        lifetimes = []
+        for _ in range(12):
+            first = draw.randrange(10)
+            lifetimes.append((draw.randrange(1, 5000), first, first + draw.randrange(5)))
+        offsets, total = replay._share_memory(lifetimes)
+        placed = list(zip(offsets, lifetimes, strict=True))
+        for i, (a, (size, first, last)) in enumerate(placed):
+            assert a % 512 == 0
+            assert a + size <= total
+            for b, (other, begin, end) in placed[:i]:
+                assert last < begin or end < first or a + size <= b or b + other <= a
+        assert total < sum(size for size, _, _ in lifetimes) + 12 * 512
+    assert replay._share_memory([(600, 0, 1), (512, 1, 2), (600, 2, 3)])[1] == 1024 + 512
 
 
 def test_what_is_not_compiled_is_not_replayed(function: Any) -> None:
@@ -192,26 +271,28 @@ def test_a_profilers_hook_sees_every_launch(function: Any, monkeypatch: pytest.M
 
 
 class Recorded:
-    """Stands in for a compiled kernel: notes what it is launched with."""
+    """Stands in for a compiled kernel: notes what it is launched with, apart from the tensors."""
 
     function = packed_metadata = None
     launches: list[tuple] = []  # noqa: RUF012
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.pointers: list[int] = []  # arguments that are tensors
 
     def run(self, *args: Any) -> None:
         self.note(args[:3], args[9:])
 
     def note(self, grid: tuple[int, ...], args: tuple) -> None:
-        self.launches.append((self.name, grid, tuple(map(self.described, args))))
+        if not self.pointers:
+            self.pointers += (i for i, x in enumerate(args) if isinstance(x, Tensor))
+        numbers = [self.described(x) for i, x in enumerate(args) if i not in self.pointers]
+        given = [int(x) if isinstance(x, int) else x.data_ptr() for x in (args[i] for i in self.pointers)]
+        assert all(given)
+        self.launches.append((self.name, grid, numbers, len(given)))
 
     def described(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.shape, x.stride(), x.dtype, x.storage_offset()
-        if hasattr(x, "block_shape"):
-            return self.described(x.base), x.shape, x.strides, x.block_shape
-        return x
+        return (x.shape, x.strides, x.block_shape) if hasattr(x, "block_shape") else x
 
 
 @pytest.fixture

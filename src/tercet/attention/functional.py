@@ -7,6 +7,7 @@ q and k are already rotated: the operator does not apply RoPE.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def run_nsa(
             _checked[layout] = route
     if selector is not None and block_indices is None and (select or "selected" in branches):
         block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with _without_autocast(inputs.q.device.type):
         if route[0] == "triton":
             out, block_indices = _run_kernels(inputs, config, packing, branches, block_indices, span, select, output)
         else:
@@ -205,6 +206,13 @@ def _layout(
     if not all(isinstance(x, Tensor) and x.is_cuda for x in given):
         return None
     return config, branches, backend, tuple([(x.shape, x.dtype, x.device) for x in given])
+
+
+def _without_autocast(device: str) -> AbstractContextManager[None]:
+    """Where it is off, entering it would take as long as two launches."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _without_gates(inputs: NSAInputs) -> dict[str, Tensor]:

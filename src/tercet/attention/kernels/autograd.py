@@ -26,11 +26,10 @@ from tercet.attention.kernels.ops import (
     Kept,
     Numbers,
     Tensors,
-    attend,
-    compressed_attention,
     compressed_lse,
     gradients,
     nsa_attend,
+    run_stages,
     select_blocks,
     select_by_scores,
     sizes_of,
@@ -161,31 +160,29 @@ class _AttendAndProject(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
+    """ops.run_stages with its gradient: (output, the selection if `choose`)."""
+
     @staticmethod
     def forward(ctx, *inputs):
-        x, numbers = Tensors(*inputs[:TENSORS]), Numbers(*inputs[TENSORS:])
-        *found, saved = attend(x, numbers)
+        *inputs, compressed, choose = inputs
+        numbers = Numbers(*inputs[TENSORS:])
+        x, (*found, saved) = run_stages(Tensors(*inputs[:TENSORS]), numbers, compressed, choose)
         _keep(ctx, x, numbers, found, saved)
-        return found[0]
+        return found[0], x.block_indices if choose else None
 
     @staticmethod
     @first_order
-    def backward(ctx, dout):
+    def backward(ctx, dout, _selection):
         kept = ctx.saved_tensors
         if dout is None:
-            return (None,) * _INPUTS
-        return *gradients(dout, Kept(*kept[:KEPT]), kept[KEPT:], ctx.numbers), *_NO_GRADIENT
+            return (None,) * (_INPUTS + 2)
+        return *gradients(dout, Kept(*kept[:KEPT]), kept[KEPT:], ctx.numbers), *_NO_GRADIENT, None, None
 
 
 class _Direct:
     """The ops' bodies under the ops' names."""
 
     nsa_compressed_bounds = staticmethod(compressed_bounds)
-    nsa_attend = _Attend.apply
-
-    @staticmethod
-    def nsa_compressed(q, kc, vc, cu, ccu, *numbers):
-        return compressed_attention(q, kc, vc, cu, ccu, Numbers(*numbers))
 
     @staticmethod
     def nsa_compressed_lse(q, kc, cu, ccu, *numbers):
@@ -237,32 +234,36 @@ def nsa(
     document lengths. `span`: see ops.py.
     """
     choose = block_indices is None and (select or "selected" in branches)
+    compressed = "compressed" in branches
     watched = _watched()
     ops = torch.ops.tercet if watched else _Direct
     numbers = (sizes_of(config) if watched else config, list(span), max_seqlen)
-    o_c = lse_c = None
     ccu = _bounds(cu_seqlens, config, ops) if compressed_cu_seqlens is None else compressed_cu_seqlens
+    if "selected" not in branches:
+        ks = vs = None
+    if "window" not in branches:
+        kw = vw = None
+    if not watched:
+        x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, None, None, block_indices, cu_seqlens, ccu)
+        out, selection = _Attend.apply(*x, *numbers, compressed, choose)
+        return out if output is None else project(out, *output), selection if choose else block_indices
+    o_c = lse_c = None
     traced = output is not None and torch.compiler.is_compiling()
     # nsa_attend owns the gradient of these
     with torch.no_grad():
-        if "compressed" in branches or choose:
+        if compressed or choose:
             o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
         if choose:
             block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
             # checkpointing saves the selection by this op's name; _AttendAndProject is never recomputed
             if not traced:
                 block_indices = ops.keep_selection(block_indices)
-    if "compressed" not in branches:
+    if not compressed:
         kc = vc = o_c = lse_c = None
-    if "selected" not in branches:
-        ks = vs = None
-    if "window" not in branches:
-        kw = vw = None
     inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, *numbers)
     if traced:
         return _AttendAndProject.apply(*output, *inputs), block_indices
-    found = ops.nsa_attend(*inputs)
-    out = found[0] if watched else found
+    out = ops.nsa_attend(*inputs)[0]
     return out if output is None else project(out, *output), block_indices
 
 
@@ -303,7 +304,9 @@ def attend_selected(
     watched = _watched()
     x = Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=layout.cu_seqlens)
     numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
-    return torch.ops.tercet.nsa_attend(*x, *numbers)[0] if watched else _Attend.apply(*x, *numbers)
+    if watched:
+        return torch.ops.tercet.nsa_attend(*x, *numbers)[0]
+    return _Attend.apply(*x, *numbers, False, False)[0]
 
 
 def compressed_select(
@@ -334,7 +337,7 @@ def window_attention(
     x = Tensors(q, kw=k, vw=v, cu=cu_seqlens)
     if _watched():
         return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), max_seqlen)[0]
-    return _Attend.apply(*x, config, list(span), max_seqlen)
+    return _Attend.apply(*x, config, list(span), max_seqlen, False, False)[0]
 
 
 def _bounds(cu_seqlens: Tensor | None, config: NSAConfig, ops) -> Tensor | None:

@@ -273,6 +273,24 @@ def attend(x: Tensors, numbers: Numbers) -> Attended:
     return Attended(combine([x.o_c, o_s, o_w], gates), o_s, lse_s, o_w, lse_w, saved)
 
 
+@replayed
+def run_stages(x: Tensors, numbers: Numbers, compressed: bool, choose: bool) -> tuple[Tensors, Attended]:
+    """All stages at once: x completed by what `attend` read, and what it computed.
+
+    `compressed`: the compressed branch runs; `choose`: select blocks by its scores, else they are given.
+    """
+    o_c = lse_c = None
+    blocks = x.block_indices
+    if compressed or choose:
+        o_c, lse_c = compressed_attention(x.q, x.kc, x.vc, x.cu, x.ccu, numbers)
+    if choose:
+        blocks = select_blocks(x.q, x.kc, lse_c, x.cu, x.ccu, numbers)
+    x = x._replace(o_c=o_c, lse_c=lse_c, block_indices=blocks)
+    if not compressed:
+        x = x._replace(kc=None, vc=None, o_c=None, lse_c=None)
+    return x, attend(x, numbers)
+
+
 def _alone(x: Tensors) -> bool:
     """Whether the output is that of the selected or of the window branch alone, without a gate."""
     return x.gates is None and x.o_c is None and (x.ks is None) != (x.kw is None)
