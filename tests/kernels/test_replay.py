@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.offline import AbsentGPU
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import launch, ops, replay, table
+from tercet.attention.kernels import launch, ops, replay, table, tape
 from tercet.attention.kernels.replay import replayed
 from tercet.attention.layout import Packing
 
@@ -241,7 +241,7 @@ def test_tensors_that_are_needed_at_the_same_time_do_not_overlap() -> None:
         for _ in range(12):
             first = draw.randrange(10)
             lifetimes.append((draw.randrange(1, 5000), first, first + draw.randrange(5)))
-        offsets, total = replay._share_memory(lifetimes)
+        offsets, total = tape.share_memory(lifetimes)
         placed = list(zip(offsets, lifetimes, strict=True))
         for i, (a, (size, first, last)) in enumerate(placed):
             assert a % 512 == 0
@@ -249,7 +249,7 @@ def test_tensors_that_are_needed_at_the_same_time_do_not_overlap() -> None:
             for b, (other, begin, end) in placed[:i]:
                 assert last < begin or end < first or a + size <= b or b + other <= a
         assert total < sum(size for size, _, _ in lifetimes) + 12 * 512
-    assert replay._share_memory([(600, 0, 1), (512, 1, 2), (600, 2, 3)])[1] == 1024 + 512
+    assert tape.share_memory([(600, 0, 1), (512, 1, 2), (600, 2, 3)])[1] == 1024 + 512
 
 
 def test_what_is_not_compiled_is_not_replayed(function: Any) -> None:
