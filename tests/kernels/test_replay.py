@@ -198,7 +198,7 @@ def test_temporaries_share_the_memory_of_one_workspace() -> None:
     assert e == found.data_ptr()
 
 
-def test_a_tape_holds_no_tensors_and_frees_those_of_operators_after_their_last_use() -> None:
+def test_a_tape_holds_no_tensors_and_frees_its_own_after_their_last_use() -> None:
     gc.freeze()  # look only at later objects
 
     def alive() -> int:
@@ -231,6 +231,19 @@ def test_a_tape_holds_no_tensors_and_frees_those_of_operators_after_their_last_u
         assert alive() == before
     # of a replay: a sum that is flipped next or returned, and the flipped one that the launch reads
     assert [count - before for count in counts] == [2, 2, 2]
+
+    @replayed
+    def two_sums(x: Tensor) -> Tensor:
+        scratch, out = torch.empty(4), torch.empty(4)
+        scaled_sum(scratch, x, x, 1.0, kernel)
+        scaled_sum(out, scratch, x, 1.0, kernel)
+        scaled_sum(out, x, x, 1.0, kernel)
+        return out
+
+    for _ in range(2):
+        counts.clear()
+        assert two_sums(x).tolist() == [2.0] * 4
+    assert [count - before for count in counts] == [2, 2, 1]  # the workspace until its last use
     gc.unfreeze()
 
 

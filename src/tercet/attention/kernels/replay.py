@@ -12,8 +12,8 @@ those that are never needed at the same time share its memory.
 Calls with packed documents are not replayed: the number of documents differs in almost every call.
 
 A function can be replayed if its only work on the device is launches through launch.py and PyTorch operators, and if
-none of its decisions depends on their results. A tape holds no tensor; the workspace is freed when the call returns,
-tensors that only operators use after their last use.
+none of its decisions depends on their results. A tape holds no tensor, and frees the workspace and its own tensors
+after their last use.
 """
 
 from __future__ import annotations

@@ -119,12 +119,14 @@ class Assembly:
         sizes = [(self._known[root].bytes, first[root], self._last[root]) for root in temporary]
         offsets, self._bytes = share_memory(sizes)
         self._offsets = dict(zip(temporary, offsets, strict=True))  # in the workspace
+        self._begin = min((first[root] for root in temporary), default=-1)  # of the workspace: first and last use
+        self._end = max((self._last[root] for root in temporary), default=-1)
 
     def tape(self) -> Tape:
-        if self._offsets:
-            new = partial(torch.empty, (self._bytes,), dtype=torch.uint8, device=self._known[0].device)
-            self._steps.append(_allocate(new, self._workspace, self._places[self._workspace]))
         for i, event in enumerate(self._events):
+            if i == self._begin:
+                new = partial(torch.empty, (self._bytes,), dtype=torch.uint8, device=self._known[0].device)
+                self._steps.append(_allocate(new, self._workspace, self._places[self._workspace]))
             if isinstance(event, Launch):
                 self._steps.append(self._launch(event))
             elif isinstance(event, Operator):
@@ -138,6 +140,7 @@ class Assembly:
                 self._steps.append(_allocate(new, event.number, self._places[event.number]))
                 self._made.add(event.number)
             unused = [n for n in self._made if self._last.get(self._known[n].root) == i and n not in self._inputs]
+            unused += [self._workspace] * (i == self._end)
             if unused:
                 self._steps.append(_drop(unused))
         self._make_views(self._result)
