@@ -1,36 +1,40 @@
 #!/usr/bin/env bash
 # What does a dense model lose when its attention becomes sparse, and how much training brings it back?
 #
-#     STAGES=8192:1700 bash scripts/retrieval.sh train dense CORPUS RUNS --model.rope_max_wavelength 0
+#     bash scripts/retrieval.sh train dense CORPUS RUNS                # may be stopped after step 1,700
 #     bash scripts/conversion.sh convert KIND CORPUS RUNS [flags of tercet train]
-#     bash scripts/conversion.sh evals RUNS
+#     bash scripts/conversion.sh evals RUNS [dense|KIND …]             # default: all that are there
 #
+# Converts RUNS/dense as it was after step 1,700, the end of its training at length 8,192; writes RUNS/conversion.
 # KIND: block-sparse (blocks chosen by the means of their keys), learned (block-sparse, with learned selectors that
-# first learn alone for 76 steps), nsa (three branches) or continued (dense, for comparison). Trains on 50M tokens and
-# keeps the checkpoints after 5M, 20M and 50M. CORPUS: shards from scripts/linux_corpus.sh. All models are evaluated on
-# the validation text of RUNS/dense.
+# first learn alone for 76 steps), nsa (three branches, as in preset m7c) or continued (dense, for comparison). One run
+# of 50M tokens at a constant learning rate; its checkpoints after 5M, 20M and 50M are points of one curve, to be
+# compared with `continued` after as many. All models are evaluated on the validation text of RUNS/dense; with `dense`
+# also RUNS/learned of scripts/retrieval.sh, NSA trained from scratch, after the same step.
 set -euo pipefail
-usage() { sed -n '2,11p' "$0" >&2; exit 2; }
+usage() { sed -n '2,13p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 phase=$1
 shift
-python=${PYTHON:-python3} LENGTH=${LENGTH:-8192} STEPS=${STEPS:-760} EVERY=${EVERY:-76}
+python=${PYTHON:-python3} LENGTH=${LENGTH:-8192} FROM=${FROM:-1700} STEPS=${STEPS:-760} EVERY=${EVERY:-76}
 tercet() { "$python" -m tercet "$@"; }
+checkpoint() { printf '%s/checkpoints/step-%08d' "$1" "$2"; } # run, step
 
 case $phase in
 convert)
     [ $# -ge 3 ] || usage
-    kind=$1 corpus=$2 runs=$3 start=$3/$1-start
+    kind=$1 corpus=$2 dense=$(checkpoint "$3/dense" "$FROM") out=$3/conversion start=$3/conversion/$1-start
     shift 3
     case $kind in
     block-sparse) own=(--attention block-sparse) ;;
     learned) own=(--attention block-sparse --selector learned) ;;
-    nsa) own=(--attention nsa --compression mean --nsa.window 128) ;;
+    nsa) own=(--attention nsa --compression mean --compress_selected_keys --nsa.window 128) ;;
     continued) own=(--attention dense) ;;
     *) usage ;;
     esac
-    [ -d "$runs/dense-hf" ] || tercet export hf "$runs/dense" "$runs/dense-hf" --format llama
-    [ -d "$start" ] || tercet import hf "$runs/dense-hf" "$start" --seq_len "$LENGTH" --nsa.compress_block 16 \
+    mkdir -p "$out"
+    [ -d "$out/dense-hf" ] || tercet export hf "$dense" "$out/dense-hf" --format llama
+    [ -d "$start" ] || tercet import hf "$out/dense-hf" "$start" --seq_len "$LENGTH" --nsa.compress_block 16 \
         --nsa.compress_stride 16 "${own[@]}"
     train() { # folder, flags
         tercet train --config "$start/config.toml" --run.name "$(basename "$1")" --run.dir "$1" --run.seed 7 \
@@ -41,32 +45,44 @@ convert)
     }
     from=()
     if [ "$kind" = learned ]; then
-        train "$runs/learned-warmup" --train.selector.only --train.lr 1e-3 --train.steps "$EVERY" "$@"
-        from=(--train.init_from "$runs/learned-warmup")
+        train "$out/learned-warmup" --train.selector.only --train.lr 1e-3 --train.steps "$EVERY" "$@"
+        from=(--train.init_from "$out/learned-warmup")
     fi
-    train "$runs/$kind" --train.lr 2e-4 --train.steps "$STEPS" --checkpoint.every "$EVERY" --checkpoint.keep 0 \
+    train "$out/$kind" --train.lr 2e-4 --train.steps "$STEPS" --checkpoint.every "$EVERY" --checkpoint.keep 0 \
         ${from[@]+"${from[@]}"} "$@"
     ;;
 evals)
-    runs=$1
+    runs=$1 out=$1/conversion pids=()
+    shift
     evaluate() { # model, name
         tercet eval perplexity "$1" --data-of "$runs/dense" --seq-len "$LENGTH" --sequences "${SEQUENCES:-128}" \
-            --batch 8 > "$runs/$2-perplexity.txt"
+            --batch 8 > "$out/$2-perplexity.txt"
         tercet eval needle "$1" --data-of "$runs/dense" --style text --trials "${TRIALS:-8}" \
             --lengths $((LENGTH / 8)) $((LENGTH / 4)) $((LENGTH / 2)) "$LENGTH" \
-            --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$runs/$2-needle.txt"
+            --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$out/$2-needle.txt"
     }
-    evaluate "$runs/dense" dense &
-    [ ! -d "$runs/learned-warmup" ] || evaluate "$runs/learned-warmup" learned-warmup &
-    for kind in block-sparse learned nsa continued; do
-        [ -d "$runs/$kind" ] || continue
-        evaluate "$runs/$kind-start" "$kind-0" &
-        for step in "$EVERY" $((EVERY * 4)) "$STEPS"; do
-            evaluate "$runs/$kind/checkpoints/$(printf 'step-%08d' "$step")" "$kind-$step" &
+    start() { evaluate "$@" & pids+=($!); }
+    if [ $# = 0 ]; then
+        set -- dense
+        for kind in block-sparse learned nsa continued; do
+            [ ! -d "$out/$kind" ] || set -- "$@" "$kind"
         done
-        wait
+    fi
+    for kind in "$@"; do
+        if [ "$kind" = dense ]; then
+            start "$(checkpoint "$runs/dense" "$FROM")" dense
+            scratch=$(checkpoint "$runs/learned" "$FROM")
+            [ ! -d "$scratch" ] || start "$scratch" scratch
+        else
+            [ "$kind" = continued ] || start "$out/$kind-start" "$kind-0"
+            [ "$kind" != learned ] || start "$out/learned-warmup" learned-warmup
+            for step in "$EVERY" $((EVERY * 4)) "$STEPS"; do
+                start "$(checkpoint "$out/$kind" "$step")" "$kind-$step"
+            done
+        fi
+        for pid in "${pids[@]}"; do wait "$pid"; done
+        pids=()
     done
-    wait
     ;;
 *) usage ;;
 esac

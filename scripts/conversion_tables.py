@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "conversion"
-KINDS = {"block-sparse": "by means", "learned": "learned selectors"}
-STEPS = (76, 304, 760)
+KINDS = {
+    "block-sparse": "by means",
+    "learned": "learned selectors",
+    "nsa": "three branches",
+    "continued": "dense, continued",
+}
+STEPS = (0, 76, 304, 760)
 TOKENS_PER_STEP = 65_536
-DENSE = "dense, other held-out text"
-COLOURS = {"block-sparse": "#d55e00", "learned": "#0072b2", "dense": "#555555"}
+COLOURS = {
+    "block-sparse": "#d55e00", "learned": "#0072b2", "nsa": "#009e73", "continued": "#999999", "dense": "#555555",
+    "scratch": "#cc79a7",
+}  # fmt: skip
 
 
 def _rows(header: list[str], rows: list[list[str]]) -> str:
@@ -37,14 +44,37 @@ def _evaluation(name: str) -> dict[str, Any]:
     return record
 
 
+def _has(name: str) -> bool:
+    return (FOLDER / f"{name}-perplexity.txt").exists()
+
+
+def _steps(kind: str) -> list[int]:
+    return [step for step in STEPS if _has(f"{kind}-{step}")]
+
+
+def _kinds() -> dict[str, str]:
+    return {kind: label for kind, label in KINDS.items() if _steps(kind)}
+
+
+def _tokens_read(name: str) -> tuple[int, ...]:
+    return tuple(b["tokens"] for b in _evaluation(f"{name}-perplexity")["by_position"])
+
+
+def _references() -> dict[str, str]:
+    """Models that were not converted, as `_models`."""
+    same = _tokens_read("dense") == _tokens_read(next(f"{kind}-{step}" for kind in _kinds() for step in _steps(kind)))
+    found = {"NSA from scratch": "scratch"} if _has("scratch") else {}
+    return {**found, "dense" if same else "dense, other held-out text": "dense"}
+
+
 def _models() -> dict[str, str]:
     """Label of each evaluated model, and the beginning of its files' names."""
     converted = {
         f"{label}, {step * TOKENS_PER_STEP / 1e6:.0f}M tokens": f"{kind}-{step}"
-        for kind, label in KINDS.items()
-        for step in STEPS
+        for kind, label in _kinds().items()
+        for step in _steps(kind)
     }
-    return converted | {DENSE: "dense"}
+    return converted | _references()
 
 
 def _found(name: str) -> dict[int, tuple[int, int]]:
@@ -55,12 +85,12 @@ def _found(name: str) -> dict[int, tuple[int, int]]:
 
 
 def losses() -> str:
-    """Held-out loss, overall and by position. The converted models must have read the same tokens."""
-    records = {label: _evaluation(f"{name}-perplexity") for label, name in _models().items()}
-    bins = [b for b in records[DENSE]["by_position"] if b["first"] >= 512]
-    read = {tuple(b["tokens"] for b in record["by_position"]) for label, record in records.items() if label != DENSE}
-    if len(read) != 1:
-        raise ValueError("the converted models were evaluated on different text: run the evaluations again")
+    """Held-out loss, overall and by position. All but dense must have read the same tokens."""
+    models = _models()
+    if len({_tokens_read(name) for name in models.values() if name != "dense"}) != 1:
+        raise ValueError("the models were evaluated on different text: run the evaluations again")
+    records = {label: _evaluation(f"{name}-perplexity") for label, name in models.items()}
+    bins = [b for b in _evaluation("dense-perplexity")["by_position"] if b["first"] >= 512]
     rows = []
     for label, record in records.items():
         by_first = {b["first"]: b["loss"] for b in record["by_position"]}
@@ -72,7 +102,7 @@ def losses() -> str:
 
 def needles() -> str:
     found = {label: _found(name) for label, name in _models().items()}
-    lengths = list(found[DENSE])
+    lengths = list(_found("dense"))
     rows = [[label, *(str(by[n][0]) for n in lengths)] for label, by in found.items()]
     return _rows(["", *map(_k, lengths)], rows)
 
@@ -92,11 +122,13 @@ def target() -> str:
         mine, dense = (found / asked for found, asked in (_found(each)[length] for each in (name, "dense")))
         return f"{100 * (mine - dense):+.0f}".replace("-", "−")
 
-    names = [f"{kind}-304" for kind in KINDS]
+    kinds = {f"{kind}-304": label for kind, label in _kinds().items() if _has(f"{kind}-304")}
+    names = list(kinds)
     rows = [["loss", *(change(name, None) for name in names)]]
     rows += [[f"loss, {_k(n)}–{_k(2 * n)}", *(change(name, n) for name in names)] for n in (512, 1024)]
     rows += [[f"needles at {_k(n)}, points", *(points(name, n) for name in names)] for n in _found("dense")]
-    return _rows(["20M tokens vs dense, other text", *KINDS.values()], rows)
+    text = ", other text" if "dense" not in _references() else ""
+    return _rows([f"20M tokens vs dense{text}", *kinds.values()], rows)
 
 
 def validations() -> str:
@@ -105,10 +137,15 @@ def validations() -> str:
         "learned-warmup": "dense weights, selectors trained alone for 5M tokens",
         "block-sparse": "by means, 50M tokens",
         "learned": "learned selectors, 50M tokens",
+        "nsa": "three branches, 50M tokens",
+        "continued": "dense, continued, 50M tokens",
     }
     rows = []
     for name, label in labels.items():
-        with (FOLDER / f"{name}-validation.csv").open(encoding="utf-8") as stream:
+        file = FOLDER / f"{name}-validation.csv"
+        if not file.exists():
+            continue
+        with file.open(encoding="utf-8") as stream:
             rows.append([label, f"{float(list(csv.DictReader(stream))[-1]['loss']):.4f}"])
     return _rows(["", "loss"], rows)
 
@@ -117,14 +154,17 @@ def speeds() -> str:
     """Median of the logged steps."""
     labels = {
         "dense": "dense",
+        "nsa": "three branches",
         "learned": "block-sparse, learned selectors",
         "block-sparse": "block-sparse, by means",
     }
     read = {}
     for name in labels:
-        log = (FOLDER / f"{name}-log.txt").read_text(encoding="utf-8")
-        read[name] = statistics.median(float(speed) for speed in re.findall(r"([\d.]+)k tok/s", log))
-    rows = [[label, f"{read[name]:.0f}k", f"{read[name] / read['dense']:.2f}×"] for name, label in labels.items()]
+        file = FOLDER / f"{name}-log.txt"
+        if file.exists():
+            speeds = re.findall(r"([\d.]+)k tok/s", file.read_text(encoding="utf-8"))
+            read[name] = statistics.median(map(float, speeds))
+    rows = [[labels[name], f"{speed:.0f}k", f"{speed / read['dense']:.2f}×"] for name, speed in read.items()]
     return _rows(["", "tokens/s", "vs dense"], rows)
 
 
@@ -146,20 +186,23 @@ def draw() -> Path:
 
     matplotlib.rcParams["svg.hashsalt"] = "tercet"  # reproducible files
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
-    tokens = [step * TOKENS_PER_STEP / 1e6 for step in STEPS]
     longest = max(_found("dense"))
 
     def share(name: str) -> float:
         found, asked = _found(name)[longest]
         return 100 * found / asked
 
-    for kind, label in KINDS.items():
-        names = [f"{kind}-{step}" for step in STEPS]
-        loss = [_evaluation(f"{name}-perplexity")["all"]["loss"] for name in names]
-        left.plot(tokens, loss, "o-", color=COLOURS[kind], label=label)
-        right.plot(tokens, [share(name) for name in names], "o-", color=COLOURS[kind], label=label)
-    for axes, value in ((left, _evaluation("dense-perplexity")["all"]["loss"]), (right, share("dense"))):
-        axes.axhline(value, color=COLOURS["dense"], ls="--", label=DENSE)
+    def loss(name: str) -> float:
+        value: float = _evaluation(f"{name}-perplexity")["all"]["loss"]
+        return value
+
+    for axes, value in ((left, loss), (right, share)):
+        for kind, label in _kinds().items():
+            tokens = [step * TOKENS_PER_STEP / 1e6 for step in _steps(kind)]
+            values = [value(f"{kind}-{step}") for step in _steps(kind)]
+            axes.plot(tokens, values, "o-", color=COLOURS[kind], label=label)
+        for label, name in _references().items():
+            axes.axhline(value(name), color=COLOURS[name], ls="--" if name == "dense" else ":", label=label)
         axes.set(xlabel="million tokens after the conversion", xlim=(0, 52))
         axes.grid(alpha=0.25)
     left.set(ylabel="held-out loss, nats per byte")
