@@ -297,6 +297,36 @@ def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):
         assert run(capsys, "presets")[2].count("NSA_ACCUM=4") == said
 
 
+def test_wrong_commands_are_refused_before_torch_is_loaded(tmp_path):
+    run_folder = tmp_path / "run"
+    shutil.copytree(Path(__file__).parent / "fixtures" / "run-0.1", run_folder)
+    commands = {
+        "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
+        f"train --preset tiny --run.dir {run_folder}": "already holds a run",
+        f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
+        f"eval ruler {run_folder} --tasks nothing": "nothing is unknown",
+        f"import hf {tmp_path} {tmp_path / 'out'} --attention nothing": "'nothing' is unknown",
+    }
+    calls = f"codes = [main(line.split()) for line in {list(commands)}]"
+    code = f"import sys; from tercet.cli import main; {calls}; print(codes, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == f"{[2] * len(commands)} False"
+    for line, said in zip(done.stderr.splitlines(), commands.values(), strict=True):
+        assert said in line
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_the_first_import_that_takes_seconds_is_announced(capsys, monkeypatch):
+    for name in cli.AnnounceImports.SLOW:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for rank, said in (("0", "loading transformers …\n"), ("1", "")):  # one rank of a machine prints it
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        announcer = cli.AnnounceImports()
+        for name in ("json", "transformers", "torch"):
+            announcer.find_spec(name)
+        assert capsys.readouterr().err == said
+
+
 def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatch):
     import types
 
@@ -318,6 +348,7 @@ def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeyp
     monkeypatch.setattr(
         "tercet.train.trainer.train", lambda config, *, origins, resume: seen.append((config, origins, resume)) or 0
     )
+    monkeypatch.setattr("tercet.train.resume.check_start", lambda config, resume: None)  # it is no real checkpoint
     checkpoint = tmp_path / "a" / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
     kept = load(preset="tiny", flags={"train.lr": 0.125})

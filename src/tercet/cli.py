@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
+    announcer = AnnounceImports()
+    sys.meta_path.insert(0, announcer)
     try:
         _check_encoding(arguments)
         return _dispatch([a for a in arguments if a != "--debug"])
@@ -129,6 +132,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    finally:
+        sys.meta_path.remove(announcer)
+
+
+class AnnounceImports(MetaPathFinder):
+    """Prints a line before the first import of a library that takes seconds to load, so that no command is silent."""
+
+    SLOW = ("torch", "transformers")
+
+    def __init__(self) -> None:
+        # All ranks of a machine share a terminal.
+        self._printed = os.environ.get("LOCAL_RANK", "0") != "0" or any(name in sys.modules for name in self.SLOW)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Leaves the search to the other finders."""
+        if name in self.SLOW and not self._printed:
+            self._printed = True
+            print(f"loading {name} …", file=sys.stderr, flush=True)
 
 
 def _one_line(error: Exception) -> str:
@@ -185,7 +206,11 @@ def _train(arguments: list[str]) -> int:
     source = loaded.config.train.init_from
     if source is not None and options.resume is None and not Path(source).exists():
         raise _usage(f"train.init_from={source} does not exist: give a checkpoint, a run folder or a .safetensors file")
-    print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}, loading torch …", flush=True)
+    print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}", flush=True)
+    if loaded.config.parallel.world_size == 1:
+        from tercet.train.resume import check_start
+
+        check_start(loaded.config, options.resume)
     from tercet.train.trainer import train
 
     return train(loaded.config, origins=loaded.origins, resume=options.resume)

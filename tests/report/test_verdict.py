@@ -114,7 +114,7 @@ def test_a_run_without_steps_has_no_range_of_steps(healthy):
 
 
 def test_a_short_run_is_told_so_once(healthy):
-    out = _summary(healthy, judge(healthy), healthy.folder / "report.html")
+    out = _summary(judge(healthy), healthy.folder / "report.html")
     assert out.count("500") == 1
     assert "Short run: 60 of the 500 steps that GO needs." in out
     assert "NOT TESTED      memory" in out

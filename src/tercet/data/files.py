@@ -121,6 +121,13 @@ def find_files(paths: Sequence[str], kind: str) -> FileSet:
     return FileSet(found)
 
 
+def check_paths(paths: Sequence[str]) -> None:
+    """Raise for a path that does not exist, as `find_files` would after listing the folders before it."""
+    for given in paths:
+        if not glob.has_magic(given) and not Path(given).expanduser().exists():
+            raise DataUsageError(f"path={given} matches no file: check the spelling and the current folder")
+
+
 def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
     path = Path(given).expanduser()
     if path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -77,7 +78,10 @@ def doctor(config: RunConfig, *, short: bool = False, as_json: bool = False) -> 
     found = []
     chosen = checks(config, short=short)
     width = max(len(name) for name, _ in chosen)
+    live = sys.stdout.isatty() and not as_json
     for name, check in chosen:
+        if live:  # the finding replaces it
+            print(f"… {name}", end="\r", flush=True)
         found.append(timed(name, check))
         if not as_json:
             print("\n".join(lines(found[-1], width)), flush=True)

@@ -53,12 +53,13 @@ def report(
     verdicts, pages = [], []
     for run in loaded:
         dense = given_baseline or _find_baseline(run, loaded)
+        print(printable(f"{run.name} ({run.folder})"), flush=True)
         with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
             verdict = judge(run, dense, limits)
             folder = run.folder / "report" if out is None or len(loaded) > 1 else out
             pages.append(render.write_report(run, verdict, folder, dense))
             verdicts.append(verdict)
-            print(printable(_summary(run, verdict, pages[-1])))
+            print(printable(_summary(verdict, pages[-1])))
     if len(loaded) > 1:
         _write_comparison(loaded, verdicts, pages, out or Path("comparison"))
     accepted = (GO,) if require_go else (GO, NOT_TESTED)
@@ -113,8 +114,8 @@ def _write_comparison(runs: list[Run], verdicts: list[Verdict], pages: list[Path
     print(f"comparison: {out / 'report.html'}")
 
 
-def _summary(run: Run, verdict: Verdict, path: Path) -> str:
+def _summary(verdict: Verdict, path: Path) -> str:
     shown = (*verdict.gates, *verdict.informational)
     name_width, verdict_width = max(len(g.name) for g in shown), max(len(g.verdict) for g in shown)
     gates = "\n".join(f"  {g.verdict:<{verdict_width}}  {g.name:<{name_width}}  {g.sentence}" for g in shown)
-    return f"{run.name} ({run.folder})\n{gates}\n{verdict.headline}\n{verdict.sentence}\n{path}"
+    return f"{gates}\n{verdict.headline}\n{verdict.sentence}\n{path}"

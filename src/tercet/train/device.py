@@ -1,4 +1,4 @@
-"""The device of a run: which one, deterministic or not, and its peak memory."""
+"""The device of a run: which one, deterministic or not, its peak memory, and its description in env.json."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import platform
 import resource
 import sys
+import time
+from importlib import metadata
+from typing import Any
 
 import torch
 
 from tercet.errors import TercetError
 from tercet.telemetry.units import plural
+from tercet.version import __version__
 
 
 def pick_device(name: str, local_rank: int = 0, *, share: bool = False, flag: str = "--run.device") -> torch.device:
@@ -54,3 +58,37 @@ def peak_memory_gib(device: torch.device, held_bytes: int = 0) -> float:
         return (torch.cuda.max_memory_allocated(device) + held_bytes) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def environment(device: torch.device, name: str) -> dict[str, Any]:
+    """Machine and versions. No environment variables: they do not affect a run and may hold secrets."""
+    packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
+    versions = {p: _version(p) for p in packages}
+    env: dict[str, Any] = {
+        "tercet": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: v for p, v in versions.items() if v},
+        "command": sys.argv,
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": name,
+        "cuda": torch.version.cuda,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        env["gpu"] = {
+            "memory_gib": properties.total_memory / 2**30,
+            "capability": f"{properties.major}.{properties.minor}",
+            "count": torch.cuda.device_count(),
+        }
+    return env
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

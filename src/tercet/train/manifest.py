@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.atomic_io import sha256, sync
-from tercet.errors import TercetError
+from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors, parse_json
 
 FORMAT = 1
@@ -37,6 +37,10 @@ _NAME = re.compile(r"step-(\d{8,})$")
 
 class CheckpointError(TercetError):
     """A checkpoint could not be written or must not be loaded."""
+
+
+class WrongCheckpoint(CheckpointError, UsageError):
+    """The checkpoint does not exist or belongs to another run or model; the same command would fail again."""
 
 
 def folder_name(step: int) -> str:

@@ -1,7 +1,7 @@
-"""Starting and resuming a run: which checkpoint it starts from, whether it may, and loading it.
+"""Starting and resuming a run: which checkpoint it starts from, and whether it may.
 
 `find_start` picks the checkpoint, `check_config` compares its configuration with the current one, `check_requirements`
-refuses what would fail later, `load_tensors` and `load_weights_file` fill the model and the optimizer.
+refuses what would fail later. Nothing here imports torch, so that `check_start` can refuse a run before it is loaded.
 """
 
 from __future__ import annotations
@@ -10,27 +10,18 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
-from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from tercet import hints
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
+from tercet.data.files import check_paths
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY, is_all_dense
@@ -38,9 +29,8 @@ from tercet.model.cost import optimizer_numbers, parameters
 from tercet.telemetry.events import RunStarted, events_file, read_events
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
 from tercet.train import manifest
-from tercet.train.checkpoint import MODEL, OPTIMIZER, OPTIONS, tensors_to_save
-from tercet.train.manifest import CheckpointError
-from tercet.train.run_folder import RunFolder
+from tercet.train.manifest import CheckpointError, WrongCheckpoint
+from tercet.train.run_folder import RunFolder, locate
 
 # Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
 MAY_CHANGE = (
@@ -69,10 +59,6 @@ MAY_CHANGE = (
 )
 
 
-class WrongCheckpoint(CheckpointError, UsageError):
-    """The checkpoint does not exist or belongs to another run or model; the same command would fail again."""
-
-
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """A checkpoint to load, its run state, and messages about how it was chosen."""
@@ -87,6 +73,17 @@ class FoundCheckpoint:
 
 
 # Where a run starts
+
+
+def check_start(config: RunConfig, resume: str | None) -> None:
+    """Raise at once for a wrong folder, checkpoint, setting or data path of a run in a single process.
+
+    `find_start` is called again by the run itself, which locks the folder and verifies the checkpoint.
+    """
+    check_paths([path for part in (config.data, *config.data.mixture) for path in part.path])
+    unverified = config.checkpoint.model_copy(update={"verify": False})
+    with closing(RunFolder(locate(config, resume))) as folder:
+        find_start(config.with_absolute_paths().model_copy(update={"checkpoint": unverified}), resume, folder)
 
 
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
@@ -306,63 +303,3 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
             f"one checkpoint takes about {needed / 2**30:.2f} GiB, {folder.path} has {free / 2**30:.2f} GiB free: "
             "free some space, or pick another --run.dir"
         )
-
-
-# Loading
-
-
-def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load weights (and optimizer moments) from a checkpoint folder, resharding as needed."""
-    live = tensors_to_save(model, optimizer)
-    reader = HuggingFaceStorageReader(str(path))
-    _check_stored_shapes(path, live, reader)
-    try:
-        dcp.load(dict(live), storage_reader=reader)
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        raise CheckpointError(f"{path}: cannot be loaded ({causes})") from error
-    set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in live.items() if k.startswith(MODEL)})
-    if optimizer is not None:
-        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))
-        state |= {k.removeprefix(OPTIMIZER): v for k, v in live.items() if k.startswith(OPTIMIZER)}
-        set_optimizer_state_dict(model, optimizer, state, options=OPTIONS)
-
-
-def load_weights_file(path: Path, model: nn.Module) -> None:
-    """Load weights from a .safetensors file. Every name and shape must match."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        weights = load_file(path)
-    except OSError as error:
-        raise WrongCheckpoint(f"train.init_from={path}: cannot be read ({error}): check the path") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"train.init_from={path}: cannot be read ({error}): damaged, copy it again") from None
-    weights = {k.removeprefix(MODEL): v for k, v in weights.items() if not k.startswith(OPTIMIZER)}
-    live = {k.removeprefix(MODEL): v for k, v in tensors_to_save(model, None).items()}
-    compare_shapes(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(weights[name])
-
-
-def _check_stored_shapes(path: Path, live: Mapping[str, Tensor], reader: HuggingFaceStorageReader) -> None:
-    metadata = reader.read_metadata().state_dict_metadata
-    parts = {k.split(".", 1)[0] for k in live}  # loading weights only ignores the moments
-    stored = {
-        k: v.size for k, v in metadata.items() if isinstance(v, TensorStorageMetadata) and k.split(".", 1)[0] in parts
-    }
-    compare_shapes(path, {k: v.shape for k, v in live.items()}, stored)
-
-
-def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
-    """Raise if the names and shapes of stored weights are not those of the model."""
-    missing, extra = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
-    differ = [
-        f"{k} {list(stored[k])}, the model has {list(live[k])}" for k in live.keys() & stored if live[k] != stored[k]
-    ]
-    for problem, names in (("lacks", missing), ("has extra", extra), ("differs in shape:", sorted(differ))):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {', '.join(names[:3])}{more}")

@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import platform
 import re
-import sys
 import time
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tercet.atomic_io import write_json, write_text
 from tercet.config.load import write_config
@@ -25,7 +20,6 @@ from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
 from tercet.telemetry.events import events_file
 from tercet.train import manifest
-from tercet.version import __version__
 
 LOCK = "lock"
 ENVIRONMENT = "env.json"
@@ -143,37 +137,3 @@ def locate(config: RunConfig, resume: str | None) -> Path:
         extra += 1
         path = runs / f"{config.run.name}-{stamp}-{extra}"
     return path
-
-
-def environment(device: torch.device, name: str) -> dict[str, Any]:
-    """Machine and versions. No environment variables: they do not affect a run and may hold secrets."""
-    packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
-    versions = {p: _version(p) for p in packages}
-    env: dict[str, Any] = {
-        "tercet": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {p: v for p, v in versions.items() if v},
-        "command": sys.argv,
-        "host": platform.node(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": name,
-        "cuda": torch.version.cuda,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        env["gpu"] = {
-            "memory_gib": properties.total_memory / 2**30,
-            "capability": f"{properties.major}.{properties.minor}",
-            "count": torch.cuda.device_count(),
-        }
-    return env
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

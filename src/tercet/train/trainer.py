@@ -37,14 +37,14 @@ from tercet.train.console import (
     precision_of,
     print_summary,
 )
-from tercet.train.device import device_name, peak_memory_gib, pick_device, set_arithmetic
+from tercet.train.device import device_name, environment, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
 from tercet.train.hooks import StopSignals, attach, run_started
 from tercet.train.manifest import describe_newest, run_of
 from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
-from tercet.train.run_folder import FILE_LISTS, RunFolder, environment
+from tercet.train.run_folder import FILE_LISTS, RunFolder
 from tercet.train.stages import Stages, check_stage_data
 from tercet.train.state import TrainState, build_state, cuda_graph_problem, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
