@@ -227,6 +227,8 @@ def _plan(arguments: list[str]) -> int:
 
         print(json.dumps(plan.as_dict()))
     else:
+        if options.preset is None and options.config is None:
+            print(f"{'config':<11} the default one, since neither --preset nor --config is given")
         print(printable("\n".join(render(loaded.config, plan))))
     return 0
 

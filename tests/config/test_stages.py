@@ -102,7 +102,7 @@ def test_every_stage_is_checked_before_the_run() -> None:
         ("1024", "is not SEQ_LEN:STEPS: write 1024:700"),
         ("1024:700:500000", "not a field of a stage: after SEQ_LEN:STEPS give micro_batch="),
         ("1024:700:theta=5", "not a field of a stage"),
-        ("1024:many", "0.steps: must be an integer"),
+        ("1024:many", "steps of entry 1: must be an integer"),
         ("1024:0", "must be at least 1"),
     ],
 )

@@ -31,8 +31,8 @@ def test_documented_commands_give_the_recorded_configuration(name: str) -> None:
     recorded = load(file=QUALITY / f"{name}-config.toml").config
     found = differences(load(preset=given.pop("preset"), flags=given).config, recorded).keys()
     # Dense attention does not read the block settings, and its preset has other values than the recorded run.
-    # The defaults of log.tensorboard and train.cuda_graph were true and off when they ran; they are auto now.
-    changed = {"run.dir", "log.tensorboard", "train.cuda_graph"}
+    # When they ran, the defaults of log.tensorboard and train.cuda_graph were true and off, and samples began with def.
+    changed = {"run.dir", "log.tensorboard", "train.cuda_graph", "train.sample_prompt"}
     assert found - (BLOCK_SETTINGS if name == "dense" else set()) == changed
 
 

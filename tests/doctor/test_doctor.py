@@ -112,7 +112,7 @@ def test_data_is_read_without_packing_a_shuffle_block(monkeypatch):
 def test_a_vocabulary_that_does_not_fit_fails():
     found = storage.data(small(model__vocab_size=64))
     assert found.verdict == FAILED
-    assert "--model.vocab-size" in found.fix
+    assert "--model.vocab_size" in found.fix
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -104,7 +104,7 @@ def test_other_stages_are_refused_but_a_finished_run_can_be_given_another(
     child = fork_server.run(config_of(folder, **longer), resume="auto")
     assert child.code != 0
     assert "train.stages was '32:4 64:3:rope_theta=50000 128:2:tokens_per_step=256', now" in child.output
-    assert "--checkpoint.allow-config-change" in child.output
+    assert "--checkpoint.allow_config_change" in child.output
     child = fork_server.run(config_of(folder, checkpoint__allow_config_change=True, **longer), resume="auto")
     assert child.code == 0, child.output
     assert "stage 4/4, steps 10 to 11: sequences of 64" in child.output

@@ -248,7 +248,7 @@ def test_routes_are_those_of_the_captured_pass() -> None:
 
 
 def test_micro_batches_of_different_shapes_are_an_error() -> None:
-    with pytest.raises(TercetError, match=r"micro-batches of \[1, 64\] and \[1, 128\] tokens.*--train.cuda-graph off"):
+    with pytest.raises(TercetError, match=r"micro-batches of \[1, 64\] and \[1, 128\] tokens.*--train.cuda_graph off"):
         on_cpu(graphs=True).step([packed(1, 3), packed(2, 3, length=64)])
 
 
@@ -436,7 +436,7 @@ def test_graphs_are_refused_without_a_gpu_or_with_several_ranks(
     else:
         with pytest.raises(TercetError, match=refusal) as refused:
             uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
-        assert "--train.cuda-graph off" in str(refused.value)
+        assert "--train.cuda_graph off" in str(refused.value)
     assert uses_cuda_graph(small(**changes), where) == (refusal is None)  # auto is the default
     assert not uses_cuda_graph(small(train__cuda_graph="off", **changes), where)
 

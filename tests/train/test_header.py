@@ -38,8 +38,8 @@ def test_settings_are_those_that_differ_from_the_preset():
 @pytest.mark.parametrize(
     ("completed", "commands"),
     [
-        (True, ["generate runs/x --prompt 'def '", "report runs/x", "--resume auto --run.dir runs/x --train.steps 12"]),
-        (False, ["--resume auto --run.dir runs/x", "generate runs/x --prompt 'def '", "report runs/x"]),
+        (True, ["generate runs/x --prompt TEXT", "report runs/x", "--resume auto --run.dir runs/x --train.steps 12"]),
+        (False, ["--resume auto --run.dir runs/x", "generate runs/x --prompt TEXT", "report runs/x"]),
     ],
 )
 def test_a_run_ends_with_the_commands_people_want_next(completed, commands, capsys):

@@ -253,7 +253,7 @@ def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: P
     first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
     assert train(first, origins={}) == 0
     second = small(run__dir=str(tmp_path / "second"), model__selector="learned", train__init_from=first.run.dir)
-    with pytest.raises(TercetError, match=r"rotate 16 channels, and .* learned with 0: use --model.selector-rotary 0"):
+    with pytest.raises(TercetError, match=r"rotate 16 channels, and .* learned with 0: use --model.selector_rotary 0"):
         train(second, origins={})
 
 
@@ -463,5 +463,5 @@ def test_the_optimizer_of_a_checkpoint_cannot_be_exchanged(tmp_path: Path) -> No
     with pytest.raises(TercetError, match=r"train.optimizer was 'adamw', now 'muon'.*train.init_from"):
         train(small(run__dir=str(tmp_path / "run"), **muon), origins={}, resume="auto")
     moments = {"train__init_from": str(tmp_path / "run"), "train__init_state": "optimizer"}
-    with pytest.raises(TercetError, match=r"state of adamw, not muon: use --train.init-state weights"):
+    with pytest.raises(TercetError, match=r"state of adamw, not muon: use --train.init_state weights"):
         train(small(run__dir=str(tmp_path / "new"), **muon, **moments), origins={})

@@ -78,7 +78,7 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
     told = str(caught.value)
     assert told.startswith("train.val_tokens=128, but the data has nothing to validate on: ")
     assert said in told
-    assert told.endswith("; turn validation off with --train.val-tokens 0")
+    assert told.endswith("; turn validation off with --train.val_tokens 0")
     assert "\n" not in told
     assert not (tmp_path / "run").exists()
 

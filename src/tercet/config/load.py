@@ -239,7 +239,10 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
             problems.setdefault(path, f"{path}: {message}" if path else message)
             continue
         inside = path.removeprefix(f"{key}.")  # a field of a table in a list; for a union, a type
-        rule = f"{inside}: {in_our_words(message)}" if inside[:1].isdigit() else in_our_words(message)
+        rule = in_our_words(message)
+        if inside[:1].isdigit():
+            index, _, field = inside.partition(".")
+            rule = f"{field} of entry {int(index) + 1}: {rule}" if field else f"entry {int(index) + 1}: {rule}"
         problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {rule}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")

@@ -240,6 +240,11 @@ class RunConfig(Section):
         """Forward passes per validation: enough to cover train.val_tokens."""
         return -(-self.train.val_tokens // self.tokens_per_pass)
 
+    @property
+    def sample_prompt(self) -> str:
+        """What text samples begin with; empty for the beginning of a document."""
+        return self.train.sample_prompt or ("def " if self.data.source == "python-source" else "")
+
 
 def largest_divisor(number: int, largest: int) -> int:
     """The largest divisor of `number` that is at most `largest`; 1 for 0."""

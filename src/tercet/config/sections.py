@@ -181,8 +181,8 @@ class TrainConfig(Section):
     """Steps between text samples; 0: only at the end."""
     sample_tokens: int = Field(default=256, ge=0)
     """Tokens per text sample; 0: no samples."""
-    sample_prompt: str = "def "
-    """Prompt of the text samples."""
+    sample_prompt: str = ""
+    """Prompt of the text samples; empty: "def " for data.source=python-source, else the beginning of a document."""
     sample_temperature: float = Field(default=0.7, ge=0)
     """Temperature of the text samples; 0: greedy."""
 

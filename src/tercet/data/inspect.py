@@ -66,4 +66,5 @@ def _segments(packed: PackedBatch, tokenizer: Tokenizer, seq_len: int) -> Iterat
             continue
         text = repr(tokenizer.decode(tokens))[1:-1]
         shown = text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
-        yield f"  {len(tokens):>8} tokens, {counted:>8} targets, {'ends' if ended else 'continues'}: {shown}"
+        end = "ends with EOS" if ended else "continues in the next sequence"
+        yield f"  {len(tokens):>8} tokens, {counted:>8} targets, {end}: {shown}"

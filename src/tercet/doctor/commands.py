@@ -39,4 +39,6 @@ def doctor(
     if folder is not None or share_gpus:
         given = "--share_gpus" if folder is None else f"--folder {folder}"
         raise ConfigError(f"{given} without --distributed has no effect: add --distributed, or drop it")
+    if preset is None and config is None and not json:
+        print("kernels, disk and data are checked for the default configuration: give yours with --preset or --config")
     return examine(fit_vocabulary(load(preset=preset, file=config)).config, short=short, as_json=json)

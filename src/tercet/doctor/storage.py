@@ -69,7 +69,7 @@ def data(config: RunConfig) -> Finding:
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
     if tokenizer.vocab_size > config.model.vocab_size:
-        fix = f"--model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
+        fix = f"--model.vocab_size {-(-tokenizer.vocab_size // 64) * 64}"
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.model.vocab_size}"
         return Finding("data", FAILED, problem, fix)
     start = time.perf_counter()

@@ -260,7 +260,7 @@ class FullySharded(Distributed):
         if self.world_size % shard_ranks:
             raise UsageError(
                 f"{self.world_size} ranks cannot be split into groups of {shard_ranks}, the ranks of one machine: "
-                "set --parallel.shard-ranks to a divisor of the number of ranks"
+                "set --parallel.shard_ranks to a divisor of the number of ranks"
             )
         shape = (self.world_size // shard_ranks, shard_ranks)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))

@@ -61,7 +61,7 @@ def header_lines(
     trains = f", of which the selectors' {quantity(selector_parameters(model))} train" if train.selector.only else ""
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters{trains}: {sizes}"),
-        ("data", f"{config.data.source}, {config.data.tokenizer} tokens, sequences of {_lengths(config)}"),
+        ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, sequences of {_lengths(config)}"),
         ("device", f"{device_name(device)}, {', '.join(options)}"),
         ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
         *_step_lines(config),
@@ -201,7 +201,7 @@ def print_summary(
     if not completed and state.step == 0:
         screen.say(f"{reason}: stopped before the first step, nothing to save")
         return
-    look = [hints.generate(folder.path, config.train.sample_prompt or "TEXT"), hints.report(folder.path)]
+    look = [hints.generate(folder.path, config.sample_prompt or "TEXT"), hints.report(folder.path)]
     if not completed:
         screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
         screen.say(f"resume with: {hints.resume(folder.path)}")
@@ -232,10 +232,10 @@ def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) 
 def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
     """The command that continues a completed run. A run with steps left has used all its data."""
     ended = done < config.train.steps
-    more = "--data.exhaustion repeat --checkpoint.allow-config-change" if ended else f"--train.steps {2 * done}"
+    more = "--data.exhaustion repeat --checkpoint.allow_config_change" if ended else f"--train.steps {2 * done}"
     if config.train.stages and not ended:
         longer = ",".join(map(str, [*config.train.stages, config.train.stages[-1]]))
-        more = f"--train.stages {longer} --checkpoint.allow-config-change"
+        more = f"--train.stages {longer} --checkpoint.allow_config_change"
     return f"{hints.resume(folder.path)} {more}"
 
 

@@ -118,7 +118,7 @@ class CudaGraphCapturer:
             summary = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
             raise TercetError(
                 f"a step could not be captured as a CUDA graph ({summary}): "
-                "--train.cuda-graph off launches kernel by kernel"
+                "--train.cuda_graph off launches kernel by kernel"
             ) from cause
         finally:
             torch.cuda.set_stream(current)  # PyTorch stays on the capture stream if the capture fails
@@ -329,7 +329,7 @@ class StepGraph:
         if other := next((b for b in batches if not shape.fits(b)), None):
             raise TercetError(
                 f"micro-batches of {list(other.tokens.shape)} and {list(first.tokens.shape)} tokens in one step: "
-                "a CUDA graph needs one shape; train with --train.cuda-graph off"
+                "a CUDA graph needs one shape; train with --train.cuda_graph off"
             )
         self._capture(shape, first, with_stats)
 

@@ -267,7 +267,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     if restricted and not allow_change:
         raise WrongCheckpoint(
             f"the config has changed since the checkpoint: {'; '.join(messages[k] for k in restricted)}: change these "
-            "back, or pass --checkpoint.allow-config-change to continue with the new values"
+            "back, or pass --checkpoint.allow_config_change to continue with the new values"
         )
     return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]
 
@@ -292,7 +292,7 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
-            f"pass --model.vocab-size {-(-tokenizer.vocab_size // 64) * 64}"
+            f"pass --model.vocab_size {-(-tokenizer.vocab_size // 64) * 64}"
         )
     train = config.train
     moments = optimizer_numbers(config.model, train.optimizer, selectors_only=train.selector.only)

@@ -195,7 +195,7 @@ def uses_cuda_graph(config: RunConfig, device: torch.device) -> bool:
         return False
     problem = cuda_graph_problem(config, device)
     if problem is not None and config.train.cuda_graph == "on":
-        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda-graph off, or auto")
+        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda_graph off, or auto")
     return problem is None
 
 
@@ -235,7 +235,7 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
     optimizer = state.optimizer if config.train.init_state == "optimizer" else None
     if path.suffix == ".safetensors":
         if optimizer is not None:
-            raise UsageError(f"train.init_from={path} holds weights only: use --train.init-state weights")
+            raise UsageError(f"train.init_from={path} holds weights only: use --train.init_state weights")
         load_checkpoint.load_weights_file(path, state.model)
         state.parent = {"path": str(path)}
         return
@@ -248,7 +248,7 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
     if optimizer is not None and saved != config.train.optimizer:
         raise UsageError(
             f"train.init_state=optimizer, but {found.path} has the state of {saved}, not {config.train.optimizer}: use "
-            f"--train.init-state weights, or --train.optimizer {saved}"
+            f"--train.init_state weights, or --train.optimizer {saved}"
         )
     _check_rotation(found.path, found.run_state["config"]["model"], config.model)
     load_checkpoint.load_tensors(found.path, state.model, optimizer)
@@ -264,7 +264,7 @@ def _check_rotation(path: Path, saved: Mapping[str, Any], model: ModelConfig) ->
     if was != now:
         raise UsageError(
             f"the learned selectors rotate {now} channels, and those of train.init_from={path} learned with {was}: "
-            f"use --model.selector-rotary {was}"
+            f"use --model.selector_rotary {was}"
         )
 
 

@@ -427,7 +427,7 @@ class Trainer:
             text = sample_text(
                 self.state.model,
                 self.tokenizer,
-                config.sample_prompt,
+                self.config.sample_prompt,
                 config.sample_tokens,
                 temperature=config.sample_temperature,
                 context=self.stage.data.seq_len,
@@ -438,7 +438,7 @@ class Trainer:
             )
         if self.strategy.any_rank(self.stop.signal is not None):
             return  # an interrupted sample is not logged
-        self.log.emit(events.Sampled(step=self.state.step, prompt=config.sample_prompt, text=text))
+        self.log.emit(events.Sampled(step=self.state.step, prompt=self.config.sample_prompt, text=text))
 
     def _save(self) -> None:
         """Start saving the current step."""

@@ -41,7 +41,7 @@ def check_validation_data(config: RunConfig, tokenizer: Tokenizer) -> None:
         except DataUsageError as error:
             raise UsageError(
                 f"train.val_tokens={config.train.val_tokens}, but the data has nothing to validate on: {error}; "
-                "turn validation off with --train.val-tokens 0"
+                "turn validation off with --train.val_tokens 0"
             ) from None
         except DataError as error:
             raise DataError(str(error)) from None  # subclasses cannot be pickled and sent to other ranks
@@ -81,7 +81,7 @@ class Validation:
             raise UsageError(
                 f"validation has no target tokens in {self._config.validation_passes} batches "
                 f"(train.val_tokens={self._config.train.val_tokens}): raise train.val_tokens or "
-                "data.validation_fraction, or turn validation off with --train.val-tokens 0"
+                "data.validation_fraction, or turn validation off with --train.val_tokens 0"
             )
         return float(self._strategy.all_sum(total).item()) / targets, targets
 
