@@ -95,7 +95,7 @@ def readme() -> str:
         ["**training step, × dense**", *(f"**{ratio(value)}**" for value in ratios)],
         ["memory, × dense", *(ratio(a / b if a and b else None) for a, b in memory)],
         ["operator with 64 heads of 128, × dense", *map(ratio, operator_ratios)],
-        ["decoding at batch 16, × dense", *map(ratio, decodes)],
+        ["decoding with the whole model at batch 16, × dense", *map(ratio, decodes)],
     ]
     about = part("train")
     note = (
