@@ -11,9 +11,10 @@ import tercet
 from inference.models import AS_M7C, language_model
 from tercet.cli import main
 from tercet.errors import TercetError
-from tercet.inference.decoder import UncachedDecoder
+from tercet.inference.decoder import CachedDecoder, UncachedDecoder
 from tercet.inference.generate import Timing, stream
 from tercet.inference.prompts import PromptError
+from tercet.model.rope import Rotary
 
 KINDS = {
     "nsa": {},
@@ -301,3 +302,15 @@ def test_an_asynchronous_decoder_generates_the_same_tokens(monkeypatch):
     assert {"eos", "stop"} <= {g.finished for g in found}
     assert begun == sorted(begun, reverse=True)
     assert begun[-1] < len(PROMPTS)
+
+
+def test_a_first_prefill_computes_angles_once_for_all_layers(model, monkeypatch):
+    passes = []
+    angles = Rotary.cos_sin
+    monkeypatch.setattr(Rotary, "cos_sin", lambda *given: passes.append(1) or angles(*given))
+    decoder = CachedDecoder(model, 1, 80)
+    decoder.prefill([PROMPTS[1]])
+    first = len(passes)
+    assert first <= 3, "of tokens, compressed tokens and a selector"
+    decoder.prefill([PROMPTS[0]])
+    assert len(passes) > first, "later chunks have positions of their own"

@@ -125,16 +125,18 @@ class BlockSparseAttention(DenseAttention):
     # ------------------------------------------------------------ new tokens after a cache
 
     @torch.no_grad()  # inference only
-    def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+    def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
             self._branch, self._route = "selected", ("triton", None)
             return self._decode_token(x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
-        q, k, v = self.project(x, new.positions)
+        q, k, v = self.project(x, new.positions, None if rope is None else rope.tokens)
         completed = cache.append_tokens(new, k, v)
-        scored = self._cache_selector(x, new, cache)
+        scored = None
+        if self.selector is not None:
+            scored = self.selector.append(x, new, cache, None if rope is None else rope.selector)
         cache.reads = None
         if new.fresh:
             return self._prefill(new, cache, q, k, v, scored)
@@ -180,12 +182,6 @@ class BlockSparseAttention(DenseAttention):
 
     def selector_size(self) -> int:
         return 0 if self.selector is None else self.selector.size
-
-    def _cache_selector(self, x: Tensor, new: NewTokens, cache: BlockSparseCache) -> Scorer | None:
-        """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
-        if self.selector is None:
-            return None
-        return self.selector.append(x, new, cache)
 
     def _prefill(
         self, new: NewTokens, cache: BlockSparseCache, q: Tensor, k: Tensor, v: Tensor, scored: Scorer | None

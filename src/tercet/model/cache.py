@@ -184,6 +184,11 @@ class Cache:
             self.host_lengths = HostLengths(tuple(self.lengths.tolist()))
         return list(self.host_lengths.tokens)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the host knows that no row has a token."""
+        return self.host_lengths.exact and not any(self.host_lengths.tokens)
+
     # ------------------------------------------------------------ new tokens
 
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> NewTokens:

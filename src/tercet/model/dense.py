@@ -82,13 +82,13 @@ class DenseAttention(AttentionLayer):
         return self.o_proj(dense_attention(q, k, v, packing).flatten(2))
 
     @torch.no_grad()  # inference only
-    def _forward_cached(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
+    def _forward_cached(self, x: Tensor, cache: DenseCache, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         reason = decode.why_not_token_kernels(self, cache) if x.shape[1] == 1 else None
         if x.shape[1] == 1 and reason is None:
             self._route = ("triton", None)
             return self._decode_token(x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
-        q, k, v = self.project(new.zero_padding(x), new.positions)
+        q, k, v = self.project(new.zero_padding(x), new.positions, None if rope is None else rope.tokens)
         cache.append(new, k, v)
         if new.fresh:  # prefill; causal masks hide the right padding from every real token
             cache.reads = None

@@ -124,7 +124,8 @@ class AttentionLayer(nn.Module):
         cache       x continues the tokens in this cache; inference only
         lengths     [B], with a cache: how many of each row's T tokens are real. The rest is right padding, and its
                     outputs are meaningless
-        turns       cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`)
+        turns       cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`); with a cache:
+                    only if it is empty
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
         taught      int64 [S]: flat indices of the queries on which the loss of a learned selector is computed in this
                     pass, or on which the statistics measure how well blocks are chosen
@@ -135,7 +136,7 @@ class AttentionLayer(nn.Module):
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
-            return self._forward_cached(x, cache, lengths)
+            return self._forward_cached(x, cache, lengths, turns)
         check_lengths_have_cache(lengths)
         return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), turns, taught)
 
@@ -144,7 +145,7 @@ class AttentionLayer(nn.Module):
     ) -> Tensor:
         raise NotImplementedError
 
-    def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+    def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         raise NotImplementedError
 
     def _cache_placement(self, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:

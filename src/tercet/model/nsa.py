@@ -169,7 +169,7 @@ class NativeSparseAttention(AttentionLayer):
         self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
     ) -> Tensor:
         rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
-        inputs = self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
+        inputs = self.inputs(x, packing, rope)
         positions = None if packing is None else packing.position
         scored = None if self.selector is None else self.selector(x, positions, rope.selector)
         given = None
@@ -195,6 +195,10 @@ class NativeSparseAttention(AttentionLayer):
                 self.stats.update_selector(captured)
                 out = attach_loss(out, loss * self.selector.weight)
         return out if fuse_output else self.o_proj(out.flatten(2))
+
+    def inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:
+        """The operator's inputs for whole sequences x."""
+        return self.fused_inputs(x, packing, rope) if self.can_fuse(x) else self.separate_inputs(x, packing, rope)
 
     def can_fuse(self, x: Tensor) -> bool:
         """Whether `fused_inputs` supports this layer and input.
@@ -285,8 +289,13 @@ class NativeSparseAttention(AttentionLayer):
                 bias = None if biases is None else torch.cat([biases[i] for i in group])
                 found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
             parts = tuple(found[i] for i in range(len(sizes)))
+        return q, *self._by_branch(parts)
+
+    def _by_branch(self, parts: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Keys and values by branch, from the parts of kv_proj's output (`kv_rows`)."""
+        own = 1 - self.compress_selected_keys
         keys = dict(zip(BRANCHES, self.per_branch(parts[1 - own :: 2]), strict=True))
-        return q, keys, dict(zip(BRANCHES, self.per_branch(parts[own::2]), strict=True))
+        return keys, dict(zip(BRANCHES, self.per_branch(parts[own::2]), strict=True))
 
     @property
     def kv_rows(self) -> tuple[int, ...]:
@@ -309,20 +318,23 @@ class NativeSparseAttention(AttentionLayer):
     # ------------------------------------------------------------ new tokens after a cache
 
     @torch.no_grad()  # inference only: cached tokens must not keep their autograd graph alive
-    def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+    def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
             self._route = ("triton", None)
             return self._decode_token(x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
+        # a learned selector's queries of the new tokens, and all keys that they can see
+        scored = None
+        if self.selector is not None and cache.keeps_selector:
+            scored = self.selector.append(x, new, cache, None if rope is None else rope.selector)
+        given = None if self.random_blocks is None else self.random_blocks(new.positions, new.longest)
+        if new.fresh:
+            return self._prefill(x, new, cache, rope, scored, given)
         q, raw_k, keys, values = self.project(x, new.positions)
         gates = self.gate(x)
         blocks = cache.append(new, raw_k, keys, values)
-        scored = self._cache_selector(x, new, cache)
-        given = None if self.random_blocks is None else self.random_blocks(new.positions, new.longest)
-        if new.fresh:
-            return self._prefill(new, cache, q, raw_k, keys, values, gates, scored, given)
         if blocks is not None:
             index, block_k, block_v = blocks
             cos_sin = self.rotary.cos_sin(compressed_positions(index, self.config))
@@ -335,28 +347,34 @@ class NativeSparseAttention(AttentionLayer):
             out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches, scored, given)
         return self.o_proj(out.flatten(2))
 
-    def _cache_selector(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor] | None:
-        """Store a learned selector's keys of the new tokens. Returns their queries, and all keys that they can see."""
-        if self.selector is None or not cache.keeps_selector:
-            return None
-        return self.selector.append(x, new, cache)
-
     def _prefill(
-        self, new: NewTokens, cache: NSACache, q: Tensor, raw_k: Tensor, keys: dict[str, Tensor],
-        values: dict[str, Tensor], gates: Tensor, scored: tuple[Tensor, Tensor] | None,
-        given: Tensor | None,
+        self, x: Tensor, new: NewTokens, cache: NSACache, rope: RopeCache | None,
+        scored: tuple[Tensor, Tensor] | None, given: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
         padding from every real token."""
-        kc, vc = self._compress(raw_k, values["compressed"], None)
+        rope = rope_cache(self.rotary, x, None, self.config) if rope is None else rope
+        inputs = self.inputs(x, None, rope)
+        # the cache keeps the last raw tokens of each row
+        raw_k, raw_v = self._raw_compressed(x if new.padded else x[:, -self.config.compress_block :])
+        keys = {"selected": inputs.k_selected, "window": inputs.k_window}
+        values = {"selected": inputs.v_selected, "window": inputs.v_window, "compressed": raw_v}
+        cache.append(new, raw_k, keys, values)
         if cache.compresses:
-            cache.append_compressed(new, k_compressed=kc[:, : new.emitted], v_compressed=vc[:, : new.emitted])
+            kc, vc = (each[:, : new.emitted] for each in (inputs.k_compressed, inputs.v_compressed))
+            cache.append_compressed(new, k_compressed=kc, v_compressed=vc)
         cache.reads = None
         out, _, self._route = run_nsa(
-            NSAInputs(q, kc, vc, keys["selected"], values["selected"], keys["window"], values["window"], gates),
-            config=self.config, backend=self.backend, branches=self.branches, selector=scored, block_indices=given,
+            inputs, config=self.config, backend=self.backend, branches=self.branches, selector=scored,
+            block_indices=given,
         )  # fmt: skip
         return self.o_proj(out.flatten(2))
+
+    def _raw_compressed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the compressed branch before φ: [B, T, G, D] each."""
+        parts = self._by_branch(self.kv_proj(x).split(self.kv_rows, dim=-1))
+        k, v = (each["compressed"].unflatten(-1, (self.kv_heads, -1)) for each in parts)
+        return k if self.k_norms is None else self.k_norms[0](k), v
 
     def _decode_token(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
         """One token per row on the decode kernels."""

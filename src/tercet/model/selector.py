@@ -87,9 +87,11 @@ class BlockSelector(nn.Module):
         cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
         return rotate_first(q, cos_sin), rotate_first(k, cos_sin)
 
-    def append(self, x: Tensor, new: NewTokens, cache: NSACache) -> tuple[Tensor, Tensor]:
+    def append(
+        self, x: Tensor, new: NewTokens, cache: NSACache, cos_sin: CosSin | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
-        queries, keys = self(x, new.positions)
+        queries, keys = self(x, new.positions, cos_sin)
         cache.append_selector(new, keys)
         return queries, keys if new.fresh else cache.selector_keys(new).to(queries.dtype)
 

@@ -127,11 +127,13 @@ class Transformer(nn.Module):
         check_max_seqlen(max_seqlen, cu_seqlens)
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
-        rope = self._rope_cache(tokens, packing) if cache is None else None
+        # positions are those of a whole sequence
+        first = cache is None or all(layer.is_empty for layer in cache)
+        rope = self._rope_cache(tokens, packing) if first else None
         taught = self._sample_queries(tokens, packing) if self.training and cache is None else None
         for i, block in enumerate(self.blocks):
             if cache is not None:
-                x = block(x, packing, cache[i], lengths)
+                x = block(x, packing, cache[i], lengths, rope)
                 continue
             if self.config.selector == "random" and rope is not None:
                 rope = rope._replace(layer=torch.full((), i, device=x.device))

@@ -70,13 +70,15 @@ class WindowAttention(DenseAttention):
         return self.o_proj(out.flatten(2))
 
     @torch.no_grad()  # inference only
-    def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:  # type: ignore[override]
+    def _forward_cached(  # type: ignore[override]
+        self, x: Tensor, cache: NSACache, lengths: Tensor | None, rope: RopeCache | None
+    ) -> Tensor:
         reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
             self._route = ("triton", None)
             return self._decode_token(x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
-        q, k, v = self.project(new.zero_padding(x), new.positions)
+        q, k, v = self.project(new.zero_padding(x), new.positions, None if rope is None else rope.tokens)
         cache.append(new, k, {"window": k}, {"window": v})
         if new.fresh:  # prefill; causal masks hide the right padding from every real token
             cache.reads = None
