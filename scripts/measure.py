@@ -11,7 +11,7 @@ CPU, to test this script.
 
     operator  forward and forward + backward of the operator against dense (cuDNN): random inputs, blocks that a trained
               model selected in text, smooth inputs
-    train     whole training steps of m7c and its dense baseline, 2k to 64k
+    train     whole training steps of m7c and its dense baseline, 2k to 64k; dense with packed documents too
     decode    one decode step (attention alone and the whole m7c), batch 1 and 16; first token
     growth    the operator from 8k to 1M tokens
     shapes    the operator over heads, head sizes and odd lengths, to find cells slower than their neighbours
@@ -43,7 +43,7 @@ from measurements.part import ROOT, Part, Warmup
 
 PARTS = {
     "operator": Part(operator.operator, 160, operator.operator_warmups, operator.compile_shapes),
-    "train": Part(steps.train, 200, steps.train_warmups),
+    "train": Part(steps.train, 260, steps.train_warmups),
     "decode": Part(decode.decode, 110, decode.warmups, decode.compile_steps),
     "growth": Part(operator.growth, 80, operator.growth_warmups, operator.compile_shapes),
     "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),

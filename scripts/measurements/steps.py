@@ -29,7 +29,8 @@ def train(quick: bool) -> Iterator[Cell]:
 def train_cells(quick: bool) -> list[Cell]:
     preset, lengths, tokens = ("tiny", (64, 128), 128) if quick else ("m7c", LENGTHS, TOKENS)
     flags = {"run.device": "cpu", "model.layers": 1} if quick else {}
-    return _cells(preset, ("nsa", "dense"), lengths, tokens, flags)
+    packed_dense = _cells(preset, ("dense",), lengths, tokens, flags, packed="dense")
+    return _cells(preset, ("nsa", "dense"), lengths, tokens, flags) + packed_dense
 
 
 def train_warmups() -> list[Warmup]:
@@ -119,10 +120,10 @@ def blocks_warmups() -> list[Warmup]:
 
 def _cells(
     preset: str, kinds: tuple[str, ...], lengths: tuple[int, ...], tokens: int, flags: dict[str, Any],
-    checkpointing: str = "none",
+    checkpointing: str = "none", packed: str = "nsa",
 ) -> list[Cell]:  # fmt: skip
-    """Cells of `tercet bench train`; NSA reads packed documents, dense one row per document."""
-    cells = bench.cells_of(preset, kinds, lengths, tokens, (), 2048, checkpointing, ("nsa",))
+    """Cells of `tercet bench train`; kind `packed` reads packed documents, others one row per document."""
+    cells = bench.cells_of(preset, kinds, lengths, tokens, (), 2048, checkpointing, (packed,))
     return [cell | {"flags": flags, "statistics": False} for cell in cells]
 
 
@@ -152,7 +153,7 @@ def _job(cell: Cell, gib: float | None = None) -> Warmup:
     """One step of a cell."""
     asked = json.dumps({"cells": [cell], "steps": 1, "repeats": 0})
     argv = [sys.executable, "-m", "tercet.bench.train_cell", asked]
-    name = f"{cell['preset']} {cell['batch']} x {cell['length']}"
+    name = f"{cell['preset']} {cell['batch']} x {cell['length']}{' packed' * cell['packed']}"
     if cell["flags"].get("model.nsa.select_block"):
         name += f", blocks of {cell['flags']['model.nsa.select_block']}"
     tokens = cell["batch"] * cell["length"]

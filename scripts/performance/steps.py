@@ -10,16 +10,20 @@ from tercet.bench.train import compared
 from tercet.config.load import load
 
 
-def step(kind: str, length: int) -> Row:
-    """A cell of the `train` part; empty if it failed or its loss was wrong."""
-    cell = first(rows("train", kind=kind, length=length))
+def step(kind: str, length: int, *, packed: bool | None = None) -> Row:
+    """A cell of the `train` part, by default packed for NSA only; empty if it failed or its loss was wrong."""
+    cell = _cell(kind, length, kind == "nsa" if packed is None else packed)
     return cell if cell.get("outcome") == "ok" else {}
+
+
+def _cell(kind: str, length: int, packed: bool) -> Row:
+    return first([x for x in rows("train", kind=kind, length=length) if x["packed"] == packed])
 
 
 def step_ratio(length: int) -> float | None:
     """NSA's tokens/s over dense's; None if the kernels failed their check or the losses differ."""
     check = first([row for row in part("train")["results"] if "parity" in row])
-    cells = [first(rows("train", kind=kind, length=length)) for kind in ("nsa", "dense")]
+    cells = [_cell(kind, length, kind == "nsa") for kind in ("nsa", "dense")]
     if not all(cells):
         return None
     ratio: float | None = compared(cells, check.get("correct"))[0]["times_dense"]
@@ -27,25 +31,29 @@ def step_ratio(length: int) -> float | None:
 
 
 def train() -> str:
+    """Packed dense steps have a column if they were measured."""
     lines = []
+    with_packed = bool(rows("train", kind="dense", packed=True))
     for length in (2048, 4096, 8192, 16384, 32768, 65536):
-        nsa, dense = step("nsa", length), step("dense", length)
+        nsa, dense, packed = step("nsa", length), step("dense", length), step("dense", length, packed=True)
         if nsa or dense:
             lines.append(
                 [
                     tokens(length),
                     thousands(nsa.get("tokens_per_s")),
                     thousands(dense.get("tokens_per_s")),
+                    *([thousands(packed.get("tokens_per_s"))] if with_packed else []),
                     f"**{ratio(step_ratio(length))}**",
                     pair(nsa.get("ms"), dense.get("ms")),
                     pair(nsa.get("peak_gib"), dense.get("peak_gib")),
                 ]
             )
-    head = ["length", "NSA, tokens/s", "dense, tokens/s", "× dense", "ms per step, NSA / dense", "GiB, NSA / dense"]
-    return table(head, lines)
+    speeds = ["NSA, tokens/s", "dense, tokens/s", *(["dense, packed"] if with_packed else []), "× dense"]
+    return table(["length", *speeds, "ms per step, NSA / dense", "GiB, NSA / dense"], lines)
 
 
 def batches() -> str:
+    """Empty if not measured."""
     found = [row for row in rows("batches") if row.get("outcome") == "ok"]
     lines = []
     for size in sorted({row["batch"] for row in found}):
@@ -60,7 +68,14 @@ def batches() -> str:
                 pair(off.get("peak_gib"), on.get("peak_gib")),
             ]
         )
-    return table(["sequences per step", "eager, tokens/s", "CUDA graph, tokens/s", "GiB, eager / graph"], lines)
+    if not lines:
+        return ""
+    about = paragraph(
+        "**Small batches** are bound by launch overhead. A CUDA graph (`train.cuda_graph`) removes it (`m7c`, "
+        "sequences of 2,048):"
+    )
+    head = ["sequences per step", "eager, tokens/s", "CUDA graph, tokens/s", "GiB, eager / graph"]
+    return "\n\n".join([about, table(head, lines)])
 
 
 def million() -> str:

@@ -27,7 +27,7 @@ def save(folder: Path, name: str, results: list[dict[str, Any]], **about: Any) -
 
 def cell(kind: str, speed: float, **more: Any) -> dict[str, Any]:
     return {
-        "kind": kind, "batch": 32, "length": 2048, "checkpointing": "none", "packed": False, "outcome": "ok",
+        "kind": kind, "batch": 32, "length": 2048, "checkpointing": "none", "packed": kind == "nsa", "outcome": "ok",
         "tokens_per_s": speed, "ms": 1.0, "peak_gib": 2.0, "first_loss": 5.5, **more,
     }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_lines_fit_the_line_length(script: ModuleType) -> None:
 def test_missing_results_give_no_numbers(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script.results, "RESULTS", tmp_path)
     for name, make in script.TABLES.items():
-        optional = name in ("million", "shapes", "large", "blocks", "fp8")
+        optional = name in ("million", "batches", "shapes", "large", "blocks", "fp8")
         assert make() == "" if optional else "not measured" in make()
     assert "not measured" in script.headline()
 
@@ -65,6 +65,15 @@ def test_a_wrong_result_gets_no_ratio(
     row = script.steps.train().splitlines()[-1].split(" | ")
     assert row[:3] == ["| 2k", "80k", "100k"]
     assert row[3] == f"**{ratio}**"
+
+
+def test_packed_dense_steps_have_a_column_and_give_no_ratio(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    cells = [cell("nsa", 80e3), cell("dense", 70e3, packed=True), cell("dense", 100e3)]
+    save(tmp_path, "train", [{"parity": 0.003, "correct": True}, *cells])
+    assert script.steps.train().splitlines()[-1].split(" | ")[:5] == ["| 2k", "80k", "100k", "70k", "**0.80**"]
 
 
 def test_results_of_two_runs_are_not_mixed(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
