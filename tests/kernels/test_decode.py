@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from tercet.attention.kernels.decode.attend import read_stages
 from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks
 from tercet.attention.reference import block_importance
-from tercet.model.config import RopeConfig
+from tercet.model.config import ModelConfig, RopeConfig
+from tercet.model.rope import Rotary
+from tercet.model.transformer import Transformer
 
 pytestmark = pytest.mark.interpreter
 
@@ -416,3 +418,14 @@ def test_rows_that_do_not_begin_at_one_place_go_to_the_reference_and_say_so():
     with torch.no_grad():
         layer(torch.randn(2, 2, 16), cache=cache, lengths=torch.tensor([2, 1]))
     assert "some rows have fewer new tokens" in str(layer.routes["window"].reason)
+
+
+def test_a_step_on_an_empty_cache_computes_no_angles_outside_the_kernels(monkeypatch):
+    # decoders capture their step before the prompt is read
+    sizes = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn_dim": 16, "vocab_size": 8}
+    model = Transformer(ModelConfig(**sizes, attention="nsa,dense", nsa=asdict(CFG)))
+    caches = [layer.make_cache(1, 16) for layer in model.attention_layers()]
+    monkeypatch.setattr(Rotary, "cos_sin", lambda *_: pytest.fail("angles were computed"))
+    with torch.no_grad():
+        model.hidden(torch.zeros(1, 1, dtype=torch.int64), cache=caches)
+    assert all(set(layer.routes.values()) == {"triton"} for layer in model.attention_layers())

@@ -127,8 +127,8 @@ class Transformer(nn.Module):
         check_max_seqlen(max_seqlen, cu_seqlens)
         packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
-        # positions are those of a whole sequence
-        first = cache is None or all(layer.is_empty for layer in cache)
+        # Positions are those of a whole sequence. A single token is a decode step, whose kernels compute the angles.
+        first = cache is None or (tokens.shape[1] > 1 and all(layer.is_empty for layer in cache))
         rope = self._rope_cache(tokens, packing) if first else None
         taught = self._sample_queries(tokens, packing) if self.training and cache is None else None
         for i, block in enumerate(self.blocks):
