@@ -1,7 +1,7 @@
 """Wordings of retrieval exercises: facts and questions of training, and those held out from it.
 
 `tercet eval ruler` uses the held-out wordings, or those of training with --wording training. A model needs to meet each
-wording often: with thousands, composed from parts, it found fewer facts in all of them (docs/lab-notes).
+wording often: with thousands, composed from parts, it found fewer facts in training's (docs/lab-notes).
 """
 
 from __future__ import annotations
