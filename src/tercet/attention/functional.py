@@ -134,8 +134,9 @@ def run_nsa(
     output  (weight, bias) of the output projection: out is then the projected [B, T, dim], in q's dtype. Compiled, the
             kernels recompute the gated sum in the backward pass instead of saving it
     """
-    plain = packing is None and span is WHOLE and selector is None
-    layout = _layout(inputs, block_indices, config, branches, backend) if plain else None
+    plain = packing is None and span is WHOLE
+    given = (*inputs, block_indices, *(selector or ()))
+    layout = _layout(given, config, branches, backend) if plain else None
     route = None if layout is None else _checked.get(layout)
     if route is None:
         _check_inputs(inputs, config, packing, branches, span)
@@ -196,16 +197,13 @@ _checked: dict[Hashable, tuple[str, str | None]] = {}
 _MOST_CHECKED = 256
 
 
-def _layout(
-    inputs: NSAInputs, block_indices: Tensor | None, config: NSAConfig, branches: tuple[str, ...], backend: str
-) -> Hashable:
+def _layout(given: tuple[Tensor | None, ...], config: NSAConfig, branches: tuple[str, ...], backend: str) -> Hashable:
     """All that the checks and the backend depend on; None if a call must be checked: traced, or not on a GPU."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    given = inputs if block_indices is None else (*inputs, block_indices)
-    if not all(isinstance(x, Tensor) and x.is_cuda for x in given):
+    if not all(x is None or (isinstance(x, Tensor) and x.is_cuda) for x in given):
         return None
-    return config, branches, backend, tuple([(x.shape, x.dtype, x.device) for x in given])
+    return config, branches, backend, tuple([None if x is None else (x.shape, x.dtype, x.device) for x in given])
 
 
 def _without_autocast(device: str) -> AbstractContextManager[None]:
