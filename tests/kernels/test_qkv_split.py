@@ -99,6 +99,22 @@ def test_a_fused_projection_of_packed_documents_equals_separate_ones(
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("lengths", [[26, 26], [9, 26]])
+def test_a_fused_prefill_equals_two_chunks_on_the_reference(shared: dict[str, bool], lengths: list[int]) -> None:
+    layer, x = make(bias=True, **shared), torch.randn(2, 26, 24)
+    assert layer.can_fuse(x)
+    fused = layer.make_cache(2, 32)
+    counts = torch.tensor(lengths)
+    out = layer(x, cache=fused, lengths=counts)
+    layer.backend, chunked = "reference", layer.make_cache(2, 32)
+    parts = [layer(x[:, :1], cache=chunked), layer(x[:, 1:], cache=chunked, lengths=counts - 1)]
+    for row, wanted, n in zip(out, torch.cat(parts, 1), lengths, strict=True):
+        torch.testing.assert_close(row[:n], wanted[:n], rtol=2e-5, atol=2e-5)
+    for name, store in fused._stores.items():  # without the slot that takes padding
+        torch.testing.assert_close(store[:, :-1], chunked._stores[name][:, :-1], rtol=2e-5, atol=2e-5)
+
+
 def test_keys_that_two_branches_read_are_projected_once() -> None:
     x, flops = torch.randn(1, 10, 24, requires_grad=True), {}
     for tied in (False, True):
