@@ -18,7 +18,7 @@ from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.report.training_gates import data_fix, memory_fix
 from tercet.report.verdict import judge
-from watched import FEW, copy, dense_baseline, gate, rules, verdict
+from watched import FEW, copy, dense_baseline, gate, rules, run, verdict
 
 
 def verdicts(judged):
@@ -249,6 +249,15 @@ def test_metrics_that_contradict_the_events_are_found(healthy, tmp_path):
     metrics = json.loads((found.folder / "metrics.json").read_text())
     (found.folder / "metrics.json").write_text(json.dumps(metrics | {"step": 500}))
     assert "metrics.json says" in gate(verdict(read_run(found.folder)), "record").sentence
+
+
+def test_a_completed_run_may_be_resumed_from_an_earlier_step(tmp_path, data):
+    plain = {"train__val_tokens": 0, "checkpoint__every": 4}
+    run(tmp_path / "run", data, train__steps=8, **plain)
+    earlier = str(tmp_path / "run" / "checkpoints" / "step-00000004")
+    found, code = run(tmp_path / "run", data, train__steps=10, resume=earlier, **plain)
+    assert (code, found.started[-1].step, found.step) == (0, 4, 10)
+    assert gate(judge(found, limits=Thresholds(10)), "record").verdict == "GO"
 
 
 def test_a_rank_with_fewer_steps_is_reported(healthy, tmp_path):

@@ -76,7 +76,7 @@ def _check_stream(stream: list[Event]) -> list[str]:
         found.append("timestamps go backwards")
     started: RunStarted | None = None
     previous: StepLogged | None = None
-    for event in stream:
+    for i, event in enumerate(stream):
         if isinstance(event, RunStarted):
             if previous is None and event.step and event.resumed_from is None:
                 found.append(f"begins at step {event.step} without resuming from a checkpoint")
@@ -89,12 +89,18 @@ def _check_stream(stream: list[Event]) -> list[str]:
             expected = previous.step + 1 if previous else first
             found += _check_interval(event, expected, started, previous, per_step)
             previous = event
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, RunEnded) and not _is_superseded(event, stream[i:]):
             found += _check_end(event, started, previous)
     ends = [i for i, e in enumerate(stream) if isinstance(e, RunEnded)]
     if ends and any(isinstance(e, StepLogged) for e in _before_restart(stream[ends[-1] + 1 :])):
         found.append("has steps after the end of the run")
     return found
+
+
+def _is_superseded(end: RunEnded, later: list[Event]) -> bool:
+    """Whether the run was resumed from an earlier step, which moved the last events before this end aside."""
+    restart = next((e for e in later if isinstance(e, RunStarted)), None)
+    return restart is not None and restart.superseded > 0 and restart.step < end.step
 
 
 def _before_restart(stream: list[Event]) -> list[Event]:
