@@ -142,6 +142,18 @@ def test_a_process_that_died_and_was_resumed_is_a_warning(healthy, tmp_path):
     assert gate(verdict(unverified), "stability").verdict == "NO-GO"
 
 
+def test_a_process_that_died_after_its_last_step_is_a_warning_once_resumed(healthy, tmp_path):
+    def resumed_at_the_end(lines):
+        end = next(line for line in reversed(lines) if line["kind"] == "run_ended")
+        start = next(line for line in reversed(lines) if line["kind"] == "run_started")
+        lines.remove(end)
+        lines += [start | {"step": start["steps"], "time": end["time"]}, end]
+
+    judged = verdict(copy(healthy, tmp_path / "run", resumed_at_the_end))
+    assert gate(judged, "stability").verdict == "GO"
+    assert [names for _, _, names in judged.warnings()] == [["stability"]]
+
+
 def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):
     asked = verdict(on_gpu(healthy, tmp_path / "a", route="reference", reason="asked for"))
     assert gate(asked, "routing").verdict == "NO-GO"

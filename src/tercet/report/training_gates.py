@@ -46,7 +46,8 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     verified = run.config.get("checkpoint.verify") is not False
     recovered = 0  # processes that died, after which the run was resumed
     for outcome, following in zip(outcomes, run.started[1:], strict=False):
-        if outcome == DIED and verified and _continued(run, following):
+        nothing_left = following.resumed_from is not None and following.step == following.steps
+        if outcome == DIED and verified and (nothing_left or _continued(run, following)):
             recovered += 1
         elif outcome in ("failed", "halted", DIED):
             gate.fail(f"an earlier process {outcome}", "find the cause before relying on restarts")
