@@ -30,6 +30,7 @@ def decode_attention() -> str:
 
 def decode_model() -> str:
     lines = []
+    prefill = any("first_token_s" in row for row in rows("decode", of="model"))
     for selector in SELECTORS:
         for nsa in decode_rows(selector, of="model", kind="nsa"):
             dense = first(rows("decode", of="model", kind="dense", context=nsa["context"], batch=nsa["batch"]))
@@ -41,11 +42,12 @@ def decode_model() -> str:
                     str(nsa["batch"]),
                     *(f"{speed:,.0f}" if speed else "out of memory" for speed in speeds),
                     ratio(speeds[0] / speeds[1] if all(speeds) else None),
-                    pair(nsa.get("first_token_s"), dense.get("first_token_s")),
+                    *([pair(nsa.get("first_token_s"), dense.get("first_token_s"))] if prefill else []),
                     " / ".join(f"{row.get('cache_bytes_per_token', 0):,.0f}" for row in (nsa, dense)),
                 ]
             )
-    head = ["context", "batch", "NSA, tokens/s", "dense, tokens/s", "× dense", "first token, s", "cache, B/token"]
+    speeds_of = ["NSA, tokens/s", "dense, tokens/s", "× dense"]
+    head = ["context", "batch", *speeds_of, *(["first token, s"] if prefill else []), "cache, B/token"]
     return _by_selector(head, lines)
 
 

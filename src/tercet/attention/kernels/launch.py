@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
 from triton.runtime import driver
 
 LOG2E = 1.4426950408889634
@@ -79,16 +78,16 @@ def direct(compiled: Any, grid: tuple[int, int, int]) -> Direct:
     memory, Triton's launcher runs as a whole.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    whole = Direct(
+        lambda stream, args: run(*grid, stream, function, metadata, None, None, None, *args), lambda i, x: [x]
+    )
     version = triton.__version__[:4]
-    if (
-        version not in ("3.6.", "3.7.")
-        or not isinstance(run, CudaLauncher)
-        or run.global_scratch_size
-        or run.profile_scratch_size
-    ):
-        return Direct(
-            lambda stream, args: run(*grid, stream, function, metadata, None, None, None, *args), lambda i, x: [x]
-        )
+    if version not in ("3.6.", "3.7."):
+        return whole
+    from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg  # private names of these versions
+
+    if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+        return whole
     c_function = run.launch
     if isinstance(c_function, FunctionType):  # a wrapper that fills in the descriptors
         c_function = inspect.getclosurevars(c_function).nonlocals["launcher"]
