@@ -132,6 +132,8 @@ bench train --preset tiny --kinds sparse                                     --k
 bench train --preset tiny --tokens 100                                       --tokens 100 is not a multiple of length
 bench train --preset tiny --checkpointing foo                                --checkpointing foo is unknown
 bench train --preset tiny --lengths ,                                        neither --lengths nor --batches
+bench train --preset tiny --lengths 64 --kinds ,                             --kinds is empty
+bench layer --lengths ,                                                      --lengths is empty
 bench train --preset tiny --steps 0                                          --steps 0 is too small
 bench train --preset tiny --out nowhere/o.json                               folder nowhere does not exist
 bench train --preset tiny --picture empty                                    --picture empty is a folder

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tercet.errors import UsageError
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 
@@ -25,6 +26,8 @@ _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
 def main(lengths: Sequence[int], tokens: int, compile: bool, repeats: int) -> int:
+    if not lengths:
+        raise UsageError("--lengths is empty: nothing to measure")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -58,6 +58,8 @@ def cells_of(
     settings += [(b, batch_length) for b in batches if (b, batch_length) not in settings]
     if not settings:
         raise UsageError("neither --lengths nor --batches given: nothing to measure")
+    if not kinds:
+        raise UsageError(f"--kinds is empty: pick from {', '.join(KINDS)}")
     return [
         {
             "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
