@@ -156,6 +156,15 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatc
         console.check_memory(small(model__vocab_size=2**24, model__dim=2048), torch.device("cpu"))
 
 
+def test_a_step_of_far_more_than_a_hosts_memory_is_refused_with_settings_that_fit(monkeypatch):
+    monkeypatch.setattr(console, "host_total_gib", lambda: 2.0)
+    config = small(data__seq_len=65536, train__micro_batch=16, train__tokens_per_step=16 * 65536)
+    with pytest.raises(UsageError, match=r"no GPU was found, and on this CPU a step needs about .* would make it fit"):
+        console.check_memory(config, torch.device("cpu"))
+    monkeypatch.setattr(console, "host_total_gib", lambda: 3.0)  # close: the estimate may be wrong
+    console.check_memory(config, torch.device("cpu"))
+
+
 def test_other_errors_keep_their_traceback():
     with pytest.raises(RuntimeError, match="shape"), console.memory_errors(small(), torch.device("cpu")):
         raise RuntimeError("shape mismatch")

@@ -317,6 +317,12 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
     assert ("and the data ended" in last) == ("data" in ended)
     assert losses(run) == before
 
+    if "data" not in ended:
+        saved = (run / "config.toml").read_text()
+        assert cli.main(["train", "--resume", "auto", "--run.dir", str(run), "--train.steps", "3"]) == 2
+        assert "--train.steps 3 is less than the 5 steps" in capsys.readouterr().err
+        assert (run / "config.toml").read_text() == saved
+
     further = last.partition(f"train longer with: {program()} ")[2]
     assert cli.main(shlex.split(further)) == 0
     assert "nothing left" not in capsys.readouterr().out

@@ -100,8 +100,8 @@ class RunConfig(Section):
             choices = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
                 f"train.tokens_per_step={tokens} is not a multiple of train.micro_batch × data.seq_len × ranks = "
-                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: use {choices}"
-                f"{self._other_fixes()}"
+                f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: "
+                f"set it to {choices}{self._other_fixes()}"
             )
 
     def _check_context(self) -> None:

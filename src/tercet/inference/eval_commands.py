@@ -120,13 +120,15 @@ def context(
     if not losses:
         raise UsageError(f"no validation document has {sizes[-1]:,} tokens: give shorter --lengths")
     found = [ContextLoss(size, [row[i] for row in losses]) for i, size in enumerate(sizes)]
-    print(f"the last {scored:,} tokens of {len(losses)} sequences, each from one document")
+    one = len(losses) == 1  # whose difference has no standard error
+    print(
+        f"the last {scored:,} tokens of {'1 sequence' if one else f'{len(losses)} sequences, each'} from one document"
+    )
     print(f"{'tokens read':>12}  {'loss':>8}  against {sizes[0]:,}")
     for each in found:
         gain, error = each.gain(found[0])
-        print(
-            f"{each.context:>12,}  {each.loss:>8.4f}" + (f"  {gain:+.4f} ± {error:.4f}" if each is not found[0] else "")
-        )
+        difference = f"  {gain:+.4f}" + ("" if one else f" ± {error:.4f}")
+        print(f"{each.context:>12,}  {each.loss:>8.4f}" + ("" if each is found[0] else difference))
     if plot is not None:
         from tercet.inference.plots import context_plot
 

@@ -23,7 +23,7 @@ from tercet.config.keys import flatten, nest
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import as_stage_fields, shortage, step_memory
+from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import flops_per_token, parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
@@ -240,7 +240,8 @@ def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
 
 
 def check_memory(config: RunConfig, device: torch.device) -> None:
-    """Refuse a model whose training state alone exceeds the device, before any of it is allocated."""
+    """Refuse a model whose training state alone exceeds the device, before any of it is allocated; on a CPU, also one
+    whose steps take far more than its memory."""
     needed, available = step_memory(config, precision_of(config, device)), _device_memory(device)
     state = needed.weights + needed.gradients + needed.optimizer
     if available is not None and state > available:
@@ -249,6 +250,12 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
             f"{size(state)} per rank, and {device_name(device)} has {size(available)}: use a smaller model, or shard "
             "it over more ranks with --parallel.strategy fsdp"
         )
+    # a GPU out of memory raises an error, but a host kills processes: refuse what no error of the estimate explains
+    _, largest = largest_stage(config, precision_of(config, device))
+    step = step_memory(largest, precision_of(config, device)).total
+    if device.type == "cpu" and available is not None and step > 1.5 * available:
+        missing = "" if torch.cuda.is_available() else "no GPU was found, and on this CPU "
+        raise UsageError(missing + (shortage(config, precision_of(config, device), available) or ""))
 
 
 @contextmanager

@@ -121,6 +121,11 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
             f"{folder.path} already holds a run, and --resume {resume} belongs to another one: pick another "
             f"--run.dir, or resume the run in this folder with: {hints.resume(folder.path)}"
         )
+    if (done := start.run_state["step"]) > config.train.steps:
+        raise UsageError(
+            f"--train.steps {config.train.steps} is less than the {done} steps that {start.path} has: give at least "
+            f"{done}, or resume an earlier checkpoint"
+        )
     now = config.model_dump(mode="json")
     allow = config.checkpoint.allow_config_change
     changes = check_config(saved_config(start), now, allow_change=allow)
@@ -254,8 +259,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     if model_keys:
         raise WrongCheckpoint(
             f"the checkpoint is of a different model: {'; '.join(messages[k] for k in model_keys)}: change these back "
-            "(without --preset and --config a run resumes with the settings in its folder), or start a new run from "
-            "the weights that fit with train.init_from"
+            "(without --preset and --config a run resumes with the settings in its folder), or start a new run, with "
+            "train.init_from if the weights have the same shapes"
         )
     for key, stored in (("train.optimizer", "the former"), ("train.selector.only", "the parameters that it trained")):
         if key in changed:
