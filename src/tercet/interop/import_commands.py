@@ -47,7 +47,10 @@ def hf(
         seed: Random seed for newly initialized weights.
     """
     if not source.is_dir():
-        raise UsageError(f"{source} is not a folder: pass one with config.json and model.safetensors")
+        raise UsageError(
+            f"{source} is not a folder: download the model first, e.g. with `hf download OWNER/NAME --local-dir FOLDER`, "
+            "and pass its folder"
+        )
     check_empty(out)
     if attention is not None:
         attention_options(attention, dense_below, selector)

@@ -78,7 +78,7 @@ def import_model(
     """
     source, out = Path(source), Path(out)
     if not source.is_dir():
-        raise FolderError(f"{source} is not a folder: pass one with config.json and model.safetensors")
+        raise FolderError(f"{source} is not a folder: pass one with config.json and safetensors files")
     check_empty(out)
     check_folder(source)
     hf_config = read_json(source / CONFIG)
