@@ -48,8 +48,8 @@ def hf(
     """
     if not source.is_dir():
         raise UsageError(
-            f"{source} is not a folder: download the model first, e.g. with `hf download OWNER/NAME --local-dir FOLDER`, "
-            "and pass its folder"
+            f"{source} is not a folder: download the model first, e.g. with `hf download OWNER/NAME --local-dir "
+            "FOLDER`, and pass its folder"
         )
     check_empty(out)
     if attention is not None:
