@@ -164,7 +164,7 @@ def test_ranks_that_share_a_sequence_count_what_they_fetch(fork_server, tmp_path
 
 
 def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"use 384 or 768, or launch 1 or 2 or 4 ranks"):
+    with pytest.raises(ConfigError, match=r"set it to 384 or 768, or launch 1 or 2 or 4 ranks"):
         load(
             "tiny",
             flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 3, "train.tokens_per_step": 512},
