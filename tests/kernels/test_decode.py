@@ -340,7 +340,7 @@ def test_a_wide_window_leaves_no_more_parts_than_the_merge_holds():
 
 def test_a_cache_that_grows_decodes_on_the_kernels_while_its_blocks_are_not_too_many(monkeypatch):
     """Eight blocks of 16 are the most here: tokens 121 … 128 still fit, the 129th does not."""
-    monkeypatch.setattr("tercet.model.cache.MOST_DECODED_BLOCKS", 8)
+    monkeypatch.setattr("tercet.model.nsa_cache.MOST_DECODED_BLOCKS", 8)
     monkeypatch.setattr("tercet.attention.kernels.decode.step.MOST_DECODED_BLOCKS", 8)
     layer = make(compression="mean")
     x = torch.randn(1, 130, 16)

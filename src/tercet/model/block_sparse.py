@@ -14,9 +14,10 @@ from tercet.attention.dispatch import check_backend
 from tercet.attention.layout import Packing, Span
 from tercet.attention.reference import block_importance, compute_dtype, select, select_at
 from tercet.model import decode
-from tercet.model.cache import BlockSparseCache, NewTokens
+from tercet.model.cache import NewTokens
 from tercet.model.config import AttentionKind
 from tercet.model.dense import DenseAttention
+from tercet.model.nsa_cache import BlockSparseCache
 from tercet.model.rope import RopeCache
 from tercet.model.selector import attach_loss, build_selector
 from tercet.model.stats import AttentionStats

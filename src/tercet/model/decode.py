@@ -25,9 +25,10 @@ from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
 from tercet.attention.reference import block_importance, combine, compute_dtype, select, select_at
-from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens, NSACache
+from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens
 from tercet.model.compression import Compression
 from tercet.model.layer import AttentionLayer
+from tercet.model.nsa_cache import NSACache
 
 if TYPE_CHECKING:  # needs Triton
     from tercet.attention.kernels.decode import CompressionWeights, Heads, Norms

@@ -15,10 +15,11 @@ from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing, keep_selection
 from tercet.model import decode
-from tercet.model.cache import NewTokens, NSACache
+from tercet.model.cache import NewTokens
 from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer, are_plain
+from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
 from tercet.model.selector import RandomBlocks, attach_loss, build_selector
 from tercet.model.stats import AttentionStats

@@ -19,7 +19,8 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.first_order import first_order
 from tercet.attention.layout import Packing
 from tercet.attention.selector import block_lse
-from tercet.model.cache import NewTokens, NSACache
+from tercet.model.cache import NewTokens
+from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, Rotary, rotate_first
 
 SELECTORS = ("compressed", "learned", "random")

@@ -13,9 +13,9 @@ from tercet.attention.dispatch import check_backend
 from tercet.attention.functional import run_window
 from tercet.attention.layout import Packing
 from tercet.model import decode
-from tercet.model.cache import NSACache
 from tercet.model.config import AttentionKind
 from tercet.model.dense import DenseAttention
+from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import RopeCache
 
 _BRANCHES = ("window",)
