@@ -21,7 +21,7 @@ from tercet.parallel.distributed import FullySharded
 from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import WrongLaunch
 from tercet.parallel.strategy import Single
-from tercet.telemetry.events import EventLog
+from tercet.telemetry.event_log import EventLog
 from tercet.train.ranks import rank_context
 from tercet.train.resume import find_start
 from tercet.train.run_folder import RunFolder

@@ -23,7 +23,8 @@ from tercet.parallel.launch import Launch
 from tercet.report.integrity import checkpoint_problem
 from tercet.report.read import last_heartbeat
 from tercet.report.watch import watch_run
-from tercet.telemetry.events import Noted, RunStarted, StepLogged, encode, read_events
+from tercet.telemetry.event_log import read_events
+from tercet.telemetry.events import Noted, RunStarted, StepLogged, encode
 from tercet.train import manifest
 from tercet.train.trainer import train
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from fork_server import Child, ForkServer
 from runs import losses, small
 from tercet.config.schema import RunConfig
-from tercet.telemetry.events import RunStarted, StepLogged, events_file, read_events
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import RunStarted, StepLogged
 from tercet.train.manifest import complete_checkpoints, verify
 
 

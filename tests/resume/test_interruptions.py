@@ -31,7 +31,8 @@ from tercet.parallel.launch import Launch
 from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
 from tercet.shell import program
-from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged, events_file, read_events
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged
 from tercet.train import trainer
 from tercet.train.checkpoint import HashingFile
 from tercet.train.hooks import StopSignals

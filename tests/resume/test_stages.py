@@ -20,7 +20,8 @@ from tercet.report.facts import key_figures
 from tercet.report.integrity import contradictions
 from tercet.report.plots import loss_plot
 from tercet.report.read import read_run, unlogged_passes
-from tercet.telemetry.events import StageStarted, StepLogged, Validated, events_file, read_events
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import StageStarted, StepLogged, Validated
 from tercet.train.manifest import complete_checkpoints
 from tercet.train.trainer import train
 from tercet.train.validate import Validation

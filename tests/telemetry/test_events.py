@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tercet.telemetry import events
-from tercet.telemetry.events import EventLog, Noted, StepLogged, Validated, decode, encode, read_events
+from tercet.telemetry.event_log import EventLog, read_events, rewind
+from tercet.telemetry.events import Noted, StepLogged, Validated, decode, encode
 from tercet.telemetry.health import health_findings
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks, summarise
@@ -65,7 +66,7 @@ def test_damaged_lines_and_an_incomplete_last_line_are_ignored(tmp_path: Path, d
     path.write_bytes(encode(logged(1)).encode() + damage + b"\n" + encode(logged(2)).encode())
     assert [e.step for e in read_events(path)] == [1, 2]
     content = path.read_bytes()
-    assert events.rewind(tmp_path, 0, 2) == (0, [2])
+    assert rewind(tmp_path, 0, 2) == (0, [2])
     assert path.read_bytes() == content
 
 
@@ -77,10 +78,10 @@ def test_rewinding_moves_measurements_and_keeps_other_events(tmp_path: Path) -> 
     log.close()
     with log.path.open("a") as stream:
         stream.write('{"kind": "step", "st')
-    assert events.rewind(tmp_path, 0, 1) == (3, [])
+    assert rewind(tmp_path, 0, 1) == (3, [])
     assert [(e.kind, e.step) for e in read_events(log.path)] == [("step", 1), ("note", 3)]
     assert [e.step for e in read_events(tmp_path / "superseded_rank0.jsonl")] == [2, 2, 3]
-    assert events.rewind(tmp_path, 0, 1) == (0, [])
+    assert rewind(tmp_path, 0, 1) == (0, [])
 
 
 def test_a_csv_is_rebuilt_from_past_events_and_then_appended_to(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_events_and_rows_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch
         free[0] -= taken
         return taken
 
-    monkeypatch.setattr("tercet.telemetry.events.os.write", limited)
+    monkeypatch.setattr("tercet.telemetry.event_log.os.write", limited)
     log = EventLog(tmp_path)
     log.readers += [*csv_sinks(tmp_path, []), lambda e: said.append(e.text) if isinstance(e, Noted) else None]
     log.emit(logged(1))

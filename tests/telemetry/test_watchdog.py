@@ -16,7 +16,8 @@ import tercet.report.read as read_module
 from tercet.config.sections import HealthConfig
 from tercet.report.read import read_run
 from tercet.report.watch import View
-from tercet.telemetry.events import EventLog, Stalled, StepLogged, read_events
+from tercet.telemetry.event_log import EventLog, read_events
+from tercet.telemetry.events import Stalled, StepLogged
 from tercet.telemetry.watchdog import STALLED_EXIT, Heartbeat, Watchdog
 from watched import corpus, gate, settings, verdict
 

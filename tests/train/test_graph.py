@@ -22,6 +22,7 @@ from tercet.report.attention_gates import fallback_gate
 from tercet.report.facts import collect_facts
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
+from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import (
     GraphCaptureFailed,
     GraphChosen,
@@ -29,8 +30,6 @@ from tercet.telemetry.events import (
     Noted,
     ResourcesObserved,
     RoutesCounted,
-    events_file,
-    read_events,
 )
 from tercet.train import console, state, step
 from tercet.train import cuda_graph as graph

@@ -19,15 +19,8 @@ from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.parallel.strategy import Single
 from tercet.shell import program
-from tercet.telemetry.events import (
-    RunEnded,
-    Sampled,
-    SelectorsObserved,
-    StepsSkipped,
-    Validated,
-    events_file,
-    read_events,
-)
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
 from tercet.train.dump import replay
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.state import build_state

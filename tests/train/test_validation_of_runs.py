@@ -18,7 +18,8 @@ from tercet.data.prepare import prepare
 from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError, UsageError
-from tercet.telemetry.events import RunEnded, Validated, events_file, read_events
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import RunEnded, Validated
 from tercet.train import trainer as loop
 from tercet.train.manifest import complete_checkpoints
 from tercet.train.trainer import train

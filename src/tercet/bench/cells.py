@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tercet.telemetry.events import Event, events_file, read_events
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import Event
 
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory")
 

@@ -25,7 +25,8 @@ from torch import nn
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.parallel.strategy import Single
-from tercet.telemetry.events import Event, EventLog, StepLogged
+from tercet.telemetry.event_log import EventLog
+from tercet.telemetry.events import Event, StepLogged
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.sinks import BackgroundSink, LayerSink, RouteSink, TensorBoardSink, csv_sinks, tensorboard_wanted
 from tercet.telemetry.watchdog import Heartbeat, Watchdog

@@ -144,7 +144,8 @@ def _uncompiled_loss(bench: Bench) -> float | None:
 
 
 def _logged_losses(folder: Path) -> list[float]:
-    from tercet.telemetry.events import StepLogged, events_file, read_events
+    from tercet.telemetry.event_log import events_file, read_events
+    from tercet.telemetry.events import StepLogged
 
     return [loss for e in read_events(events_file(folder)) if isinstance(e, StepLogged) for loss in e.losses]
 

@@ -1,48 +1,49 @@
-"""Events: the record of a run, as typed JSON lines in events_rank{r}.jsonl. Logs, CSV files and reports read them.
+"""Events: the record of a run as typed lines of JSON, which logs, CSV files and reports read. Files: event_log.py
 
-Each line is a single `write` to a file opened for appending, so a killed process loses at most the line it was writing.
-A full disk does not end a run: what cannot be written waits in memory (AppendedFile) and follows when there is space.
-When a run resumes from step k, measurements of later steps move to `superseded_rank{r}.jsonl`: each step appears once
-in the stream, and nothing is deleted. No torch at import: reports read this module.
+No torch at import: reports read this module.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
 import math
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
-from tercet.errors import UsageError
 from tercet.parse import parse_json
 
+KINDS: dict[str, type[Event]] = {}
+"""Every event class by the `kind` of its lines."""
 
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Fields of all events. `step` is the last completed optimizer update."""
+    """Fields of all events. `step` is the last completed optimizer update. Subclasses are dataclasses too.
 
-    kind: ClassVar[str] = ""
-    # Measurements are superseded when a run resumes from an earlier step; what happened to the process is not.
-    measured: ClassVar[bool] = False
+    kind      name of the class in the file
+    measured  a measurement, superseded when a run resumes from an earlier step; what happened to the process is not
+    table     lists are the columns of a table and have equal lengths
+    """
+
+    kind: ClassVar[str]
+    measured: ClassVar[bool]
+    table: ClassVar[bool]
 
     step: int
     rank: int = 0
     time: float = field(default_factory=time.time)
 
+    def __init_subclass__(cls, *, kind: str, measured: bool = False, table: bool = False) -> None:
+        cls.kind, cls.measured, cls.table = kind, measured, table
+        KINDS[kind] = dataclass(frozen=True, kw_only=True)(cls)
 
-@dataclass(frozen=True, kw_only=True)
-class RunStarted(Event):
+
+class RunStarted(Event, kind="run_started"):
     """A process started the run or resumed it."""
 
-    kind: ClassVar[str] = "run_started"
     name: str
     steps: int
     world_size: int
@@ -55,12 +56,9 @@ class RunStarted(Event):
     superseded: int = 0  # measurements of later steps, moved aside
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageStarted(Event):
+class StageStarted(Event, kind="stage", measured=True):
     """A stage of train.stages, which begins after `step`: when it starts, and when a process resumes in it."""
 
-    kind: ClassVar[str] = "stage"
-    measured: ClassVar[bool] = True
     stage: int  # from 1
     stages: int
     last_step: int
@@ -72,12 +70,9 @@ class StageStarted(Event):
     later_steps: float  # estimated work of the later stages, in steps of this one
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepLogged(Event):
+class StepLogged(Event, kind="step", measured=True):
     """A log interval: the values of its last step, and the losses and gradient norms of all its steps."""
 
-    kind: ClassVar[str] = "step"
-    measured: ClassVar[bool] = True
     loss: float  # of this step; mean over its target tokens
     lr: float
     grad_norm: float  # global, before clipping
@@ -95,10 +90,7 @@ class StepLogged(Event):
     grad_norms: list[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Validated(Event):
-    kind: ClassVar[str] = "validation"
-    measured: ClassVar[bool] = True
+class Validated(Event, kind="validation", measured=True):
     loss: float
     tokens: int  # target tokens in the mean
     seconds: float
@@ -111,55 +103,40 @@ class Validated(Event):
         return self.loss * self.tokens / self.bytes / math.log(2) if self.bytes else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled(Event):
-    kind: ClassVar[str] = "sample"
-    measured: ClassVar[bool] = True
+class Sampled(Event, kind="sample", measured=True):
     prompt: str
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsSkipped(Event):
+class StepsSkipped(Event, kind="skipped", measured=True):
     """Updates skipped because loss or gradients were not finite."""
 
-    kind: ClassVar[str] = "skipped"
-    measured: ClassVar[bool] = True
     steps: list[int]
     total: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, kind="checkpoint", measured=True):
     """A checkpoint of `step` was written."""
 
-    kind: ClassVar[str] = "checkpoint"
-    measured: ClassVar[bool] = True
     path: str
     bytes: int
     seconds: float
     blocked_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(Event):
-    kind: ClassVar[str] = "checkpoint_failed"
+class CheckpointFailed(Event, kind="checkpoint_failed"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Noted(Event):
+class Noted(Event, kind="note"):
     """A line of text for the log."""
 
-    kind: ClassVar[str] = "note"
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphChosen(Event):
+class GraphChosen(Event, kind="graph_choice"):
     """With train.cuda_graph=auto: whether steps of `shape` run as CUDA graphs from here on, and the measured times."""
 
-    kind: ClassVar[str] = "graph_choice"
     graph: bool
     shape: str
     host_seconds: float  # to launch forward and backward of a step
@@ -173,30 +150,23 @@ class GraphChosen(Event):
         return f"train.cuda_graph=auto: steps of {self.shape} {which} ({times})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphCaptureFailed(Event):
+class GraphCaptureFailed(Event, kind="recording_failed"):
     """With train.cuda_graph=auto, capture failed: this process continues with eager execution."""
 
-    kind: ClassVar[str] = "recording_failed"
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunEnded(Event):
+class RunEnded(Event, kind="run_ended"):
     """How the process ended: completed, interrupted, halted (by a rule) or failed."""
 
-    kind: ClassVar[str] = "run_ended"
     outcome: str
     reason: str
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayersObserved(Event):
+class LayersObserved(Event, kind="layers", measured=True, table=True):
     """Gates and selection of every attention layer in one step. Lists are over layers; None: not applicable."""
 
-    kind: ClassVar[str] = "layers"
-    measured: ClassVar[bool] = True
     attention: list[str]
     gate_share_compressed: list[float | None]
     gate_share_selected: list[float | None]
@@ -211,12 +181,9 @@ class LayersObserved(Event):
     distances: list[list[int]]  # histogram of selected blocks 0, 1, 2-3, 4-7, … blocks back
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelectorsObserved(Event):
+class SelectorsObserved(Event, kind="selectors", measured=True, table=True):
     """How well blocks are chosen, in one step, on sampled queries. Lists are over the layers that choose."""
 
-    kind: ClassVar[str] = "selectors"
-    measured: ClassVar[bool] = True
     layer: list[int]
     kl: list[float | None]  # divergence from the teacher; None: the selector is not learned
     mass: list[float]  # share of the teacher's attention to free blocks that the chosen ones receive
@@ -224,12 +191,9 @@ class SelectorsObserved(Event):
     random: list[float]  # what a random choice would receive
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutesCounted(Event):
+class RoutesCounted(Event, kind="routes", measured=True, table=True):
     """Forward passes by layer, branch and backend since this process started. Lists are columns."""
 
-    kind: ClassVar[str] = "routes"
-    measured: ClassVar[bool] = True
     layer: list[int]
     branch: list[str]
     route: list[str]
@@ -238,12 +202,9 @@ class RoutesCounted(Event):
     calls: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResourcesObserved(Event):
+class ResourcesObserved(Event, kind="resources", measured=True):
     """Time and memory of the interval on this rank."""
 
-    kind: ClassVar[str] = "resources"
-    measured: ClassVar[bool] = True
     # Seconds per step, in device time on a GPU.
     data_seconds: float
     forward_seconds: float | None  # None with CUDA graphs: see passes_seconds
@@ -269,11 +230,9 @@ class ResourcesObserved(Event):
     passes_seconds: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthFired(Event):
+class HealthFired(Event, kind="health"):
     """A health rule fired."""
 
-    kind: ClassVar[str] = "health"
     rule: str
     action: str  # warn or halt
     sentence: str
@@ -282,11 +241,9 @@ class HealthFired(Event):
     layer: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stalled(Event):
+class Stalled(Event, kind="stall"):
     """No progress for much longer than this run's steps take."""
 
-    kind: ClassVar[str] = "stall"
     doing: str
     for_seconds: float
     limit_seconds: float
@@ -294,124 +251,13 @@ class Stalled(Event):
     over: bool = False  # progress resumed
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorReported(Event):
+class DoctorReported(Event, kind="doctor", table=True):
     """Findings of `tercet doctor` before training. Lists are columns; verdicts: ok, warning, failed, not tested."""
 
-    kind: ClassVar[str] = "doctor"
     check: list[str]
     verdict: list[str]
     finding: list[str]
     mend: list[str]  # the fix; the name is part of the file format
-
-
-KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (
-        RunStarted,
-        StageStarted,
-        StepLogged,
-        Validated,
-        Sampled,
-        StepsSkipped,
-        CheckpointSaved,
-        CheckpointFailed,
-        Noted,
-        GraphChosen,
-        GraphCaptureFailed,
-        RunEnded,
-        LayersObserved,
-        SelectorsObserved,
-        RoutesCounted,
-        ResourcesObserved,
-        HealthFired,
-        Stalled,
-        DoctorReported,
-    )
-}
-
-
-# Events whose lists are the columns of one table and must have equal lengths.
-TABLES = (LayersObserved, SelectorsObserved, RoutesCounted, DoctorReported)
-
-
-def events_file(folder: Path, rank: int = 0) -> Path:
-    return folder / f"events_rank{rank}.jsonl"
-
-
-def is_disk_full(error: OSError) -> bool:
-    """Whether the disk is full or a quota is exceeded: space may be freed while the run continues."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-@contextlib.contextmanager
-def full_disk_allowed() -> Iterator[None]:
-    """For files that a run can do without."""
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-
-
-class AppendedFile:
-    """A file that is only appended to. On a full disk, what was not written waits in memory for the next write."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._lock = threading.Lock()  # the watchdog writes too
-        self.waiting = b""
-
-    def write(self, data: bytes) -> None:
-        with self._lock, full_disk_allowed():
-            self.waiting += data
-            while self.waiting:  # a nearly full disk takes a part
-                self.waiting = self.waiting[os.write(self._file, self.waiting) :]
-
-    def sync(self) -> None:
-        """fsync everything written so far."""
-        with full_disk_allowed():
-            os.fsync(self._file)
-
-    def close(self) -> None:
-        self.write(b"")
-        os.close(self._file)
-
-
-class EventLog:
-    """Appends events to this rank's file and passes each to its readers."""
-
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        self.path, self.rank = events_file(folder, rank), rank
-        self.readers: list[Callable[[Event], None]] = []
-        try:
-            self._file = AppendedFile(self.path)
-        except OSError as error:
-            raise UsageError(f"{self.path} cannot be written ({error.strerror}): pick another --run.dir") from None
-
-    @property
-    def waiting(self) -> int:
-        """Events that the disk had no space for."""
-        return self._file.waiting.count(b"\n")
-
-    def emit(self, event: Event) -> None:
-        """Write one line, then call the readers. Notes when the disk becomes full and when it has space again."""
-        event, late = dataclasses.replace(event, rank=self.rank), self.waiting
-        # Names of files may hold bytes that are not UTF-8; backslashreplace writes them as JSON escapes.
-        self._file.write(encode(event).encode(errors="backslashreplace"))
-        for reader in self.readers:
-            reader(event)
-        if self.waiting and not late:
-            text = f"warning: {self.path}: no space left; events wait in memory and the run continues: free some space"
-            self.emit(Noted(step=event.step, text=text))
-        elif late and not self.waiting:
-            self.emit(Noted(step=event.step, text=f"{self.path} is complete again: {late} events were written late"))
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def encode(event: Event) -> str:
@@ -429,7 +275,7 @@ def decode(line: str | bytes) -> Event | None:
 
     Raises ValueError on a damaged line, and if a value does not have its declared type.
     """
-    record = _parse(line)
+    record = parse_record(line)
     cls = KINDS.get(record.pop("kind"))
     if cls is None:
         return None
@@ -458,7 +304,7 @@ def _well_typed(event: Event) -> bool:
         if not isinstance(value, list) or not all(has_type(v, item) for v in value):
             return False
         lengths.add(len(value))
-    return not isinstance(event, TABLES) or len(lengths) == 1
+    return not event.table or len(lengths) == 1
 
 
 def has_type(value: Any, declared: str) -> bool:
@@ -473,60 +319,11 @@ def has_type(value: Any, declared: str) -> bool:
     return isinstance(value, {"str": str, "bool": bool}.get(kind, object))
 
 
-def _parse(line: str | bytes) -> dict[str, Any]:
+def parse_record(line: str | bytes) -> dict[str, Any]:
     record = parse_json(line)
     if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
         raise ValueError("not a JSON object with kind and step")
     return record
-
-
-def read_events(path: Path) -> Iterator[Event]:
-    """Events of a file in order, without damaged lines and an incomplete last line (from a crash)."""
-    with path.open("rb") as stream:
-        for line in stream:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                event = decode(line)
-            except ValueError:
-                continue
-            if event is not None:
-                yield event
-
-
-def rewind(folder: Path, rank: int, step: int) -> tuple[int, list[int]]:
-    """Move measurements after `step` to superseded_rank{r}.jsonl. Call before opening the log.
-
-    Returns how many were moved, and the numbers of damaged lines, which stay in the file.
-    """
-    path = events_file(folder, rank)
-    if not path.exists():
-        return 0, []
-    kept: list[bytes] = []
-    moved: list[bytes] = []
-    damaged: list[int] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # drop an incomplete last line
-        try:
-            record = _parse(line)
-        except ValueError:
-            damaged.append(number)
-            kept.append(line + b"\n")
-            continue
-        cls = KINDS.get(record["kind"])
-        # Unknown kinds, from a newer version, count as measurements.
-        stale = record["step"] > step and (cls is None or cls.measured)
-        (moved if stale else kept).append(line + b"\n")
-    if moved:
-        with (folder / f"superseded_rank{rank}.jsonl").open("ab") as stream:
-            stream.writelines(moved)
-    # Replaced by one rename: a crash leaves the old stream or the new one.
-    fresh = path.with_suffix(".tmp")
-    with fresh.open("wb") as stream:
-        stream.writelines(kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    fresh.replace(path)
-    return len(moved), damaged
 
 
 def _plain(value: Any) -> Any:

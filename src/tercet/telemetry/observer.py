@@ -20,8 +20,8 @@ from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.telemetry import memory
+from tercet.telemetry.event_log import EventLog, full_disk_allowed
 from tercet.telemetry.events import (
-    EventLog,
     HealthFired,
     LayersObserved,
     Noted,
@@ -29,7 +29,6 @@ from tercet.telemetry.events import (
     RoutesCounted,
     SelectorsObserved,
     StepLogged,
-    full_disk_allowed,
 )
 from tercet.telemetry.health import HealthMonitor
 from tercet.telemetry.profile import PhaseClock, Profiler

@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from tercet.telemetry.event_log import is_disk_full
 from tercet.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -27,7 +28,6 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
     Validated,
-    is_disk_full,
 )
 from tercet.telemetry.units import duration, quantity
 from tercet.terminal import printable

@@ -31,8 +31,8 @@ from typing import Any
 
 from tercet.atomic_io import write_text
 from tercet.errors import TercetError
+from tercet.telemetry.event_log import AppendedFile, is_disk_full
 from tercet.telemetry.events import (
-    AppendedFile,
     CheckpointSaved,
     Event,
     HealthFired,
@@ -46,7 +46,6 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
     Validated,
-    is_disk_full,
 )
 
 TRAINING_COLUMNS = (

@@ -27,7 +27,8 @@ from types import TracebackType
 from typing import Self
 
 from tercet.config.sections import HealthConfig
-from tercet.telemetry.events import Event, EventLog, StageStarted, Stalled, StepLogged
+from tercet.telemetry.event_log import EventLog
+from tercet.telemetry.events import Event, StageStarted, Stalled, StepLogged
 
 # EX_TEMPFAIL of sysexits.h ("try again"), so that restart scripts can distinguish it from a failure.
 STALLED_EXIT = 75

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, EventLog
+from tercet.telemetry.event_log import EventLog
+from tercet.telemetry.events import CheckpointFailed, CheckpointSaved
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.train.checkpoint import Checkpointer

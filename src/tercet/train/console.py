@@ -27,7 +27,8 @@ from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import flops_per_token, parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.events import EventLog, RunEnded, read_events
+from tercet.telemetry.event_log import EventLog, read_events
+from tercet.telemetry.events import RunEnded
 from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise

@@ -15,7 +15,8 @@ from typing import Self
 from tercet.config.schema import RunConfig
 from tercet.model.cost import parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.events import Event, EventLog, RunStarted
+from tercet.telemetry.event_log import EventLog
+from tercet.telemetry.events import Event, RunStarted
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import (

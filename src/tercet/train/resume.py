@@ -26,7 +26,8 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY, is_all_dense
 from tercet.model.cost import optimizer_numbers, parameters
-from tercet.telemetry.events import RunStarted, events_file, read_events
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint

@@ -18,7 +18,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
-from tercet.telemetry.events import events_file
+from tercet.telemetry.event_log import events_file
 from tercet.train import manifest
 
 LOCK = "lock"

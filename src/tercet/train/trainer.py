@@ -21,7 +21,7 @@ from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
-from tercet.telemetry.events import EventLog, read_events
+from tercet.telemetry.event_log import EventLog, read_events, rewind
 from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
@@ -98,7 +98,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         if strategy.rank == 0:
             folder.describe(config, origins or {}, environment(device, device_name(device)), tokenizer)
             save_file_lists(folder.path / FILE_LISTS, loader.files)
-        superseded, damaged = events.rewind(folder.path, strategy.rank, state.step)
+        superseded, damaged = rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
