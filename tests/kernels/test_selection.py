@@ -9,13 +9,14 @@ import triton.language as tl
 
 import tercet
 from cases import cu, inputs, judge, wrong_sets
-from tercet.attention.kernels import compressed_select
+from tercet.attention.kernels import nsa
 from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks as decode_select
 from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import largest, select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
+from tercet.attention.layout import Layout
 from tercet.bench import attention
 
 pytestmark = pytest.mark.interpreter
@@ -30,7 +31,7 @@ def test_equal_scores_take_the_lowest_index() -> None:
     cfg = config(select_initial=0, select_local=1, select_count=3)
     x = inputs(cfg, 100, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
     x = x.with_(q=torch.zeros_like(x.q))
-    _, chosen = compressed_select(x.q, x.kc, x.vc, cfg)
+    _, chosen = nsa(*x.tensors(), cfg)
     # with q = 0 all compressed tokens weigh the same, and so do all inner blocks; block 0 has one half less
     assert chosen[0, 99, 0].tolist() == [1, 2, 6]
     assert chosen[0, 47, 0].tolist() == [0, 1, 2]
@@ -76,7 +77,7 @@ def test_the_largest_keys_are_taken_lowest_index_first(size: int, few_first: boo
 def test_any_valid_sizes(changes: dict[str, int]) -> None:
     cfg = config(**changes)
     x = inputs(cfg, 83, groups=1, per_group=3, key_size=16, value_size=16, dtype=torch.float32)
-    _, chosen = compressed_select(x.q, x.kc, x.vc, cfg)
+    _, chosen = nsa(*x.tensors(), cfg)
     assert wrong_sets(judge(x, cfg), chosen, 1e-6) == []
 
 
@@ -84,19 +85,15 @@ def test_packed_documents_equal_documents_one_by_one() -> None:
     cfg = config(select_count=3, select_local=1)
     lengths = (35, 0, 3, 50)
     x = inputs(cfg, 88, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
-    out, chosen = compressed_select(x.q, x.kc, x.vc, cfg, cu(lengths))
+    _, chosen = nsa(*x.tensors(), cfg, Layout(cu(lengths)), branches=("compressed",), select=True)
     token = compressed = 0
     for n in lengths:
         m = cfg.num_compressed(n)
         if n:
-            part = compressed_select(
-                x.q[:, token : token + n],
-                x.kc[:, compressed : compressed + m],
-                x.vc[:, compressed : compressed + m],
-                cfg,
-            )
-            torch.testing.assert_close(out[:, token : token + n], part[0], atol=1e-6, rtol=1e-6)
-            assert torch.equal(chosen[:, token : token + n], part[1])
+            own, keys = slice(token, token + n), slice(compressed, compressed + m)
+            alone = x.map(lambda t: t[:, own]).with_(kc=x.kc[:, keys], vc=x.vc[:, keys])  # noqa: B023
+            _, expected = nsa(*alone.tensors(), cfg, branches=("compressed",), select=True)
+            assert torch.equal(chosen[:, own], expected)
         token, compressed = token + n, compressed + m
 
 
@@ -113,7 +110,7 @@ def test_ranges_of_queries_and_rounds_of_blocks_change_nothing() -> None:
 def test_half_precision_inputs_select_as_exact_arithmetic_does() -> None:
     cfg = config(select_count=3, select_local=1)
     x = inputs(cfg, 90, groups=1, per_group=4, key_size=16, value_size=16, dtype=torch.float16, sharpness=3.0)
-    _, chosen = compressed_select(x.q, x.kc, x.vc, cfg)
+    _, chosen = nsa(*x.tensors(), cfg)
     assert wrong_sets(judge(x, cfg), chosen, 1e-5) == []
 
 
@@ -122,7 +119,7 @@ def test_not_a_number_never_gives_an_index_outside_the_document() -> None:
     x = inputs(cfg, 100, groups=1, per_group=1, key_size=16, value_size=16, dtype=torch.float32)
     q = x.q.clone()
     q[:, 80:] = float("nan")
-    _, chosen = compressed_select(q, x.kc, x.vc, cfg)
+    _, chosen = nsa(*x.with_(q=q).tensors(), cfg)
     own = torch.arange(100)[None, :, None, None] // 16
     assert ((chosen >= -1) & (chosen <= own)).all()
     assert (chosen[:, 80:].diff(dim=-1) > 0).all()

@@ -13,7 +13,7 @@ from tercet.model.transformer import ModelConfig, Transformer
 CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
 
-def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices, **more):  # type: ignore[no-untyped-def]
+def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, *_):  # type: ignore[no-untyped-def]
     """Signature and output shapes of kernels.nsa, which is a single operator to the compiler."""
     indices = torch.zeros(*q.shape[:2], ks.shape[2], config.select_count, dtype=torch.int32)
     return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices
@@ -43,7 +43,7 @@ def test_the_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed
 def test_a_window_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
-    monkeypatch.setattr(kernels, "window_attention", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
+    monkeypatch.setattr(kernels, "attend_window", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
     layer = tercet.WindowAttention(32, 4, 2, 8, config=CONFIG)
     x = torch.randn(1, 70, 32)
     bounds = torch.tensor([0, 30, 70], dtype=torch.int32)

@@ -22,9 +22,8 @@ from tercet.attention.layout import (
     RowMap,
     Span,
     keep_selection,
-    key_bounds,
+    kernel_layout,
     move_rows,
-    query_offsets,
     why_no_query_range,
 )
 from tercet.attention.selector import check_selector, choose_blocks
@@ -73,10 +72,7 @@ def block_sparse_attention(
     checks.check_max_seqlen(max_seqlen, cu_seqlens)
     packing = None
     if cu_seqlens is not None:
-        # reading values costs nothing on the CPU, so they are always checked there
-        readable = validate or cu_seqlens.device.type == "cpu"
-        checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device, values=readable, max_seqlen=max_seqlen)
-        packing = Packing(cu_seqlens, q.shape[1], q.shape[1] // config.compress_stride, config, max_seqlen)
+        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen=max_seqlen, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
     found = run_block_sparse(
@@ -210,7 +206,7 @@ def _select(q: Tensor, keys: Tensor, config: NSAConfig, packing: Packing | None,
     if backend == "triton":
         from tercet.attention import kernels
 
-        return kernels.select_by_keys(q, keys, config, _kernel_layout(q, None, packing, span))
+        return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
     indices: Tensor | None
     if packing is not None and span is WHOLE and packing.buckets is not None:
         found = []
@@ -232,7 +228,7 @@ def _attend(
     if backend == "triton":
         from tercet.attention import kernels
 
-        return kernels.attend_selected(q, k, v, block_indices, config, _kernel_layout(q, k, packing, span))
+        return kernels.attend_selected(q, k, v, block_indices, config, kernel_layout(q, packing, span, k))
     if packing is None or span is not WHOLE or packing.buckets is None:
         return reference.selected_attention(q, k, v, block_indices, config, packing, span)
     buckets = packing.buckets
@@ -241,20 +237,6 @@ def _attend(
         own_q, own_k, own_v, own = (bucket.rows(x) for x in (q, k, v, block_indices))
         outs.append(reference.selected_attention(own_q, own_k, own_v, own, config))
     return buckets.unpack(outs)
-
-
-def _kernel_layout(q: Tensor, k: Tensor | None, packing: Packing | None, span: Span) -> Any:
-    from tercet.attention import kernels
-
-    cu_seqlens, offsets = None if packing is None else packing.cu_seqlens, []
-    if span is not WHOLE:
-        offsets = query_offsets(q, span, packing)
-        if packing is not None and k is not None:
-            cu_seqlens = key_bounds(k, k, span, packing)
-    return kernels.Layout(
-        cu_seqlens, offsets, None if packing is None else packing.compressed_cu_seqlens,
-        None if packing is None else packing.max_seqlen,
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------ queries that read every key

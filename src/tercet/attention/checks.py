@@ -177,6 +177,24 @@ def check_cu_seqlens(
         )
 
 
+def make_packing(
+    cu_seqlens: Tensor,
+    x: Tensor,
+    config: NSAConfig,
+    compressed_length: int | None = None,
+    max_seqlen: int | None = None,
+    *,
+    validate: bool = False,
+) -> Packing:
+    """The Packing of x [B, T, ...] after checking cu_seqlens. Values are checked where reading them costs nothing, on
+    the CPU, and with `validate`. compressed_length: T // d by default, enough for any documents."""
+    length = x.shape[1]
+    readable = validate or (cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling())
+    check_cu_seqlens(cu_seqlens, x.shape[0], length, x.device, values=readable, max_seqlen=max_seqlen)
+    count = length // config.compress_stride if compressed_length is None else compressed_length
+    return Packing(cu_seqlens, length, count, config, max_seqlen)
+
+
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
     """max_seqlen needs cu_seqlens: unpacked rows have a known length, and a Packing has its own bound."""
     if max_seqlen is None:

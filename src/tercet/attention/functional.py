@@ -24,8 +24,7 @@ from tercet.attention.layout import (
     Packing,
     Span,
     keep_selection,
-    key_bounds,
-    query_offsets,
+    kernel_layout,
     why_no_query_range,
 )
 from tercet.attention.selector import check_selector, choose_blocks
@@ -136,8 +135,8 @@ def run_nsa(
     """
     plain = packing is None and span is WHOLE
     given = (*inputs, block_indices, *(selector or ()))
-    layout = _layout(given, config, branches, backend) if plain else None
-    route = None if layout is None else _checked.get(layout)
+    shapes = _shapes(given, config, branches, backend) if plain else None
+    route = None if shapes is None else _checked.get(shapes)
     if route is None:
         _check_inputs(inputs, config, packing, branches, span)
         if block_indices is not None:
@@ -145,15 +144,18 @@ def run_nsa(
         if selector is not None:
             check_selector(*selector, inputs.q, inputs.k_selected)
         route = choose_backend(backend, _without_gates(inputs), config, why_no_query_range(span, packing, branches))
-        if layout is not None:
+        if shapes is not None:
             if len(_checked) >= _MOST_CHECKED:
                 _checked.clear()
-            _checked[layout] = route
+            _checked[shapes] = route
     if selector is not None and block_indices is None and (select or "selected" in branches):
         block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
     with _without_autocast(inputs.q.device.type):
         if route[0] == "triton":
-            out, block_indices = _run_kernels(inputs, config, packing, branches, block_indices, span, select, output)
+            from tercet.attention import kernels
+
+            layout = kernel_layout(inputs.q, packing, span, inputs.k_selected, inputs.k_window)
+            out, block_indices = kernels.nsa(*inputs, config, layout, branches, block_indices, select, output)
         else:
             out, block_indices = _run_reference(inputs, config, packing, branches, block_indices, span, select)
             if output is not None:
@@ -179,11 +181,7 @@ def run_window(
         if route[0] == "triton":
             from tercet.attention import kernels
 
-            cu_seqlens, offsets = None if packing is None else packing.cu_seqlens, []
-            if span is not WHOLE:
-                cu_seqlens, offsets = key_bounds(k, k, span, packing), query_offsets(q, span, packing)
-            longest = None if packing is None else packing.max_seqlen
-            return kernels.window_attention(q, k, v, config, cu_seqlens, offsets, longest), route
+            return kernels.attend_window(q, k, v, config, kernel_layout(q, packing, span, k)), route
         buckets = packing.buckets if packing is not None and span is WHOLE else None
         if buckets is None:
             return reference.window_attention(q, k, v, config, packing, span), route
@@ -191,13 +189,13 @@ def run_window(
         return buckets.unpack(outs), route
 
 
-# Layouts of plain calls on a GPU that passed the checks, and their (backend, reason). The checks take a quarter of the
+# Plain calls on a GPU that passed the checks, and their (backend, reason). The checks take a quarter of the
 # host time of a short call.
 _checked: dict[Hashable, tuple[str, str | None]] = {}
 _MOST_CHECKED = 256
 
 
-def _layout(given: tuple[Tensor | None, ...], config: NSAConfig, branches: tuple[str, ...], backend: str) -> Hashable:
+def _shapes(given: tuple[Tensor | None, ...], config: NSAConfig, branches: tuple[str, ...], backend: str) -> Hashable:
     """All that the checks and the backend depend on; None if a call must be checked: traced, or not on a GPU."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
@@ -239,36 +237,6 @@ def _check_inputs(
         checks.check_keys(q, keys[branch], values[branch], branch, tokens)
     checks.check_same_groups(keys, values)
     checks.check_gates(inputs.gates, q)
-
-
-def _run_kernels(
-    inputs: NSAInputs,
-    config: NSAConfig,
-    packing: Packing | None,
-    branches: tuple[str, ...],
-    block_indices: Tensor | None,
-    span: Span,
-    select: bool,
-    output: tuple[Tensor, Tensor | None] | None,
-) -> tuple[Tensor, Tensor | None]:
-    from tercet.attention import kernels
-
-    cu_seqlens, offsets = None if packing is None else packing.cu_seqlens, []
-    if span is not WHOLE:
-        cu_seqlens = key_bounds(inputs.k_selected, inputs.k_window, span, packing)
-        offsets = query_offsets(inputs.q, span, packing)
-    return kernels.nsa(
-        *inputs,
-        config,
-        cu_seqlens=cu_seqlens,
-        branches=branches,
-        block_indices=block_indices,
-        span=offsets,
-        select=select,
-        output=output,
-        compressed_cu_seqlens=None if packing is None else packing.compressed_cu_seqlens,
-        max_seqlen=None if packing is None else packing.max_seqlen,
-    )
 
 
 def _run_reference(
@@ -341,9 +309,7 @@ def compress_mean(x: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = N
     """
     checks.check_config(config)
     checks.check_tensors({"x": x})
-    packing = None
-    if cu_seqlens is not None:
-        packing = _pack(cu_seqlens, x, None, config, validate=False)
+    packing = None if cu_seqlens is None else _pack(cu_seqlens, x, None, config)
     return compression_blocks(x, config, packing).mean(2)
 
 
@@ -402,7 +368,7 @@ def select_blocks(scores: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | Non
     if cu_seqlens is None:
         t = torch.arange(length, device=scores.device)
     else:
-        t = _pack(cu_seqlens, scores, None, config, validate=False).position
+        t = _pack(cu_seqlens, scores, None, config).position
     return reference.select(scores.transpose(1, 2), t, config).transpose(1, 2)
 
 
@@ -484,7 +450,7 @@ def _check_stage(
     checks.check_keys(q, k, v, branch, tokens)
     if packing is not None or cu_seqlens is None:
         return packing
-    return _pack(cu_seqlens, q, k if branch == "compressed" else None, config, validate=False)
+    return _pack(cu_seqlens, q, k if branch == "compressed" else None, config)
 
 
 def _pack(
@@ -492,16 +458,14 @@ def _pack(
     q: Tensor,
     k_compressed: Tensor | None,
     config: NSAConfig,
-    validate: bool,
+    validate: bool = False,
     max_seqlen: int | None = None,
 ) -> Packing:
     if not isinstance(q, Tensor) or q.dim() != 4:
         checks.check_tensors({"q": q})
-    # reading values costs nothing on the CPU, so they are always checked there
-    readable = validate or cu_seqlens.device.type == "cpu"
-    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device, values=readable, max_seqlen=max_seqlen)
     if k_compressed is None:
-        return Packing(cu_seqlens, q.shape[1], q.shape[1] // config.compress_stride, config)
-    if readable:
+        return checks.make_packing(cu_seqlens, q, config)
+    packing = checks.make_packing(cu_seqlens, q, config, k_compressed.shape[1], max_seqlen, validate=validate)
+    if validate or cu_seqlens.device.type == "cpu":
         checks.check_packed_compressed(k_compressed, cu_seqlens, config)
-    return Packing(cu_seqlens, q.shape[1], k_compressed.shape[1], config, max_seqlen)
+    return packing

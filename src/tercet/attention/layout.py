@@ -6,6 +6,7 @@ follow). Everything here is computed on the device without synchronising.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ class Packing:
     """(first token, end, first compressed token, end) of each document on the host; None if reading would
     synchronise."""
     key_bounds_cache: dict[tuple[tuple[int, int], ...], Tensor]
-    """Results of `key_bounds`, shared by all layers."""
+    """Results of `_key_bounds`, shared by all layers."""
     first_tokens_cache: dict[int, tuple[RowMap, Packing]]
     """Results of `first_tokens`, shared by all layers."""
 
@@ -332,16 +333,34 @@ def why_no_query_range(span: Span, packing: Packing | None, branches: tuple[str,
     return None
 
 
-def query_offsets(q: Tensor, span: Span, packing: Packing | None) -> list[int]:
-    """Length of the whole sequence, and the first query's index among compressed, selected and window keys."""
-    whole = span.first_query + q.shape[1] if packing is None else packing.length
-    return [whole, span.first_query, span.first_query - span.first_key, span.first_query - span.first_window_key]
+class Layout(NamedTuple):
+    """Where the queries and keys of a call are, as the kernels read it (kernels/ops.py)."""
+
+    cu_seqlens: Tensor | None = None  # [documents + 1], or [3, documents + 1] with a row per branch
+    span: Sequence[int] = ()
+    compressed_cu_seqlens: Tensor | None = None  # bounds of the compressed tokens, if known
+    max_seqlen: int | None = None
 
 
-def key_bounds(k_selected: Tensor, k_window: Tensor, span: Span, packing: Packing | None) -> Tensor | None:
-    """int32 [3, documents + 1]: bounds within the whole sequence, the selected keys and the window keys."""
+def kernel_layout(
+    q: Tensor, packing: Packing | None, span: Span, k_selected: Tensor | None = None, k_window: Tensor | None = None
+) -> Layout:
+    """The Layout of a call that reads these keys; k_window: k_selected by default."""
+    offsets: Sequence[int] = ()
+    if span is not WHOLE:
+        # length of the whole sequence, and the first query's index among compressed, selected and window keys
+        whole = span.first_query + q.shape[1] if packing is None else packing.length
+        offsets = [whole, span.first_query, span.first_query - span.first_key, span.first_query - span.first_window_key]
     if packing is None:
-        return None
+        return Layout(span=offsets)
+    bounds = packing.cu_seqlens
+    if span is not WHOLE and k_selected is not None:
+        bounds = _key_bounds(k_selected, k_selected if k_window is None else k_window, span, packing)
+    return Layout(bounds, offsets, packing.compressed_cu_seqlens, packing.max_seqlen)
+
+
+def _key_bounds(k_selected: Tensor, k_window: Tensor, span: Span, packing: Packing) -> Tensor:
+    """int32 [3, documents + 1]: bounds within the whole sequence, the selected keys and the window keys."""
     ranges = ((0, packing.length), (span.first_key, k_selected.shape[1]), (span.first_window_key, k_window.shape[1]))
     if (known := packing.key_bounds_cache.get(ranges)) is None:
         cu = packing.cu_seqlens

@@ -12,15 +12,7 @@ from tercet.attention import checks, reference
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import choose_backend
 from tercet.attention.hardware import kernels_run_on
-from tercet.attention.layout import (
-    WHOLE,
-    Packing,
-    Span,
-    keep_selection,
-    key_bounds,
-    query_offsets,
-    why_no_query_range,
-)
+from tercet.attention.layout import WHOLE, Packing, Span, keep_selection, kernel_layout, why_no_query_range
 
 
 def choose_blocks(
@@ -42,12 +34,7 @@ def choose_blocks(
         if backend == "triton":
             from tercet.attention import kernels
 
-            cu_seqlens = None if packing is None else packing.cu_seqlens
-            offsets = [] if span is WHOLE else query_offsets(queries, span, packing)
-            if packing is not None and span is not WHOLE:
-                cu_seqlens = key_bounds(keys, keys, span, packing)
-            longest = None if packing is None else packing.max_seqlen
-            return kernels.select_by_tokens(queries, keys, config, kernels.Layout(cu_seqlens, offsets, None, longest))
+            return kernels.select_by_tokens(queries, keys, config, kernel_layout(queries, packing, span, keys))
         if packing is not None and span is WHOLE and packing.buckets is not None:
             buckets = packing.buckets
             found = [reference.select_by_tokens(b.rows(queries), b.rows(keys), config) for b in buckets.buckets]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
+from tercet.attention.checks import check_max_seqlen, make_packing
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing
@@ -138,7 +138,11 @@ class AttentionLayer(nn.Module):
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
             return self._forward_cached(x, cache, lengths, turns)
         check_lengths_have_cache(lengths)
-        return self._forward_sequence(x, _make_packing(cu_seqlens, x, self.config, max_seqlen), turns, taught)
+        if isinstance(cu_seqlens, Tensor):
+            # a layer without a config has no compressed tokens
+            count = 0 if self.config is None else None
+            cu_seqlens = make_packing(cu_seqlens, x, self.config or NSAConfig(), count, max_seqlen)
+        return self._forward_sequence(x, cu_seqlens, turns, taught)
 
     def _forward_sequence(
         self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
@@ -172,17 +176,3 @@ def are_plain(*layers: nn.Module) -> bool:
 def check_lengths_have_cache(lengths: Tensor | None) -> None:
     if lengths is not None:
         raise ValueError("lengths was given without a cache: use cu_seqlens for packed documents")
-
-
-def _make_packing(
-    cu_seqlens: Tensor | Packing | None, x: Tensor, config: NSAConfig | None, max_seqlen: int | None
-) -> Packing | None:
-    """The Packing of cu_seqlens, with compressed tokens if there is a config."""
-    if cu_seqlens is None or isinstance(cu_seqlens, Packing):
-        return cu_seqlens
-    batch, length, _ = x.shape
-    # reading the values costs nothing on the CPU, except while torch.compile traces
-    readable = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    check_cu_seqlens(cu_seqlens, batch, length, x.device, values=readable, max_seqlen=max_seqlen)
-    compressed = 0 if config is None else length // config.compress_stride
-    return Packing(cu_seqlens, length, compressed, config or NSAConfig(), max_seqlen)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tercet.attention.checks import check_cu_seqlens, check_max_seqlen
+from tercet.attention.checks import check_max_seqlen, make_packing
 from tercet.attention.layout import Packing
 from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.config import AttentionKind, ModelConfig
@@ -151,11 +151,8 @@ class Transformer(nn.Module):
         """The Packing of cu_seqlens, shared by all layers. Anything but a tensor is passed through to them."""
         if not isinstance(cu_seqlens, Tensor):
             return cu_seqlens
-        batch, length = tokens.shape
-        on_cpu = cu_seqlens.device.type == "cpu"
-        check_cu_seqlens(cu_seqlens, batch, length, tokens.device, values=on_cpu, max_seqlen=max_seqlen)
         nsa = self.config.nsa
-        packing = Packing(cu_seqlens, length, length // nsa.compress_stride, nsa, max_seqlen)
+        packing = make_packing(cu_seqlens, tokens, nsa, max_seqlen=max_seqlen)
         packings = [packing]
         if nsa.select_count * nsa.select_block < self.config.dense_below < packing.max_seqlen:
             packings.append(packing.first_tokens(self.config.dense_below)[1])  # once for all layers

@@ -26,28 +26,15 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
 from tercet.attention.kernels import qkv_split as _qkv_split  # noqa: F401  registers tercet::heads_apart
 from tercet.attention.kernels.autograd import (
-    Layout,
     attend_selected,
-    compressed_select,
+    attend_window,
     nsa,
     select_by_keys,
     select_by_tokens,
-    selected_attention,
-    window_attention,
 )
 from tercet.attention.kernels.table import shared_memory, too_large, unsupported_blocks
 
-__all__ = [
-    "Layout",
-    "attend_selected",
-    "compressed_select",
-    "nsa",
-    "select_by_keys",
-    "select_by_tokens",
-    "selected_attention",
-    "unsupported",
-    "window_attention",
-]
+__all__ = ["attend_selected", "attend_window", "nsa", "select_by_keys", "select_by_tokens", "unsupported"]
 
 
 def unsupported(

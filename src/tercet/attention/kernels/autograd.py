@@ -11,13 +11,13 @@ Otherwise their bodies are called directly, since the dispatcher costs more than
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tercet.attention.config import NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.first_order import first_order
 from tercet.attention.kernels.ops import (
     GRADIENTS,
@@ -36,6 +36,7 @@ from tercet.attention.kernels.ops import (
 )
 from tercet.attention.kernels.selected.launch import Saved
 from tercet.attention.kernels.varlen import compressed_bounds
+from tercet.attention.layout import Layout
 
 _INPUTS = TENSORS + len(Numbers._fields)  # of nsa_attend
 _NO_GRADIENT = (None,) * (_INPUTS - GRADIENTS)  # for the inputs after the first eight
@@ -78,30 +79,6 @@ def _op_backward(ctx, dout, *_unused):
 
 
 nsa_attend.register_autograd(_op_backward, setup_context=_keep_op)
-
-
-class _Compressed(torch.autograd.Function):
-    """nsa_compressed with its gradient, for compressed attention alone."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = torch.ops.tercet.nsa_compressed(*inputs)
-        q, kc, vc, cu, ccu, *ctx.numbers = inputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, kc, vc, *output, cu, ccu)
-        return output
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dout, _lse):
-        q, kc, vc, o_c, lse_c, cu, ccu = ctx.saved_tensors
-        not_differentiable = (None,) * (2 + len(Numbers._fields))
-        if dout is None:
-            return None, None, None, *not_differentiable
-        kept = Kept(q=q, kc=kc, vc=vc, o_c=o_c, lse_c=lse_c, cu=cu, ccu=ccu)
-        dq, dkc, dvc, *_ = torch.ops.tercet.nsa_backward(dout, *kept, [], *ctx.numbers)
-        return dq, dkc, dvc, *not_differentiable
 
 
 def project(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -201,10 +178,6 @@ class _Direct:
         return block_indices
 
 
-def _watched() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
 # ------------------------------------------------------------ entry points
 
 
@@ -218,32 +191,25 @@ def nsa(
     vw: Tensor,
     gates: Tensor,
     config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    branches: tuple[str, ...] = ("compressed", "selected", "window"),
+    layout: Layout = Layout(),  # noqa: B008  a named tuple
+    branches: tuple[str, ...] = BRANCHES,
     block_indices: Tensor | None = None,
-    span: Sequence[int] = (),
     select: bool = False,
     output: tuple[Tensor, Tensor | None] | None = None,
-    compressed_cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, block_indices) of the gated branches.
 
     `output`: (weight, bias) of the output projection, applied to the result; compiled, its input is not saved.
-    `compressed_cu_seqlens`: bounds of the compressed tokens, if the caller has them. `max_seqlen`: an upper bound on
-    document lengths. `span`: see ops.py.
     """
     choose = block_indices is None and (select or "selected" in branches)
     compressed = "compressed" in branches
-    watched = _watched()
-    ops = torch.ops.tercet if watched else _Direct
-    numbers = (sizes_of(config) if watched else config, list(span), max_seqlen)
-    ccu = _bounds(cu_seqlens, config, ops) if compressed_cu_seqlens is None else compressed_cu_seqlens
+    ops, numbers = _call(config, layout)
+    cu_seqlens, ccu = layout.cu_seqlens, _compressed_bounds(layout, config, ops)
     if "selected" not in branches:
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    if not watched:
+    if ops is _Direct:
         x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, None, None, block_indices, cu_seqlens, ccu)
         out, selection = _Attend.apply(*x, *numbers, compressed, choose)
         return out if output is None else project(out, *output), selection if choose else block_indices
@@ -267,22 +233,10 @@ def nsa(
     return out if output is None else project(out, *output), block_indices
 
 
-class Layout(NamedTuple):
-    """Where the queries and keys of a call are; see ops.py."""
-
-    cu_seqlens: Tensor | None = None
-    span: Sequence[int] = ()
-    compressed_cu_seqlens: Tensor | None = None  # bounds of the compressed tokens, if the caller has them
-    max_seqlen: int | None = None
-
-
 def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
     """block_indices by the scores of compressed keys, without the output of compressed attention."""
-    watched = _watched()
-    ops = torch.ops.tercet if watched else _Direct
-    numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
-    cu, ccu = layout.cu_seqlens, layout.compressed_cu_seqlens
-    ccu = _bounds(cu, config, ops) if ccu is None else ccu
+    ops, numbers = _call(config, layout)
+    cu, ccu = layout.cu_seqlens, _compressed_bounds(layout, config, ops)
     with torch.no_grad():
         lse = ops.nsa_compressed_lse(q, keys, cu, ccu, *numbers)
         return ops.keep_selection(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
@@ -290,9 +244,7 @@ def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -
 
 def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
     """block_indices by a selector's queries and keys, one of each per token and group."""
-    watched = _watched()
-    ops = torch.ops.tercet if watched else _Direct
-    numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
+    ops, numbers = _call(config, layout)
     with torch.no_grad():
         return ops.keep_selection(ops.nsa_select_by_tokens(q, keys, layout.cu_seqlens, *numbers))
 
@@ -301,48 +253,31 @@ def attend_selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, layout: Layout
 ) -> Tensor:
     """The selected branch alone, without a gate."""
-    watched = _watched()
-    x = Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=layout.cu_seqlens)
-    numbers = (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
-    if watched:
-        return torch.ops.tercet.nsa_attend(*x, *numbers)[0]
-    return _Attend.apply(*x, *numbers, False, False)[0]
+    return _attend_alone(Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=layout.cu_seqlens), config, layout)
 
 
-def compressed_select(
-    q: Tensor, kc: Tensor, vc: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
-    """(output of the compressed branch, block_indices)."""
-    numbers = (sizes_of(config), list(span), None)
-    ccu = _bounds(cu_seqlens, config, torch.ops.tercet)
-    out, lse = _Compressed.apply(q, kc, vc, cu_seqlens, ccu, *numbers)
-    with torch.no_grad():
-        block_indices = torch.ops.tercet.nsa_select(q, kc, lse, cu_seqlens, ccu, *numbers)
-        return out, torch.ops.tercet.keep_selection(block_indices)
-
-
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None,
-    span: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    x = Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=cu_seqlens)
-    return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), None)[0]
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None, span: Sequence[int] = (),
-    max_seqlen: int | None = None,
-) -> Tensor:  # fmt: skip
+def attend_window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
     """The window branch alone, without a gate."""
-    x = Tensors(q, kw=k, vw=v, cu=cu_seqlens)
-    if _watched():
-        return torch.ops.tercet.nsa_attend(*x, sizes_of(config), list(span), max_seqlen)[0]
-    return _Attend.apply(*x, config, list(span), max_seqlen, False, False)[0]
+    return _attend_alone(Tensors(q, kw=k, vw=v, cu=layout.cu_seqlens), config, layout)
 
 
-def _bounds(cu_seqlens: Tensor | None, config: NSAConfig, ops) -> Tensor | None:
+def _attend_alone(x: Tensors, config: NSAConfig, layout: Layout) -> Tensor:
+    ops, numbers = _call(config, layout)
+    if ops is _Direct:
+        return _Attend.apply(*x, *numbers, False, False)[0]
+    return ops.nsa_attend(*x, *numbers)[0]
+
+
+def _call(config: NSAConfig, layout: Layout) -> tuple[Any, tuple[Any, list[int], int | None]]:
+    """The ops to call, and their Numbers."""
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    ops = torch.ops.tercet if watched else _Direct
+    return ops, (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
+
+
+def _compressed_bounds(layout: Layout, config: NSAConfig, ops: Any) -> Tensor | None:
     """Bounds of the compressed tokens, which are those of whole sequences."""
-    if cu_seqlens is None:
-        return None
-    whole = cu_seqlens if cu_seqlens.dim() == 1 else cu_seqlens[0]
+    if layout.cu_seqlens is None or layout.compressed_cu_seqlens is not None:
+        return layout.compressed_cu_seqlens
+    whole = layout.cu_seqlens if layout.cu_seqlens.dim() == 1 else layout.cu_seqlens[0]
     return ops.nsa_compressed_bounds(whole, config.compress_block, config.compress_stride)
