@@ -13,11 +13,6 @@ import tercet
 from cases import Case, attend, cases, chosen, compressed_length, config, cu, inputs, judge, wrong_sets
 
 CFG = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
-DOCUMENTS = [None, (1, 6, 2)]
-
-
-def small(documents: tuple[int, ...] | None):
-    return inputs(CFG, 9, groups=2, per_group=2, key_size=3, value_size=2, documents=documents)
 
 
 def close(actual: torch.Tensor, expected: np.ndarray) -> None:
@@ -63,45 +58,18 @@ def test_select_blocks_on_given_scores():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
-def test_gradcheck_of_compressed_attention(documents):
-    x = small(documents).leaves()
-    bounds = cu(documents)
-
-    def stage(q, k, v):
-        return tercet.compressed_attention(q, k, v, config=CFG, cu_seqlens=bounds)[0]
-
-    assert gradcheck(stage, (x.q, x.kc, x.vc), atol=1e-7, rtol=1e-5)
-
-
-@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
-def test_gradcheck_of_selected_attention(documents):
-    x = small(documents).leaves()
-    bounds = cu(documents)
-    _, indices = tercet.compressed_attention(x.q, x.kc, x.vc, config=CFG, cu_seqlens=bounds)
-
-    def stage(q, k, v):
-        return tercet.selected_attention(q, k, v, indices, config=CFG, cu_seqlens=bounds)
-
-    assert gradcheck(stage, (x.q, x.ks, x.vs), atol=1e-7, rtol=1e-5)
-
-
-@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
-def test_gradcheck_of_window_attention(documents):
-    x = small(documents).leaves()
-    bounds = cu(documents)
-
-    def stage(q, k, v):
-        return tercet.window_attention(q, k, v, config=CFG, cu_seqlens=bounds)
-
-    assert gradcheck(stage, (x.q, x.kw, x.vw), atol=1e-7, rtol=1e-5)
-
-
-@pytest.mark.parametrize("documents", DOCUMENTS, ids=["plain", "packed"])
-def test_gradcheck_of_compress_mean(documents):
-    x = small(documents).leaves()
-    bounds = cu(documents)
-    assert gradcheck(lambda k: tercet.compress_mean(k, config=CFG, cu_seqlens=bounds), (x.ks,))
+@pytest.mark.parametrize("documents", [None, (1, 6, 2)], ids=["plain", "packed"])
+def test_gradcheck_of_the_stages(documents):
+    x = inputs(CFG, 9, groups=2, per_group=2, key_size=3, value_size=2, documents=documents).leaves()
+    options = {"config": CFG, "cu_seqlens": cu(documents)}
+    _, indices = tercet.compressed_attention(x.q, x.kc, x.vc, **options)
+    for stage, tensors in (
+        (lambda *qkv: tercet.compressed_attention(*qkv, **options)[0], (x.q, x.kc, x.vc)),
+        (lambda *qkv: tercet.selected_attention(*qkv, indices, **options), (x.q, x.ks, x.vs)),
+        (lambda *qkv: tercet.window_attention(*qkv, **options), (x.q, x.kw, x.vw)),
+        (lambda k: tercet.compress_mean(k, **options), (x.ks,)),
+    ):
+        assert gradcheck(stage, tensors, atol=1e-7, rtol=1e-5)
 
 
 def test_gradcheck_of_combine():

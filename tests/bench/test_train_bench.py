@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,7 @@ def test_initial_weights_are_drawn_on_the_device():
 def test_trained_weights_read_training_data(tmp_path: Path, packed: bool):
     (tmp_path / "text.txt").write_text("the same line again and again\n" * 500)
     asked = train.cells_of("tiny", ("nsa",), (64,), 128, (), 64, "none", ())[0]
-    asked["flags"] = {
-        "train.init_from": "run", "data.source": "text", "data.path": str(tmp_path / "text.txt")
-    }  # fmt: skip
+    asked["flags"] = {"train.init_from": "run", "data.source": "text", "data.path": str(tmp_path / "text.txt")}
     batch = train_cell._batch(train_cell.configured(asked, 2), torch.device("cpu"), packed=packed)
     assert batch.tokens.shape == ((1, 128) if packed else (2, 64))
     rows = zip(batch.tokens.view(2, 64), batch.targets.view(2, 64), strict=True)
@@ -135,6 +135,12 @@ def test_a_larger_batch_that_is_slower_is_reported():
     assert train.cliffs(train.compared(cells, True), 64) == ["nsa at length 64: batch 2 -> 4 falls to 93%"]
 
 
+def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Run this script in place of the subprocess that measures."""
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
+
+
 def test_a_process_that_dies_loses_only_its_current_cell(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     """A stand-in for the subprocess fails at the second cell."""
     script = (
@@ -143,11 +149,7 @@ def test_a_process_that_dies_loses_only_its_current_cell(monkeypatch: pytest.Mon
         "    figures = {'tokens_per_s': 1.0, 'ms': 1.0, 'peak_gib': 1.0, 'first_loss': 1}\n"
         "    print(json.dumps({**c, 'outcome': 'ok', **figures}), flush=True)\n"
     )
-    import subprocess
-    import sys
-
-    real = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
+    replace_process(monkeypatch, script)
     asked = [{"kind": "nsa", "batch": 1, "length": length} for length in (1, 2, 3)]
     seen: list[dict[str, Any]] = []
     _, done = train.measured(asked, 1, 1, 60, None, on_line=seen.append)
@@ -170,15 +172,12 @@ def test_a_cells_name_is_printed_when_it_starts(monkeypatch: pytest.MonkeyPatch,
         "figures = {'tokens_per_s': 1.0, 'ms': 1.0, 'peak_gib': 1.0, 'first_loss': 1}\n"
         "print(json.dumps({**cell, 'outcome': 'ok', **figures}), flush=True)\n"
     )
-    import subprocess
-    import sys
 
     def watch(text: str, **_: Any) -> None:
         if text.split() == ["1/1", "nsa", "3", "x", "64"]:
             named.touch()
 
-    real = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda c, **k: real([sys.executable, "-c", script, c[-1]], **k))
+    replace_process(monkeypatch, script)
     monkeypatch.setattr(train, "print", watch, raising=False)
     _, done = train.measured([{"kind": "nsa", "batch": 3, "length": 64}], 1, 1, 60, None)
     assert [c["outcome"] for c in done] == ["ok"]

@@ -20,6 +20,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("performance_tables")
 
 
+@pytest.fixture
+def results(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder, from which the script reads its results."""
+    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+    return tmp_path
+
+
 def save(folder: Path, name: str, results: list[dict[str, Any]], **about: Any) -> None:
     told = {"date": "2026-11-16", "device": "a GPU", "torch": "2", "triton": "3", "tercet": "0", "quick": False}
     (folder / f"{name}.json").write_text(json.dumps({"part": name, **told, **about, "results": results}))
@@ -47,8 +54,7 @@ def test_lines_fit_the_line_length(script: ModuleType) -> None:
     assert [line for line in page.splitlines() if len(line) > 120] == []
 
 
-def test_missing_results_give_no_numbers(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_missing_results_give_no_numbers(script: ModuleType, results: Path) -> None:
     for name, make in script.TABLES.items():
         optional = name in ("million", "batches", "shapes", "large", "blocks", "fp8")
         assert make() == "" if optional else "not measured" in make()
@@ -57,36 +63,30 @@ def test_missing_results_give_no_numbers(script: ModuleType, monkeypatch: pytest
 
 @pytest.mark.parametrize(("correct", "loss", "ratio"), [(True, 5.5, "0.80"), (False, 5.5, "–"), (True, 4.0, "–")])
 def test_a_wrong_result_gets_no_ratio(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, correct: bool, loss: float, ratio: str
+    script: ModuleType, results: Path, correct: bool, loss: float, ratio: str
 ) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
     check = {"parity": 0.003, "correct": correct}
-    save(tmp_path, "train", [check, cell("nsa", 80e3, first_loss=loss), cell("dense", 100e3)])
+    save(results, "train", [check, cell("nsa", 80e3, first_loss=loss), cell("dense", 100e3)])
     row = script.steps.train().splitlines()[-1].split(" | ")
     assert row[:3] == ["| 2k", "80k", "100k"]
     assert row[3] == f"**{ratio}**"
 
 
-def test_packed_dense_steps_have_a_column_and_give_no_ratio(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_packed_dense_steps_have_a_column_and_give_no_ratio(script: ModuleType, results: Path) -> None:
     cells = [cell("nsa", 80e3), cell("dense", 70e3, packed=True), cell("dense", 100e3)]
-    save(tmp_path, "train", [{"parity": 0.003, "correct": True}, *cells])
+    save(results, "train", [{"parity": 0.003, "correct": True}, *cells])
     assert script.steps.train().splitlines()[-1].split(" | ")[:5] == ["| 2k", "80k", "100k", "70k", "**0.80**"]
 
 
-def test_results_of_two_runs_are_not_mixed(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
-    save(tmp_path, "train", [])
-    save(tmp_path, "decode", [], date="2026-11-17")
+def test_results_of_two_runs_are_not_mixed(script: ModuleType, results: Path) -> None:
+    save(results, "train", [])
+    save(results, "decode", [], date="2026-11-17")
     with pytest.raises(ValueError, match="mixes runs"):
         script.measured()
 
 
-def test_dry_runs_are_rejected(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
-    save(tmp_path, "train", [], quick=True)
+def test_dry_runs_are_rejected(script: ModuleType, results: Path) -> None:
+    save(results, "train", [], quick=True)
     with pytest.raises(ValueError, match="--quick"):
         script.steps.train()
 
@@ -109,18 +109,15 @@ def test_kernels_are_grouped_by_name(script: ModuleType, kernel: str, group: str
     assert script.steps.group(kernel) == group
 
 
-def test_recorded_inputs_get_their_columns_once_they_are_measured(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_recorded_inputs_get_their_columns_once_they_are_measured(script: ModuleType, results: Path) -> None:
 
     def measured(kind: str, speedup: float) -> dict[str, Any]:
         times = {"nsa_forward_ms": 1.0, "nsa_both_ms": 3.0, "cudnn_forward_ms": 2.0, "cudnn_both_ms": 9.0}
         return {"shape": "P64k", "inputs": kind, "speedup": speedup, **times}
 
-    save(tmp_path, "operator", [measured("random", 4.0), measured("smooth", 5.0)])
+    save(results, "operator", [measured("random", 4.0), measured("smooth", 5.0)])
     assert "recorded" not in script.operator.operator()
-    save(tmp_path, "operator", [measured("random", 4.0), measured("smooth", 5.0), measured("recorded", 4.5)])
+    save(results, "operator", [measured("random", 4.0), measured("smooth", 5.0), measured("recorded", 4.5)])
     head, _, row = script.operator.operator().splitlines()
     assert "| × dense, recorded |" in head
     assert row.startswith("| P 1×64k | 4.00 | 4.50 | 5.00 |")
@@ -134,66 +131,51 @@ def shape_row(head: int, length: int, ms: float, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_shapes_off_their_neighbours_are_listed(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_shapes_off_their_neighbours_are_listed(script: ModuleType, results: Path) -> None:
     # time ~ length^0.5 × size: nothing is off
     smooth = [shape_row(h, n, n**0.5 * (h + min(h, 128)) / 2) for h in (64, 96, 128, 192) for n in (1024, 3001, 8192)]
-    save(tmp_path, "shapes", smooth)
+    save(results, "shapes", smooth)
     assert "No cell is more than 15% off" in script.operator.shapes()
     assert "Head 96 takes 0.75 to 0.75× the time of head 128" in script.operator.shapes()
     slow = [dict(row, ms_per_1k_tokens=1.2 * row["ms_per_1k_tokens"]) if row is smooth[4] else row for row in smooth]
-    save(tmp_path, "shapes", slow)
+    save(results, "shapes", slow)
     (line,) = [line for line in script.operator.shapes().splitlines() if line.startswith("- ")]
     assert line == "- 8/1, head 96, 3,001 tokens: +20% by length, +20% by head size"
 
 
-def test_memory_of_larger_models_is_shown_beside_its_plan(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_memory_of_larger_models_is_shown_beside_its_plan(script: ModuleType, results: Path) -> None:
     sizes = {"length": 8192, "batch": 8, "peak_gib": 100.0, "ms": 900.0}
     nsa = cell("nsa", 70e3, preset="1b", planned_gib=109.0, **sizes)
     dense = cell("dense", 60e3, preset="1b-dense", planned_gib=98.0, **sizes)
-    save(tmp_path, "large", [{"parity": 0.003, "correct": True}, nsa, dense])
+    save(results, "large", [{"parity": 0.003, "correct": True}, nsa, dense])
     row = script.steps.large().splitlines()[-1]
     assert row == "| `1b` | 8k | 70k | 60k | **1.17** | 900 / 900 | 100 / 100 | 109 (+9%) / 98.0 (-2%) |"
 
 
-def test_what_float8_saves_is_a_share_of_a_measured_step(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_what_float8_saves_is_a_share_of_a_measured_step(script: ModuleType, results: Path) -> None:
     layer = {"layer": "FFN up", "preset": "1b", "inputs": 2048, "outputs": 11264, "bf16_ms": 12.0, "bf16_tflops": 755.0}
-    save(tmp_path, "fp8", [layer | {"tensor_ms": 7.0, "tensor_matmul_ms": 6.0, "tensor_error": 0.05}])
+    save(results, "fp8", [layer | {"tensor_ms": 7.0, "tensor_matmul_ms": 6.0, "tensor_error": 0.05}])
     assert "| 1.71 | 2.00 | – | – | 5.0% / – |" in script.steps.fp8()
     assert "saves" not in script.steps.fp8()
-    save(tmp_path, "large", [cell("nsa", 70e3, preset="1b", length=8192, batch=8, ms=900.0)])
+    save(results, "large", [cell("nsa", 70e3, preset="1b", length=8192, batch=8, ms=900.0)])
     assert "saves 90.0 of the 900 ms of a step of `1b` at 8k: 10%." in script.steps.fp8()  # 18 layers
 
 
-def test_sizes_of_blocks_are_compared_with_64(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_sizes_of_blocks_are_compared_with_64(script: ModuleType, results: Path) -> None:
     speeds = {64: 400e3, 32: 300e3, 128: 440e3}
-    save(tmp_path, "blocks", [cell("nsa", speed, select_block=size) for size, speed in speeds.items()])
+    save(results, "blocks", [cell("nsa", speed, select_block=size) for size, speed in speeds.items()])
     assert script.steps.blocks().splitlines()[-1] == "| 2k | 400k | 300k | 440k | 0.75 | 1.10 |"
 
 
-def test_a_learned_selector_gets_rows_of_its_own(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script.results, "RESULTS", tmp_path)
+def test_a_learned_selector_gets_rows_of_its_own(script: ModuleType, results: Path) -> None:
     row = {"of": "model", "kind": "nsa", "context": 2048, "batch": 1, "first_token_s": 0.04}
     dense = row | {"kind": "dense", "tokens_per_s": 2000.0}
-    save(tmp_path, "decode", [row | {"tokens_per_s": 1500.0}, dense])  # as before there were selectors
+    save(results, "decode", [row | {"tokens_per_s": 1500.0}, dense])  # as before there were selectors
     assert script.decode.decode_model().splitlines()[-1].startswith("| 2k | 1 | 1,500 | 2,000 | 0.75 |")
     both = [
         row | {"selector": name, "tokens_per_s": speed} for name, speed in (("learned", 1e3), ("compressed", 1.5e3))
     ]
-    save(tmp_path, "decode", [*both, dense | {"selector": "compressed"}])
+    save(results, "decode", [*both, dense | {"selector": "compressed"}])
     lines = script.decode.decode_model().splitlines()[2:]
     assert [line[:50] for line in lines] == [
         "| compressed | 2k | 1 | 1,500 | 2,000 | 0.75 | 0.0",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
+from torch import nn
 
 import tercet
 from tercet.attention import dispatch, layout
@@ -19,38 +22,43 @@ def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, *_):  # type: ignore[
     return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the kernels, which claim to run here."""
+    found = pytest.importorskip("tercet.attention.kernels")
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+    return found
+
+
+def check_compiles(layer: nn.Module, bounds: list[int] | None) -> None:
+    """Compiled to one graph, the layer computes what it computes uncompiled."""
+    x, documents = torch.randn(1, 70, 32), None
+    if bounds is not None:
+        documents = Packing(torch.tensor(bounds, dtype=torch.int32), 70, 70 // CONFIG.compress_stride, CONFIG)
+        documents.first_tokens(66)  # as the model does, once for all layers
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+
+
 @pytest.mark.parametrize(
     ("packed", "statistics"),
     [(False, False), (True, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, True), (True, False)))],
 )
-def test_the_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool, statistics: bool) -> None:
-    kernels = pytest.importorskip("tercet.attention.kernels")
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+def test_the_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool, statistics: bool) -> None:
     monkeypatch.setattr(kernels, "nsa", fake_kernels)
     layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=CONFIG)
     layer.stats.enabled = statistics
-    x = torch.randn(1, 70, 32)
-    bounds = torch.tensor([0, 30, 70], dtype=torch.int32)
-    documents = Packing(bounds, 70, 70 // CONFIG.compress_stride, CONFIG) if packed else None
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+    check_compiles(layer, [0, 30, 70] if packed else None)
     assert layer.routes == dict.fromkeys(layer.branches, "triton")
     assert bool(layer.stats.read()) == statistics
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_window_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-    kernels = pytest.importorskip("tercet.attention.kernels")
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+def test_a_window_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool) -> None:
     monkeypatch.setattr(kernels, "attend_window", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
     layer = tercet.WindowAttention(32, 4, 2, 8, config=CONFIG)
-    x = torch.randn(1, 70, 32)
-    bounds = torch.tensor([0, 30, 70], dtype=torch.int32)
-    documents = Packing(bounds, 70, 70 // CONFIG.compress_stride, CONFIG) if packed else None
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+    check_compiles(layer, [0, 30, 70] if packed else None)
     assert layer.routes == {"window": "triton"}
 
 
@@ -61,30 +69,17 @@ def test_a_window_layer_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch, p
         *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, 0), (True, 100), (False, 66))),
     ],
 )
-def test_a_block_sparse_layer_compiles_to_one_graph(
-    monkeypatch: pytest.MonkeyPatch, packed: bool, dense_below: int
-) -> None:
-    kernels = pytest.importorskip("tercet.attention.kernels")
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+def test_a_block_sparse_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool, dense_below: int) -> None:
     indices = torch.zeros(1, 70, 2, CONFIG.select_count, dtype=torch.int32)
     monkeypatch.setattr(kernels, "select_by_keys", lambda q, keys, *_: indices + (keys.sum() > 1e9))
     monkeypatch.setattr(kernels, "attend_selected", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
     layer = tercet.BlockSparseAttention(32, 4, 2, 8, config=CONFIG, dense_below=dense_below)
     layer.stats.enabled = dense_below == 100
-    x = torch.randn(1, 70, 32)
-    bounds = torch.tensor([0, 3, 70], dtype=torch.int32)
-    documents = Packing(bounds, 70, 70 // CONFIG.compress_stride, CONFIG) if packed else None
-    if documents is not None:
-        documents.first_tokens(66)  # as the model does, once for all layers
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, documents), layer(x, documents))
+    check_compiles(layer, [0, 3, 70] if packed else None)
     assert layer.routes == ({"dense": "sdpa"} if dense_below == 100 else {"selected": "triton"})
 
 
-def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("tercet.attention.kernels")
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
+def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
     monkeypatch.setattr(kernels, "nsa", fake_kernels)
     monkeypatch.setattr(layout, "_read_bounds", lambda *bounds: None)  # as on a device
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 16}

@@ -98,7 +98,6 @@ def test_a_save_has_the_state_at_its_start_while_training_continues(tmp_path: Pa
     saver = Checkpointer(tmp_path, CheckpointConfig())
     saver.save(1, net, optimizer, {"step": 1}, {})
     learn(net, optimizer, 5)
-    assert saver.saving
     assert saver.collect(wait=False) is None
     saved = saver.collect(wait=True)
     assert saved is not None

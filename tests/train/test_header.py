@@ -44,19 +44,11 @@ def test_settings_are_those_that_differ_from_the_preset():
 )
 def test_a_run_ends_with_the_commands_people_want_next(completed, commands, capsys):
     state = SimpleNamespace(step=6, tokens=768)
+    folder, start = SimpleNamespace(path=Path("runs/x")), console.Start(0.0, 0, 0)
     console.print_summary(
-        Screen(),
-        small(train__steps=6),
-        SimpleNamespace(path=Path("runs/x")),
-        state,
-        completed=completed,
-        reason="SIGTERM",
-        started=0.0,
-        first_step=0,
-        first_tokens=0,
-        bad_records=0,
+        Screen(), small(train__steps=6), folder, state, start, completed=completed, reason="SIGTERM", bad_records=0,
         bad_examples=(),
-    )
+    )  # fmt: skip
     printed = [line for line in capsys.readouterr().out.splitlines() if "runs/x" in line][-3:]
     assert all(line.endswith(command) for line, command in zip(printed, commands, strict=True))
 

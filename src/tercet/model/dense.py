@@ -14,7 +14,7 @@ from tercet.model import decode
 from tercet.model.cache import DenseCache
 from tercet.model.config import NSA_ONLY, AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer
-from tercet.model.rope import CosSin, RopeCache, rotate
+from tercet.model.rope import CosSin, RopeCache, Rotary, rotate
 
 
 class DenseAttention(AttentionLayer):
@@ -44,8 +44,8 @@ class DenseAttention(AttentionLayer):
         if unknown := set(nsa_only) - ignored:
             raise TypeError(f"DenseAttention got unknown arguments: {', '.join(sorted(unknown))}")
         super().__init__(
-            dim, heads, kv_heads, head_dim, value_dim, key_sets=1, value_sets=1, rope_theta=rope_theta,
-            rope_scaling=rope_scaling, rope_max_wavelength=rope_max_wavelength, rope=rope, bias=bias,
+            dim, heads, kv_heads, head_dim, value_dim, key_sets=1, value_sets=1, bias=bias,
+            rotary=Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength, rope),
         )  # fmt: skip
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None

@@ -12,7 +12,7 @@ from tercet.attention.checks import check_max_seqlen, make_packing
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing
-from tercet.model.config import AttentionKind, RopeConfig
+from tercet.model.config import AttentionKind
 from tercet.model.rope import RopeCache, Rotary
 
 
@@ -38,10 +38,7 @@ class AttentionLayer(nn.Module):
         *,
         key_sets: int,
         value_sets: int,
-        rope_theta: float,
-        rope_scaling: float,
-        rope_max_wavelength: float,
-        rope: RopeConfig | None,
+        rotary: Rotary,
         bias: bool,
     ) -> None:
         super().__init__()
@@ -50,8 +47,7 @@ class AttentionLayer(nn.Module):
         check_sizes(dim=dim, head_dim=head_dim, value_dim=value_dim)
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
-        self.key_sets = key_sets
-        self.rotary = Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength, rope)
+        self.key_sets, self.rotary = key_sets, rotary
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
         self.kv_proj = nn.Linear(dim, kv_heads * (key_sets * head_dim + value_sets * value_dim), bias=bias)
         self.o_proj = nn.Linear(heads * value_dim, dim, bias=bias)

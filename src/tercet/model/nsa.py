@@ -20,7 +20,7 @@ from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.nsa_cache import NSACache
-from tercet.model.rope import CosSin, RopeCache, compressed_positions, rope_cache, rotate
+from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rope_cache, rotate
 from tercet.model.selector import RandomBlocks, attach_loss, build_selector
 from tercet.model.stats import AttentionStats
 
@@ -114,8 +114,8 @@ class NativeSparseAttention(AttentionLayer):
         value_sets = 1 if shared_kv else len(BRANCHES)
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=value_sets - compress_selected_keys,
-            value_sets=value_sets, rope_theta=rope_theta, rope_scaling=rope_scaling,
-            rope_max_wavelength=rope_max_wavelength, rope=rope, bias=bias,
+            value_sets=value_sets, bias=bias,
+            rotary=Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength, rope),
         )  # fmt: skip
         check_backend(backend)
         self.config = NSAConfig() if config is None else config

@@ -133,9 +133,7 @@ class AttentionStats:
         `distances` decode it. Does not synchronise."""
         if self._sums is None:
             return torch.zeros(_SUMS + DISTANCE_BUCKETS, dtype=torch.float64, device=device)
-        histogram = self._histogram
-        if histogram is None:
-            histogram = torch.zeros(DISTANCE_BUCKETS, device=self._sums.device)
+        histogram = self._sums.new_zeros(DISTANCE_BUCKETS) if self._histogram is None else self._histogram
         return torch.cat((self._sums, histogram.double()))
 
     def add(self, sums: Tensor) -> None:
@@ -146,7 +144,7 @@ class AttentionStats:
 
     @staticmethod
     def distances(sums: list[float]) -> list[int]:
-        """Decode the histogram of a vector of `sums`."""
+        """Decode the histogram of a vector of `sums`: selected blocks that are 0, 1, 2-3, 4-7, … blocks back."""
         return [round(number) for number in sums[_SUMS:]]
 
     @staticmethod
@@ -163,10 +161,6 @@ class AttentionStats:
             # the KL divergence is NaN where nothing is learned
             means |= {n: value / queries for n, value in zip(_SELECTOR, selector, strict=False) if value == value}
         return means
-
-    def read_distances(self) -> list[int]:
-        """Number of selected blocks that are 0, 1, 2-3, 4-7, … blocks back. Synchronises."""
-        return [0] * DISTANCE_BUCKETS if self._histogram is None else self._histogram.tolist()
 
     def _selection_sums(
         self, block_indices: Tensor, positions: Tensor | None, preceding: Tensor | None
@@ -218,16 +212,8 @@ def _gate_sums(gates: Tensor) -> Tensor:
     gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
     share = gates / gates.sum(-1, keepdim=True)
     highest = share.amax(-1)
-    return torch.cat(
-        (
-            torch.full((1,), highest.numel(), dtype=torch.float64, device=gates.device),
-            share.flatten(0, -2).sum(0, dtype=torch.float64),
-            torch.stack(
-                (
-                    -torch.special.xlogy(share, share).sum(dtype=torch.float64),
-                    highest.sum(dtype=torch.float64),
-                    (highest > COLLAPSE_SHARE).sum().double(),
-                )
-            ),
-        )
-    )
+    count = torch.full((1,), highest.numel(), dtype=torch.float64, device=gates.device)
+    entropy = -torch.special.xlogy(share, share).sum(dtype=torch.float64)
+    collapsed = (highest > COLLAPSE_SHARE).sum().double()
+    rest = torch.stack((entropy, highest.sum(dtype=torch.float64), collapsed))
+    return torch.cat((count, share.flatten(0, -2).sum(0, dtype=torch.float64), rest))

@@ -6,7 +6,7 @@ tokens: int64 [B, T]; hidden states: [B, T, dim]; logits: [B, T, vocab].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from tercet.model.config import AttentionKind, ModelConfig
 from tercet.model.dense import DenseAttention
 from tercet.model.ffn import SwiGLU
 from tercet.model.layer import check_lengths_have_cache
-from tercet.model.loss import Loss, cross_entropy
+from tercet.model.loss import cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
 from tercet.model.selector import sample_queries
@@ -189,25 +189,6 @@ class Transformer(nn.Module):
         positions = None if packing is None else packing.position
         return cache._replace(selector=rotary.of_tokens(tokens, positions))
 
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        cu_seqlens: Tensor | None = ...,
-        targets: None = ...,
-        cache: Any = ...,
-        max_seqlen: int | None = ...,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        cu_seqlens: Tensor | None,
-        targets: Tensor,
-        cache: Any = ...,
-        max_seqlen: int | None = ...,
-    ) -> Loss: ...
-
     def forward(
         self,
         tokens: Tensor,
@@ -215,7 +196,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         cache: Any = None,
         max_seqlen: int | None = None,
-    ) -> Tensor | Loss:
+    ) -> Any:
         """Logits [B, T, vocab], or the Loss of `targets` [B, T]: the next token at each position, -100 to ignore."""
         hidden = self.hidden(tokens, cu_seqlens, cache, max_seqlen=max_seqlen)
         if targets is None:
@@ -223,31 +204,18 @@ class Transformer(nn.Module):
         return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled)
 
 
+# Settings of the model that attention layers take by the same name.
+_LAYER_OPTIONS = (
+    "compression", "gate", "shared_kv", "compress_selected_keys", "rope_theta", "rope_scaling", "rope_max_wavelength",
+    "rope", "qk_norm", "branches", "backend", "norm_eps", "selector", "selector_dim", "selector_rotary",
+)  # fmt: skip
+
+
 def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
     sparse = BlockSparseAttention if config.gate == "none" else NativeSparseAttention
     build: Any = {"nsa": sparse, "dense": DenseAttention, "window": WindowAttention}[kind]
-    return build(
-        config.dim,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.value_dim,
-        config.nsa,
-        compression=config.compression,
-        gate=config.gate,
-        shared_kv=config.shared_kv,
-        compress_selected_keys=config.compress_selected_keys,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
-        rope_max_wavelength=config.rope_max_wavelength,
-        rope=config.rope,
-        qk_norm=config.qk_norm,
-        branches=config.branches,
-        backend=config.backend,
-        bias=config.attention_bias,
-        norm_eps=config.norm_eps,
-        selector=config.selector,
-        selector_dim=config.selector_dim,
-        selector_rotary=config.selector_rotary,
-        **({"dense_below": config.dense_below} if config.gate == "none" else {}),
-    )
+    options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
+    if config.gate == "none":
+        options["dense_below"] = config.dense_below
+    sizes = (config.dim, config.heads, config.kv_heads, config.head_dim, config.value_dim, config.nsa)
+    return build(*sizes, bias=config.attention_bias, **options)

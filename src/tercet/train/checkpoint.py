@@ -96,7 +96,7 @@ class Checkpointer:
         self.rank, self.world_size = rank, world_size
         # Not the group of training: two threads in one group would receive each other's messages.
         self.process_group = process_group
-        self._wait_for, self._tokenizer, self._keep_steps = wait_for, tokenizer, keep_steps
+        self._wait_for, self.tokenizer, self.keep_steps = wait_for, tokenizer, keep_steps
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
         self._started = self._blocked = 0.0
@@ -113,32 +113,13 @@ class Checkpointer:
         assert self._future is None
         self._started = time.perf_counter()
         tensors = tensors_to_save(model, optimizer)
-        self._writer = _CommittingWriter(
-            self.checkpoints,
-            step,
-            list(tensors),
-            run_state,
-            rank_state,
-            self.config,
-            self.rank,
-            self.world_size,
-            self._tokenizer,
-            self._keep_steps,
-        )
+        self._writer = _CommittingWriter(self, step, list(tensors), run_state, rank_state)
         future = dcp.async_save(
-            dict(tensors),
-            storage_writer=self._writer,
-            process_group=self.process_group,
-            no_dist=self.world_size == 1,
+            dict(tensors), storage_writer=self._writer, process_group=self.process_group, no_dist=self.world_size == 1
         )
         assert isinstance(future, Future)
         self._future = future
         self._blocked = time.perf_counter() - self._started
-
-    @property
-    def saving(self) -> bool:
-        """Whether a save has not been collected yet."""
-        return self._future is not None
 
     def collect(self, *, wait: bool) -> Saved | None:
         """The save in progress if it is complete, or after waiting for it. Raises if it failed."""
@@ -162,23 +143,16 @@ class _CommittingWriter(HuggingFaceStorageWriter):
 
     def __init__(
         self,
-        checkpoints: Path,
+        owner: Checkpointer,
         step: int,
         names: list[str],
         run_state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
-        config: CheckpointConfig,
-        rank: int,
-        world_size: int,
-        tokenizer: str | None,
-        keep_steps: Collection[int],
     ) -> None:
         self.step, self.bytes = step, 0
-        self.final = checkpoints / manifest.folder_name(step)
-        self.writing = checkpoints / (manifest.WRITING + manifest.folder_name(step))
-        self._run_state, self._rank_state, self._config = run_state, rank_state, config
-        self._rank, self._world_size, self._tokenizer = rank, world_size, tokenizer
-        self._keep_steps = keep_steps
+        self.final = owner.checkpoints / manifest.folder_name(step)
+        self.writing = owner.checkpoints / (manifest.WRITING + manifest.folder_name(step))
+        self._owner, self._run_state, self._rank_state = owner, run_state, rank_state
         kinds = sorted({_file_kind(name) for name in names})
         super().__init__(
             path=str(self.writing),
@@ -211,7 +185,8 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             results = [result for written in threads.map(write, parts) for result in written]
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: self._files.record(self.writing / name) for name in names}
-        write_json(self.writing / manifest.rank_file(self._rank), {"files": files, "state": dict(self._rank_state)})
+        record = {"files": files, "state": dict(self._rank_state)}
+        write_json(self.writing / manifest.rank_file(self._owner.rank), record)
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
@@ -219,21 +194,21 @@ class _CommittingWriter(HuggingFaceStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after every rank has written: write the manifest and rename the folder."""
         files: dict[str, Any] = {}
-        for rank in range(self._world_size):
+        for rank in range(self._owner.world_size):
             path = self.writing / manifest.rank_file(rank)
             files |= manifest.read_json(path)["files"]
             files[path.name] = manifest.file_record(path)
         write_json(self.writing / manifest.RUN_STATE, dict(self._run_state))
         files[manifest.RUN_STATE] = manifest.file_record(self.writing / manifest.RUN_STATE)
-        if self._tokenizer is not None:
-            write_text(self.writing / manifest.TOKENIZER, self._tokenizer)
+        if self._owner.tokenizer is not None:
+            write_text(self.writing / manifest.TOKENIZER, self._owner.tokenizer)
             files[manifest.TOKENIZER] = manifest.file_record(self.writing / manifest.TOKENIZER)
         self.bytes = sum(record["bytes"] for record in files.values())
         content = {
             "format": manifest.FORMAT,
             "step": self.step,
             "tokens": self._run_state.get("tokens"),
-            "world_size": self._world_size,
+            "world_size": self._owner.world_size,
             "tercet": __version__,
             "torch": torch.__version__,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -241,7 +216,8 @@ class _CommittingWriter(HuggingFaceStorageWriter):
         }
         write_json(self.writing / manifest.MANIFEST, content)
         manifest.publish(self.writing, self.step)
-        manifest.prune(self.final.parent, self._config.keep, self._config.keep_every, self._keep_steps)
+        config = self._owner.config
+        manifest.prune(self.final.parent, config.keep, config.keep_every, self._owner.keep_steps)
 
     def discard(self) -> None:
         """Delete what a failed save wrote, so that a full disk does not stay full."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -180,25 +180,24 @@ def log_end(log: EventLog, folder: RunFolder, outcome: str, reason: str, state: 
         write_json(folder.path / METRICS, summarise(read_events(log.path)))
 
 
+class Start(NamedTuple):
+    """Where this process started."""
+
+    time: float
+    step: int
+    tokens: int
+
+
 def print_summary(
-    screen: Screen,
-    config: RunConfig,
-    folder: RunFolder,
-    state: TrainState,
-    *,
-    completed: bool,
-    reason: str,
-    started: float,
-    first_step: int,
-    first_tokens: int,
-    bad_records: int,
-    bad_examples: Sequence[str],
-) -> None:
-    """Print what was done and what to do next. `first_step` and `first_tokens`: where this process started."""
-    seconds = duration(time.time() - started)
+    screen: Screen, config: RunConfig, folder: RunFolder, state: TrainState, start: Start, *, completed: bool,
+    reason: str, bad_records: int, bad_examples: Sequence[str],
+) -> None:  # fmt: skip
+    """Print what was done and what to do next."""
+    seconds = duration(time.time() - start.time)
     steps = f"{state.step}/{config.train.steps} steps, {quantity(state.tokens)} tokens"
-    if first_step:  # the time is this process's only
-        steps += f" ({state.step - first_step} steps, {quantity(state.tokens - first_tokens)} tokens since the resume)"
+    if start.step:  # the time is this process's only
+        done, tokens = state.step - start.step, quantity(state.tokens - start.tokens)
+        steps += f" ({done} steps, {tokens} tokens since the resume)"
     if not completed and state.step == 0:
         screen.say(f"{reason}: stopped before the first step, nothing to save")
         return
@@ -208,7 +207,7 @@ def print_summary(
         screen.say(f"resume with: {hints.resume(folder.path)}")
         screen.say("\n  ".join(["generate text, check the run:", *look]))
         return
-    if state.step == first_step > 0:
+    if state.step == start.step > 0:
         screen.say(_nothing_left(config, folder, state.step, reason))
         return
     if bad_records:

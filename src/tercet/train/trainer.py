@@ -28,6 +28,7 @@ from tercet.telemetry.progress import Screen
 from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.async_save import AsyncSaver
 from tercet.train.console import (
+    Start,
     check_memory,
     config_lines,
     disk_error,
@@ -152,7 +153,6 @@ class Trainer:
     past: list[events.Event]  # events of earlier processes of this run
     observer: Observer
     forked: bool  # started from another run's checkpoint, which this folder has no copy of
-    _started: float = field(default_factory=time.time)
     _recent: dict[int, list[Batch]] = field(default_factory=dict)  # batches since the last log line, for a dump
     _first_step_reported: bool = False
     _io_retries: int = 0  # logged so far
@@ -166,7 +166,7 @@ class Trainer:
         name = device_name(self.state.device)
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
         self._logged = {(e.kind, e.step) for e in self.past}
-        self._first_step, self._first_tokens = self.state.step, self.state.tokens
+        self._start = Start(time.time(), self.state.step, self.state.tokens)
 
     @property
     def stage(self) -> RunConfig:
@@ -468,25 +468,16 @@ class Trainer:
         self._log_end(outcome, reason)
         if self.strategy.rank == 0:
             print_summary(
-                self.screen,
-                self.config,
-                self.folder,
-                state,
-                completed=completed,
-                reason=reason,
-                started=self._started,
-                first_step=self._first_step,
-                first_tokens=self._first_tokens,
-                bad_records=self.batches.bad_records,
-                bad_examples=self.loader.bad_records,
-            )
+                self.screen, self.config, self.folder, state, self._start, completed=completed, reason=reason,
+                bad_records=self.batches.bad_records, bad_examples=self.loader.bad_records,
+            )  # fmt: skip
 
     def _log_end(self, outcome: str, reason: str) -> None:
         """Log the end of the run. A full disk must not hide the error that ended it."""
         self.beat.at(self.state.step, "ended")
         try:
             self.observer.flush_routes(self.state.step)
-            log_end(self.log, self.folder, outcome, reason, self.state, self._started)
+            log_end(self.log, self.folder, outcome, reason, self.state, self._start.time)
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
         if self.log.waiting:
