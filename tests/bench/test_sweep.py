@@ -10,10 +10,10 @@ import pytest
 
 from tercet.bench import learning_rates
 from tercet.bench.cells import CellRun
-from tercet.bench.plots import text_colour
 from tercet.bench.sweep import Cell, Point, cliffs, heat_maps, judge, points, render, settings, sweep
 from tercet.config.load import load
 from tercet.errors import UsageError
+from tercet.inference.plots import text_colour
 from tercet.telemetry.events import StepLogged, Validated
 
 POINT = Point("single", 256, 2, "none")

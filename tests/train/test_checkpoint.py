@@ -21,7 +21,7 @@ from runs import small
 from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.config.sections import CheckpointConfig
-from tercet.train import checkpoint, load_checkpoint, manifest, resume
+from tercet.train import checkpoint, manifest, resume
 from tercet.train.async_save import AsyncSaver
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
 from tercet.train.manifest import CheckpointError
@@ -79,7 +79,7 @@ def test_a_loaded_checkpoint_equals_the_saved_one_and_trains_on_identically(tmp_
     path = save(tmp_path, 3, net, optimizer)
     other, other_optimizer = build(seed=9)
     learn(other, other_optimizer, 1)
-    load_checkpoint.load_tensors(path, other, other_optimizer)
+    checkpoint.load_tensors(path, other, other_optimizer)
     assert same(frozen(net, optimizer), frozen(other, other_optimizer))
     assert other.a.weight is other.b.weight
     for pair in ((net, optimizer), (other, other_optimizer)):
@@ -103,7 +103,7 @@ def test_a_save_has_the_state_at_its_start_while_training_continues(tmp_path: Pa
     assert saved is not None
     assert saved.blocked_seconds < saved.seconds
     other, other_optimizer = build()
-    load_checkpoint.load_tensors(saved.path, other, other_optimizer)
+    checkpoint.load_tensors(saved.path, other, other_optimizer)
     assert same(ordered, frozen(other, other_optimizer))
 
 
@@ -119,7 +119,7 @@ def test_no_pickle_is_written_or_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pickle, "loads", refuse)
     monkeypatch.setattr(pickle, "Unpickler", refuse)
     monkeypatch.setattr(torch, "load", refuse)
-    load_checkpoint.load_tensors(path, *build(seed=2))
+    checkpoint.load_tensors(path, *build(seed=2))
 
 
 class Bomb:
@@ -133,7 +133,7 @@ def test_a_foreign_pickle_in_the_folder_is_not_executed(tmp_path: Path) -> None:
     Path("/tmp/tercet-was-here").unlink(missing_ok=True)
     for name in (".metadata", "__0_0.distcp", "optimizer.pt"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
-    load_checkpoint.load_tensors(path, *build(seed=2))
+    checkpoint.load_tensors(path, *build(seed=2))
     assert not Path("/tmp/tercet-was-here").exists()
 
 
@@ -305,7 +305,7 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     learn(net, optimizer)
     path = save(tmp_path, 1, net, optimizer)
     other, other_optimizer = build(seed=4)
-    load_checkpoint.load_tensors(path, other, other_optimizer)
+    checkpoint.load_tensors(path, other, other_optimizer)
     assert same(frozen(net, optimizer), frozen(other, other_optimizer))
 
 
@@ -353,7 +353,7 @@ def test_a_failed_save_suggests_a_fix_for_its_cause(
 def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build())
     with pytest.raises(CheckpointError, match=r"differs in shape: model\.a\.bias \[8\], the model has \[16\]"):
-        load_checkpoint.load_tensors(path, *build(width=16))
+        checkpoint.load_tensors(path, *build(width=16))
 
 
 def test_a_changed_config_is_reported_or_refused() -> None:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tercet.bench.cells import CellRun, failure, run_cell
 from tercet.bench.learning_rates import DEFAULT_STEPS, sweep_learning_rates
+from tercet.bench.plots import paint_cells
 from tercet.config.sections import ActivationCheckpointing, StrategyName
 from tercet.errors import UsageError
-from tercet.inference.plots import text_colour
 from tercet.telemetry.events import StepLogged
 from tercet.telemetry.units import quantity
 
@@ -289,22 +289,8 @@ def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
         panels = (("tokens_per_s", "tokens/s"), ("memory_gib", "memory, GiB"))
         for axis, (name, title) in zip(axes, panels, strict=True):
             values = {where: getattr(cell, name) for where, cell in at.items()}
-            grid = [[values.get((l, b)) or float("nan") for b in batches] for l in lengths]
-            axis.set_facecolor("0.92")  # cells that failed
-            image = axis.imshow(grid, aspect="auto", cmap="viridis")
-            axis.set_xticks(range(len(batches)), [str(b) for b in batches])
-            axis.set_yticks(range(len(lengths)), [f"{l:,}" for l in lengths])
-            axis.set(xlabel="sequences per batch", ylabel="tokens per sequence", title=title)
-            for y, length in enumerate(lengths):
-                for x, batch in enumerate(batches):
-                    if (cell := at.get((length, batch))) is None:
-                        continue
-                    value = values[length, batch]
-                    text = _cell_text(name, value) if value else textwrap.shorten(cell.outcome, 40, placeholder=" …")
-                    axis.text(
-                        x, y, "\n".join(textwrap.wrap(text, 16)), ha="center", va="center", fontsize=9 if value else 7,
-                        color=text_colour(image, value) if value else "0.25",
-                    )  # fmt: skip
+            labels = {where: _cell_text(name, values[where], cell) for where, cell in at.items()}
+            paint_cells(axis, title, values, labels)
         figure.suptitle(label)
         path = folder / f"heatmap-{number}.svg"
         figure.savefig(path)
@@ -313,7 +299,9 @@ def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
     return written
 
 
-def _cell_text(name: str, value: float) -> str:
+def _cell_text(name: str, value: float | None, cell: Cell) -> str:
+    if value is None:
+        return textwrap.shorten(cell.outcome, 40, placeholder=" …")
     return quantity(value) if name == "tokens_per_s" else f"{value:.3g}"
 
 

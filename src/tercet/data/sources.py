@@ -71,32 +71,23 @@ def _open_part(
     name: str,
     saved: Mapping[str, Any] | None,
 ) -> DocumentStream:
-    stream = _open_source(part, data, tokenizer, options, name, saved)
-    if part.retrieval and options.split == "train":
-        return ExerciseStream(stream, part.retrieval, data.seq_len, tokenizer, options.seed)
-    return stream
-
-
-def _open_source(
-    part: SourceConfig,
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    options: ReadOptions,
-    name: str,
-    saved: Mapping[str, Any] | None,
-) -> DocumentStream:
     hold_out_end = "held_out" in saved if isinstance(saved, Mapping) else None
+    stream: DocumentStream
     if part.source == "synthetic":
-        return SyntheticStream(part.synthetic, data.seq_len, tokenizer, options, name)
-    if part.source == "shards":
+        stream = SyntheticStream(part.synthetic, data.seq_len, tokenizer, options, name)
+    elif part.source == "shards":
         if len(part.path) != 1:
             raise DataUsageError(
                 f"source=shards with {len(part.path)} paths: give one folder; combine several with a mixture"
             )
-        return ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name, hold_out_end)
-    records = record_source(part, seed=options.seed, shuffle=options.shuffle)
-    split = validation_split(records, options.validation_fraction, hold_out_end)
-    return TextStream(records, tokenizer, options, name, split)
+        stream = ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name, hold_out_end)
+    else:
+        records = record_source(part, seed=options.seed, shuffle=options.shuffle)
+        split = validation_split(records, options.validation_fraction, hold_out_end)
+        stream = TextStream(records, tokenizer, options, name, split)
+    if part.retrieval and options.split == "train":
+        return ExerciseStream(stream, part.retrieval, data.seq_len, tokenizer, options.seed)
+    return stream
 
 
 def _read_options(data: DataConfig, seed: int, split: Split) -> ReadOptions:

@@ -26,7 +26,7 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.inference.arguments import CONFIG, WEIGHTS, ModelError, check_model, has_weights
 from tercet.model.transformer import Transformer
 from tercet.parse import one_line_errors
-from tercet.train import load_checkpoint, manifest, resume
+from tercet.train import checkpoint, manifest, resume
 from tercet.train.checkpoint import MODEL, OPTIMIZER
 from tercet.train.device import pick_device
 
@@ -82,9 +82,9 @@ def load_model(
     if data_of is not None:
         model.run = _with_data_of(model.run, _find_model(data_of, verify=False).run)
     if has_weights(model.source):
-        load_checkpoint.load_weights_file(model.source / WEIGHTS, model)
+        checkpoint.load_weights_file(model.source / WEIGHTS, model)
     else:
-        load_checkpoint.load_tensors(model.source, model, None)
+        checkpoint.load_tensors(model.source, model, None)
     target = pick_device(device, flag="--device")
     return model.to(target, _pick_dtype(dtype, model.run, target)).eval()
 
@@ -94,9 +94,7 @@ def open_model(path: str | Path, *, verify: bool = True) -> tuple[LanguageModel,
     model = _find_model(path, verify).eval()
     assert model.source is not None
     weights = StoredWeights(model.source)
-    load_checkpoint.compare_shapes(
-        model.source, {name: p.shape for name, p in model.state_dict().items()}, weights.shapes()
-    )
+    checkpoint.compare_shapes(model.source, {name: p.shape for name, p in model.state_dict().items()}, weights.shapes())
     return model, weights
 
 

@@ -128,9 +128,9 @@ def compression_flops(model: ModelConfig, length: int) -> float:
 def pairs(nsa: NSAConfig, length: int, branches: tuple[str, ...]) -> Pairs:
     """Exact sums over t of num_cmp(t), of the selected tokens, and of min(w, t + 1)."""
     counts = {
-        "compressed": _compressed_pairs(nsa, length),
+        "compressed": compressed_pairs(nsa, length),
         "selected": _selected_pairs(nsa, length),
-        "window": _window_pairs(nsa.window, length),
+        "window": window_pairs(nsa.window, length),
     }
     return Pairs(**{branch: counts[branch] for branch in branches})
 
@@ -167,7 +167,7 @@ def scoring_flops(model: ModelConfig, length: int) -> float:
     if model.gate != "none":
         return 0.0
     # block-sparse mode: queries times block keys, once for the log-sum-exp and once for the scores
-    return 4.0 * model.heads * model.head_dim * _compressed_pairs(nsa, length)
+    return 4.0 * model.heads * model.head_dim * compressed_pairs(nsa, length)
 
 
 def forward_flops(model: ModelConfig, length: int) -> float:
@@ -329,7 +329,8 @@ def _free_pairs(nsa: NSAConfig, length: int) -> int:
     )
 
 
-def _compressed_pairs(nsa: NSAConfig, length: int) -> int:
+def compressed_pairs(nsa: NSAConfig, length: int) -> int:
+    """Compressed tokens that the queries of one document see, in total."""
     # Σ over x = 0 … length - l of (x // d + 1), x = t + 1 - l.
     last = length - nsa.compress_block
     if last < 0:
@@ -348,6 +349,7 @@ def _selected_pairs(nsa: NSAConfig, length: int) -> int:
     return whole + rest * block * min(count - 1, blocks) + rest * (rest + 1) // 2
 
 
-def _window_pairs(window: int, length: int) -> int:
+def window_pairs(window: int, length: int) -> int:
+    """Σ min(window, t + 1) over the queries t of one document."""
     reach = min(window, length)
     return reach * (reach + 1) // 2 + (length - reach) * reach

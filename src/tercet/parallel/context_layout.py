@@ -14,6 +14,7 @@ from functools import cached_property
 
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
+from tercet.model.cost import compressed_pairs, window_pairs
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,6 @@ class Layout:
             start = self.bounds[document]
             total += _keys_read(b - start, self.config) - _keys_read(a - start, self.config)
         return total
-
-    def imbalance(self) -> float:
-        """Cost of the busiest rank divided by the mean."""
-        costs = [sum(self.cost(c) for c in pair) for pair in self.owned]
-        return max(costs) * len(costs) / sum(costs)
 
     def document_start(self, token: int) -> int:
         return self.bounds[bisect.bisect_right(self.bounds, token) - 1]
@@ -242,20 +238,5 @@ class Layout:
 
 def _keys_read(length: int, config: NSAConfig) -> int:
     """Keys that the queries of a document's first `length` tokens read: Σ num_cmp + min(n·l', t+1) + min(w, t+1)."""
-    return (
-        _compressed_read(length, config)
-        + _capped_sum(length, config.select_count * config.select_block)
-        + _capped_sum(length, config.window)
-    )
-
-
-def _capped_sum(length: int, cap: int) -> int:
-    """Σ min(cap, t + 1) for t < length."""
-    rising = min(length, cap)
-    return rising * (rising + 1) // 2 + (length - rising) * cap
-
-
-def _compressed_read(length: int, config: NSAConfig) -> int:
-    """Σ num_cmp(t) for t < length: compressed token i is read by the length - (i·d + l - 1) queries after it."""
-    count = config.num_compressed(length)
-    return count * (length - config.compress_block + 1) - config.compress_stride * (count * (count - 1) // 2)
+    selected = config.select_count * config.select_block
+    return compressed_pairs(config, length) + window_pairs(selected, length) + window_pairs(config.window, length)

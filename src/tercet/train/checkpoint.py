@@ -1,4 +1,4 @@
-"""Write checkpoints in the background: torch's distributed checkpoint (DCP), in safetensors, committed by one rename.
+"""Save checkpoints in the background and load them, with torch's distributed checkpoint (DCP), in safetensors.
 
 No pickle is written or read. DCP's usual `.metadata` and its non-tensor entries are pickles, so only tensors go through
 DCP, in its safetensors storage, whose index is the JSON header of each file; everything else is our own JSON. DCP's
@@ -27,22 +27,24 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tercet.atomic_io import sync, write_json, write_text
 from tercet.config.sections import CheckpointConfig
 from tercet.train import manifest
-from tercet.train.manifest import CheckpointError
+from tercet.train.manifest import CheckpointError, WrongCheckpoint
 from tercet.version import __version__
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -62,6 +64,63 @@ def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         # The other entries are hyper-parameters of the groups; they follow from the saved config.
         named |= {OPTIMIZER + k: v for k, v in state.items() if isinstance(v, Tensor) and k.startswith("state.")}
     return named
+
+
+def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Load weights (and optimizer moments) from a checkpoint folder, resharding as needed."""
+    live = tensors_to_save(model, optimizer)
+    reader = HuggingFaceStorageReader(str(path))
+    _check_stored_shapes(path, live, reader)
+    try:
+        dcp.load(dict(live), storage_reader=reader)
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise CheckpointError(f"{path}: cannot be loaded ({causes})") from error
+    set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in live.items() if k.startswith(MODEL)})
+    if optimizer is not None:
+        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=OPTIONS))
+        state |= {k.removeprefix(OPTIMIZER): v for k, v in live.items() if k.startswith(OPTIMIZER)}
+        set_optimizer_state_dict(model, optimizer, state, options=OPTIONS)
+
+
+def load_weights_file(path: Path, model: nn.Module) -> None:
+    """Load weights from a .safetensors file. Every name and shape must match."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except OSError as error:
+        raise WrongCheckpoint(f"train.init_from={path}: cannot be read ({error}): check the path") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"train.init_from={path}: cannot be read ({error}): damaged, copy it again") from None
+    weights = {k.removeprefix(MODEL): v for k, v in weights.items() if not k.startswith(OPTIMIZER)}
+    live = {k.removeprefix(MODEL): v for k, v in tensors_to_save(model, None).items()}
+    compare_shapes(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+
+def _check_stored_shapes(path: Path, live: Mapping[str, Tensor], reader: HuggingFaceStorageReader) -> None:
+    metadata = reader.read_metadata().state_dict_metadata
+    parts = {k.split(".", 1)[0] for k in live}  # loading weights only ignores the moments
+    stored = {
+        k: v.size for k, v in metadata.items() if isinstance(v, TensorStorageMetadata) and k.split(".", 1)[0] in parts
+    }
+    compare_shapes(path, {k: v.shape for k, v in live.items()}, stored)
+
+
+def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """Raise if the names and shapes of stored weights are not those of the model."""
+    missing, extra = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
+    differ = [
+        f"{k} {list(stored[k])}, the model has {list(live[k])}" for k in live.keys() & stored if live[k] != stored[k]
+    ]
+    for problem, names in (("lacks", missing), ("has extra", extra), ("differs in shape:", sorted(differ))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {', '.join(names[:3])}{more}")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
 from tercet.parse import one_line_errors
-from tercet.train import load_checkpoint, manifest, resume
+from tercet.train import checkpoint, manifest, resume
 from tercet.train.cuda_graph import StepGraph
 from tercet.train.device import device_name
 from tercet.train.graph_choice import CudaClock, GraphChoice
@@ -211,7 +211,7 @@ def cuda_graph_problem(config: RunConfig, device: torch.device) -> str | None:
 
 
 def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy: Strategy) -> None:
-    load_checkpoint.load_tensors(start.path, state.model, state.optimizer)
+    checkpoint.load_tensors(start.path, state.model, state.optimizer)
     saved = start.run_state
     rank_file = start.path / manifest.rank_file(strategy.rank)
     fix = "restore it from a backup, or resume from an earlier checkpoint"
@@ -236,7 +236,7 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
     if path.suffix == ".safetensors":
         if optimizer is not None:
             raise UsageError(f"train.init_from={path} holds weights only: use --train.init_state weights")
-        load_checkpoint.load_weights_file(path, state.model)
+        checkpoint.load_weights_file(path, state.model)
         state.parent = {"path": str(path)}
         return
     try:
@@ -251,7 +251,7 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
             f"--train.init_state weights, or --train.optimizer {saved}"
         )
     _check_rotation(found.path, found.run_state["config"]["model"], config.model)
-    load_checkpoint.load_tensors(found.path, state.model, optimizer)
+    checkpoint.load_tensors(found.path, state.model, optimizer)
     state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
 
 
