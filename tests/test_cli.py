@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -32,6 +33,14 @@ def no_former_switches(monkeypatch):
 
     for name in [n for n in os.environ if n.startswith("NSA_")]:
         monkeypatch.delenv(name)
+
+
+def test_an_output_that_is_not_utf_8_shows_what_it_can(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["plan", "--preset", "m7c", "--gpu", "H200"]) == 0
+    out.seek(0)
+    assert "32 sequences ? 2,048 tokens" in out.read()
 
 
 def test_without_a_command_it_teaches(capsys):

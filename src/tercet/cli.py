@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -112,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     announcer = AnnounceImports()
     sys.meta_path.insert(0, announcer)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal or a pipe that is not UTF-8
     try:
         _check_encoding(arguments)
         return _dispatch([a for a in arguments if a != "--debug"])

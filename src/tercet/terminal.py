@@ -1,8 +1,37 @@
-"""Text for the terminal: control characters from files and models are shown, not executed."""
+"""Text for the terminal: control characters of files and models are escaped; how far an evaluation is."""
 
 from __future__ import annotations
+
+import sys
+import time
+
+SECONDS_PER_LINE = 30  # of Progress, where there is no terminal
 
 
 def printable(text: str) -> str:
     r"""Escape everything that is not printable, except newline and tab: ESC becomes `\x1b`."""
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class Progress:
+    """How far an evaluation is, in tokens, and the time left: a line that is overwritten on a terminal, else a line
+    every half minute."""
+
+    def __init__(self, tokens: int) -> None:
+        self._total, self._done = tokens, 0
+        self._begin = self._printed = time.perf_counter()
+
+    def update(self, tokens: int) -> None:
+        self._done = min(self._total, self._done + tokens)
+        text = f"{self._done / self._total:.0%}{self.left()}"
+        if sys.stderr.isatty():
+            print(f"\r{text}\x1b[K\r", end="", file=sys.stderr, flush=True)
+        elif time.perf_counter() - self._printed > SECONDS_PER_LINE:
+            self._printed = time.perf_counter()
+            print(text, file=sys.stderr, flush=True)
+
+    def left(self) -> str:
+        seconds = (time.perf_counter() - self._begin) * (self._total / max(1, self._done) - 1)
+        if self._done >= self._total:
+            return ""
+        return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"

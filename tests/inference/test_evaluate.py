@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from inference.models import language_model, trained
+from tercet import terminal
 from tercet.cli import main
 from tercet.config.load import write_config
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
@@ -215,6 +216,18 @@ def test_lengths_beyond_training_are_measured_with_a_warning(tmp_path, capsys, c
     assert err.startswith(f"warning: {flag} {longer} is beyond the 128 tokens that {tmp_path} was trained with")
     assert err.count("\n") == 1
     assert err == f"warning: {record['warning']}\n"
+
+
+@pytest.mark.parametrize("command", ["perplexity {} --sequences 2", "context {} --sequences 2", "recall {}"])
+def test_a_long_evaluation_shows_how_far_it_is(tmp_path, capsys, monkeypatch, command):
+    model = language_model(**RECALL)
+    write_config(model.run, {}, tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(terminal, "SECONDS_PER_LINE", 0)
+    assert main(["eval", *command.format(tmp_path).split()]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "100%"
+    assert all(re.fullmatch(r"\d+%, about \d+ (s|min) left", line) for line in lines[:-1])
 
 
 def test_the_map_shows_the_blocks_that_the_layers_read():

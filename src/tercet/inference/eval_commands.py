@@ -25,7 +25,7 @@ from tercet.inference.arguments import (
     check_writable,
     read_prompt_file,
 )
-from tercet.terminal import printable
+from tercet.terminal import Progress, printable
 
 if TYPE_CHECKING:
     from tercet.data.loader import Batch
@@ -58,12 +58,13 @@ def perplexity(
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     _print_data(model)
     warning = _warn_beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
-    sizes = []
+    sizes, progress = [], Progress(sequences * (seq_len or model.context))
 
     def batches() -> Iterator[Batch]:
         for loaded in held_out(model, sequences=sequences, seq_len=seq_len, batch=batch):
             sizes.append(target_bytes(model, loaded))
             yield loaded
+            progress.update(loaded.tokens.numel())
 
     buckets = by_position(model, batches())
     print(f"{'context':>15}  {'tokens':>10}  {'loss':>8}  {'perplexity':>10}")
@@ -114,9 +115,13 @@ def context(
     if scored > sizes[0]:
         raise UsageError(f"--last {scored} is more than the shortest of --lengths, {sizes[0]}: give at most that")
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
-    losses = [
-        by_context(model, b, sizes, scored) for b in within_documents(model, length=sizes[-1], sequences=sequences)
-    ]
+    losses: list[list[float]] = []
+    progress = Progress(sum(sizes) * sequences)
+    for loaded in within_documents(model, length=sizes[-1], sequences=sequences):
+        losses.append([])
+        for size in sizes:
+            losses[-1] += by_context(model, loaded, [size], scored)
+            progress.update(size)
     if not losses:
         raise UsageError(f"no validation document has {sizes[-1]:,} tokens: give shorter --lengths")
     found = [ContextLoss(size, [row[i] for row in losses]) for i, size in enumerate(sizes)]
@@ -228,13 +233,13 @@ def ruler(
         check_writable("--out", out)
     from tercet.inference.load import load_model
     from tercet.inference.needle import default_lengths
-    from tercet.inference.ruler import TASKS, Progress, RulerResult, ask, table, write_results
+    from tercet.inference.ruler import TASKS, RulerResult, ask, table, write_results
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     _print_data(model)
     sizes = lengths or tuple(default_lengths(model, "text"))
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
-    progress = Progress(sizes, tasks or TASKS, questions)
+    progress = Progress(sum(sizes) * len(tasks or TASKS) * questions)
     results: list[RulerResult] = []
     skipped: list[str] = []
     for found in ask(model, lengths=sizes, tasks=tasks or TASKS, questions=questions, depths=depths, wording=wording,
@@ -312,7 +317,8 @@ def recall(
         model = load_model(run, device=device, dtype=dtype)
         tokens = model.context if length is None else length
         warning = _warn_beyond_training(model, run, "--length", [tokens])
-        buckets = recall_by_distance(model, length=tokens, documents=documents, batch=batch)
+        progress = Progress(documents * tokens).update
+        buckets = recall_by_distance(model, length=tokens, documents=documents, batch=batch, progress=progress)
         reach = window_reach(model)
         bits = bits_per_byte(buckets)
         print(f"{run}: windows alone reach {reach} tokens back; answers take {bits:.3f} bits per byte")

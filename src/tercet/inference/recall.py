@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -73,8 +74,18 @@ def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, 
     return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
 
 
-def recall_by_distance(model: LanguageModel, *, length: int, documents: int, batch: int = 8) -> list[RecallBucket]:
-    """Accuracy on held-out documents of `length` tokens, by distance to the fact: 64-127, 128-255, …"""
+def recall_by_distance(
+    model: LanguageModel,
+    *,
+    length: int,
+    documents: int,
+    batch: int = 8,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> list[RecallBucket]:
+    """Accuracy on held-out documents of `length` tokens, by distance to the fact: 64-127, 128-255, …
+
+    progress: called with the tokens of each forward pass.
+    """
     at_least_one(length=length, documents=documents, batch=batch)
     data = model.run.data
     if data.synthetic.task != "recall":
@@ -96,6 +107,7 @@ def recall_by_distance(model: LanguageModel, *, length: int, documents: int, bat
                 counted[0] += answer.right
                 counted[1] += 1
                 nats[distance.bit_length() - 1] += answer.nats
+            progress(loaded.tokens.numel())
     found = sorted(counts.items())
     return [RecallBucket(1 << i, (2 << i) - 1, right, asked, nats[i]) for i, (right, asked) in found]
 

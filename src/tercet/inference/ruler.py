@@ -12,8 +12,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -151,25 +149,6 @@ def _measure(
             score, loss = (sum(values[i] for i in chosen) / len(chosen) for values in (shares, nats))
             results.append(RulerResult(length, task, depth, len(chosen), right, score, loss))
     return results
-
-
-class Progress:
-    """How far an evaluation is, in tokens: a line that is overwritten on a terminal, and the time left."""
-
-    def __init__(self, lengths: Sequence[int], tasks: Sequence[str], questions: int) -> None:
-        self._total, self._done = sum(lengths) * len(tasks) * questions, 0
-        self._begin = time.perf_counter()
-
-    def update(self, tokens: int) -> None:
-        self._done += tokens
-        if sys.stderr.isatty():
-            print(f"\r{self._done / self._total:.0%}{self.left()}\x1b[K\r", end="", file=sys.stderr, flush=True)
-
-    def left(self) -> str:
-        seconds = (time.perf_counter() - self._begin) * (self._total / max(1, self._done) - 1)
-        if self._done >= self._total:
-            return ""
-        return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"
 
 
 def table(results: Sequence[RulerResult]) -> str:
