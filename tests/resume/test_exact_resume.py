@@ -64,7 +64,7 @@ def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[flo
         assert child.code == -signal.SIGKILL, child.output
         counts["kills"] += 1
         counts["during a save"] += bool(list(checkpoints.glob(".writing-*")))
-        counts["before the first step"] += "first step" not in child.output
+        counts["before the first step"] += "first step after" not in child.output
         for path in complete_checkpoints(checkpoints):
             verify(path)  # what bears a checkpoint's name is whole, whenever the kill came
     assert child.code == 0, child.output

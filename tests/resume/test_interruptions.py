@@ -439,7 +439,7 @@ def test_a_run_is_not_overwritten(fork_server: ForkServer, copied: Path) -> None
 def test_two_processes_do_not_share_a_folder(fork_server: ForkServer, tmp_path: Path) -> None:
     config = small(run__dir=str(tmp_path / "run"), **LONG)
     first = fork_server.start(config)
-    first.until("first step")
+    first.until("first step after")
     second = fork_server.run(small(run__dir=str(tmp_path / "run")), resume="auto")
     assert second.code == 1
     assert (

@@ -159,6 +159,7 @@ def test_plain_lines_without_a_terminal() -> None:
     screen(Validated(step=1, loss=1.25, tokens=5, seconds=0.1))
     screen.end()
     assert out.getvalue().splitlines() == [
+        "first step …",
         "step  1/10  loss 0.3000  lr 1.00e-03  grad 1.500  1k tok/s  mem 0.50 GiB  eta 1s",
         "validation after step 1: loss 1.2500 over 5 tokens",
     ]

@@ -540,7 +540,7 @@ def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anyw
 def test_a_cpu_run_says_why_it_is_eager_only_if_asked_for_auto(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for origin in ("default", "flag"):
+    for origin in ("default", "file imported", "flag"):  # a file that was written for a run or an import has every key
         run = small(run__dir=str(tmp_path / origin), train__steps=1)
         train(run, origins={"train.cuda_graph": origin})
         assert ("train.cuda_graph=auto on a cpu" in capsys.readouterr().out) == (origin == "flag")

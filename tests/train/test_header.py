@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,8 +74,18 @@ def test_a_learned_selector_with_nothing_to_choose_is_noted(count, noted):
     assert "note" not in lines(model__nsa__select_count=count)
 
 
+def test_a_long_first_step_is_announced_with_a_shorter_one(monkeypatch):
+    assert "if steps reach 30% of the device's peak" in lines()["time"]
+    assert "note" not in lines()
+    monkeypatch.setattr(console, "measured_cpu_flops", lambda: 1e5)
+    assert re.search(r"about \d+m\d\ds", lines()["time"])
+    accumulated = lines(train__tokens_per_step=512)["note"]
+    assert re.search(r"the first step will take about .*, use --train.tokens_per_step 128$", accumulated)
+    assert "tokens_per_step" not in lines()["note"]
+    assert lines(train__precision="bf16")["time"] == "estimated after the first log lines"
+
+
 def test_the_time_is_estimated_for_known_devices(monkeypatch):
-    assert lines()["time"] == "estimated after the first log lines"
     monkeypatch.setattr(console, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(console, "_device_memory", lambda device: 139 << 30)
     gpu = torch.device("cuda")

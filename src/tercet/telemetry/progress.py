@@ -126,6 +126,8 @@ class Screen:
         if self._live:
             self._display = Live(self._line, console=self._console, transient=True, refresh_per_second=4)
             self._display.start()
+        elif step < steps:
+            self.say(FIRST_STEP)
 
     def advance(self, step: int) -> None:
         """Move the bar."""

@@ -29,7 +29,14 @@ from tercet.model.cost import flops_per_token, parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.event_log import EventLog, read_events
 from tercet.telemetry.events import RunEnded
-from tercet.telemetry.hardware import GIB, GPU_UTILISATION, host_total_gib, peak_flops
+from tercet.telemetry.hardware import (
+    CPU_UTILISATION,
+    GIB,
+    GPU_UTILISATION,
+    host_total_gib,
+    measured_cpu_flops,
+    peak_flops,
+)
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, plural, quantity, size
@@ -39,6 +46,7 @@ from tercet.train.run_folder import RunFolder
 from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
 
 METRICS = "metrics.json"
+LONG_STEP = 60  # seconds, from which the estimate of a step is printed
 
 
 def header_lines(
@@ -67,7 +75,7 @@ def header_lines(
         ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
         *_step_lines(config),
         ("run", f"{train.steps} steps, {tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
-        ("time", _estimated_time(config, state, device, strategy)),
+        *_time_lines(config, state, device, strategy),
     ]
     if train.val_tokens:
         lines.append(("validation", _validation_line(config, state.step)))
@@ -131,20 +139,39 @@ def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) ->
     ]
 
 
-def _estimated_time(config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy) -> str:
-    """Estimated from the device's peak; the first log lines print an estimate from measured steps."""
+def _speed(config: RunConfig, device: torch.device, strategy: Strategy) -> float | None:
+    """FLOP/s of all ranks that time estimates assume; None if the device's peak is unknown."""
+    precision = precision_of(config, device)
+    if device.type == "cpu":  # several ranks would share its cores
+        measurable = precision == "fp32" and strategy.world_size == 1
+        return measured_cpu_flops() * CPU_UTILISATION if measurable else None
     # Known peaks are for bf16. fp32 is slower by a factor that differs between devices.
-    known = device.type == "cuda" and precision_of(config, device) == "bf16"
-    peak = peak_flops(device_name(device)) if known else None
-    if peak is None:
-        return "estimated after the first log lines"
-    work = 0.0
-    for stage, (first, last) in zip(config.stages, pairwise((0, *config.train.stage_ends)), strict=True):
-        tokens = max(0, last - max(first, state.step)) * stage.train.tokens_per_step
-        only = stage.train.selector.only
-        work += tokens * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)
-    seconds = work / (peak * GPU_UTILISATION * strategy.world_size)
-    return f"about {duration(seconds)}, if steps reach {GPU_UTILISATION:.0%} of the device's peak"
+    peak = peak_flops(device_name(device)) if precision == "bf16" else None
+    return None if peak is None else peak * GPU_UTILISATION * strategy.world_size
+
+
+def _step_flops(stage: RunConfig) -> float:
+    only = stage.train.selector.only
+    return stage.train.tokens_per_step * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)
+
+
+def _time_lines(
+    config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy
+) -> Iterator[tuple[str, str]]:
+    """Estimated from the device's peak; the first log lines print an estimate from measured steps."""
+    speed = _speed(config, device, strategy)
+    if speed is None:
+        yield "time", "estimated after the first log lines"
+        return
+    ends = pairwise((0, *config.train.stage_ends))
+    steps = [max(0, last - max(first, state.step)) for first, last in ends]
+    seconds = sum(n * _step_flops(stage) for n, stage in zip(steps, config.stages, strict=True)) / speed
+    share = GPU_UTILISATION if device.type == "cuda" else CPU_UTILISATION
+    yield "time", f"about {duration(seconds)}, if steps reach {share:.0%} of the device's peak"
+    stage = config.at_step(state.step + 1)
+    if (step := _step_flops(stage) / speed) > LONG_STEP and state.step < config.train.steps:
+        less = f": for shorter ones, use --train.tokens_per_step {stage.tokens_per_pass}" * (stage.accumulation > 1)
+        yield "note", f"the first step will take about {duration(step)}{less}"
 
 
 def _device_memory(device: torch.device) -> int | None:

@@ -105,7 +105,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
         for line in config_lines(config, origins or {}, folder.path):
             screen.say(line, "dim")
-        asked = (origins or {}).get("train.cuda_graph", "default") != "default"
+        asked = (origins or {}).get("train.cuda_graph") == "flag"
         if asked and config.train.cuda_graph == "auto" and (problem := cuda_graph_problem(config, device)):
             messages.append(f"train.cuda_graph=auto {problem}; steps run eagerly")
         for message in messages:
