@@ -6,6 +6,7 @@ from inspect import signature
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.func import functional_call
 
@@ -452,6 +453,12 @@ def test_varlen_attn_gets_the_bound_on_document_length(monkeypatch):
     for bound in (15, None, 1000):
         dense._varlen(q, q, q, Packing(cu((5, 15)), 20, 0, CFG, bound))
     assert lengths == [(15, 15), (20, 20), (20, 20)]
+
+
+def test_a_single_token_is_not_given_to_cudnn_which_has_no_kernel_for_it():
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
+    assert dense_route(q, q) == ("sdpa", None)
 
 
 def test_a_query_range_of_dense_attention_runs_on_the_reference():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, cast
@@ -14,6 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.reference import Tile, segments, tiled_attention
+
+# torch.compile traces `_varlen_options` without its cache, which is fine.
+warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
 
 _HALF = (torch.bfloat16, torch.float16)
 _NO_QUERY_RANGE = "PyTorch has no kernel for a query range of packed documents"
@@ -48,6 +52,8 @@ def dense_route(q: Tensor, v: Tensor, packing: Packing | None = None, span: Span
     if not equal or q.shape[-1] > 128 or q.shape[-1] % 8:
         found = f"Dk={q.shape[-1]}, Dv={v.shape[-1]}"
         return "sdpa", f"cuDNN attention needs Dk = Dv, a multiple of 8 and at most 128: here {found}"
+    if q.shape[1] == 1:
+        return "sdpa", None  # cuDNN has no kernel for a single token
     if torch.cuda.get_device_capability(q.device) < (9, 0):
         return "sdpa", None  # FlashAttention-2 is as fast there
     return "cudnn", None
