@@ -313,6 +313,10 @@ def test_wrong_commands_are_refused_before_torch_is_loaded(tmp_path):
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
+        f"train --preset tiny --train.init_from {run_folder} --model.vocab_size 512": "train with its tokenizer",
+        f"generate {run_folder} --prompt {'a' * 999}": "the prompt has 999 tokens",
+        f"export hf {run_folder} {tmp_path / 'out'} --format llama": "cannot be exported with --format llama",
+        f"eval recall {run_folder}": "not on the recall task",
         f"eval ruler {run_folder} --tasks nothing": "nothing is unknown",
         f"import hf {tmp_path} {tmp_path / 'out'} --attention nothing": "'nothing' is unknown",
     }

@@ -69,7 +69,7 @@ def test_recall_is_right_exactly_as_far_as_the_model_sees():
 
 
 def test_recall_refuses_a_model_of_other_data():
-    with pytest.raises(TercetError, match="not trained on the recall task"):
+    with pytest.raises(TercetError, match="trained on random, not on the recall task"):
         recall_by_distance(language_model(), length=64, documents=1)
 
 

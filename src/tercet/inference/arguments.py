@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
 from tercet.errors import UsageError
 from tercet.train import manifest
@@ -75,6 +76,16 @@ def at_least_one(**values: int | None) -> None:
 def check_depths(depths: Sequence[float]) -> None:
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise UsageError(f"depths={depths} must be numbers from 0 to 1")
+
+
+def check_recall(data: DataConfig) -> None:
+    """Raise unless this is the data of a model of the recall task."""
+    if data.synthetic.task != "recall":
+        trained = data.synthetic.task if data.source == "synthetic" else data.source
+        raise UsageError(
+            f"the model was trained on {trained}, not on the recall task: train with --data.source synthetic "
+            "--data.synthetic.task recall, or use `tercet eval needle`"
+        )
 
 
 def check_plot(plot: Path | None) -> None:

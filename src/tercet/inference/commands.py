@@ -72,13 +72,21 @@ def generate(
     for text in prompts:
         if not text:
             raise UsageError("the prompt is empty: give some text with --prompt TEXT, --prompt-file FILE or on stdin")
+    from tercet.inference.prompts import required_context, tokenize_prompts
+    from tercet.inference.stored_model import find_model, stored_tokenizer
+
+    stored = find_model(run, verify=True)
+    tokenizer = stored_tokenizer(stored.run, stored.source)
+    if prompts:
+        rows = tokenize_prompts(prompts, tokenizer, stored.run.model.vocab_size)
+        required_context(rows, max_new_tokens, context or stored.context)
     from tercet.inference.load import load_model
 
-    model = load_model(run, device=device, dtype=dtype)
+    model = load_model(stored.source, device=device, dtype=dtype, verify=False)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed, "context": context,
-        "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph,
+        "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph, "tokenizer": tokenizer,
     }  # fmt: skip
     if interactive:
         _converse(lambda text, turn: _print_answers(model, [text], json, **options | {"seed": seed + turn}))

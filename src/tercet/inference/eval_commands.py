@@ -22,6 +22,7 @@ from tercet.inference.arguments import (
     check_depths,
     check_model,
     check_plot,
+    check_recall,
     check_writable,
     read_prompt_file,
 )
@@ -306,9 +307,11 @@ def recall(
     if not runs:
         raise UsageError("no run folder given: tercet eval recall runs/NAME-DATE-TIME")
     check_plot(plot)
-    for run in runs:
-        check_model(run)
     at_least_one(length=length, documents=documents, batch=batch)
+    from tercet.inference.stored_model import find_model
+
+    for run in runs:
+        check_recall(find_model(run).run.data)
     from tercet.inference.load import load_model
     from tercet.inference.recall import bits_per_byte, recall_by_distance, window_reach
 

@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.data.tokenizers import Tokenizer, load_tokenizer
-from tercet.inference.arguments import CONFIG, WEIGHTS, ModelError, check_model, has_weights
+from tercet.data.tokenizers import Tokenizer
+from tercet.inference.arguments import WEIGHTS, ModelError, has_weights
+from tercet.inference.stored_model import StoredModel, find_model, stored_tokenizer
 from tercet.model.transformer import Transformer
-from tercet.parse import one_line_errors
-from tercet.train import checkpoint, manifest, resume
+from tercet.train import checkpoint
 from tercet.train.checkpoint import MODEL, OPTIMIZER
 from tercet.train.device import pick_device
 
@@ -48,11 +46,7 @@ class LanguageModel(Transformer):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of its training data, loaded on first use: the copy next to the weights if there is one."""
-        data, copy = self.run.data, None
-        if self.source is not None and data.tokenizer != "byte":
-            imported = has_weights(self.source)
-            copy = self.source / manifest.TOKENIZER if imported else manifest.saved_tokenizer(self.source)
-        return load_tokenizer(str(copy) if copy is not None and copy.is_file() else data.tokenizer, data.eos_token)
+        return stored_tokenizer(self.run, self.source)
 
     @property
     def device(self) -> torch.device:
@@ -77,21 +71,21 @@ def load_model(
     verify: check the checkpoint's checksums first.
     data_of: another run or model, whose data and seed replace the model's own.
     """
-    model = _find_model(path, verify).to_empty(device="cpu")
+    target = pick_device(device, flag="--device")
+    model = _build(find_model(path, verify=verify)).to_empty(device="cpu")
     assert model.source is not None
     if data_of is not None:
-        model.run = _with_data_of(model.run, _find_model(data_of, verify=False).run)
+        model.run = _with_data_of(model.run, find_model(data_of).run)
     if has_weights(model.source):
         checkpoint.load_weights_file(model.source / WEIGHTS, model)
     else:
         checkpoint.load_tensors(model.source, model, None)
-    target = pick_device(device, flag="--device")
     return model.to(target, _pick_dtype(dtype, model.run, target)).eval()
 
 
 def open_model(path: str | Path, *, verify: bool = True) -> tuple[LanguageModel, StoredWeights]:
     """As `load_model`, but the model has no weights (meta device); they are read one by one from the second value."""
-    model = _find_model(path, verify).eval()
+    model = _build(find_model(path, verify=verify)).eval()
     assert model.source is not None
     weights = StoredWeights(model.source)
     checkpoint.compare_shapes(model.source, {name: p.shape for name, p in model.state_dict().items()}, weights.shapes())
@@ -149,19 +143,10 @@ class _WeightsFile(FileSystem):
         return [str(Path(path) / WEIGHTS)]
 
 
-def _find_model(path: str | Path, verify: bool) -> LanguageModel:
-    """The model of a path, on the meta device."""
-    path = check_model(path)
-    if has_weights(path):
-        run, source, step = load_config(file=path / CONFIG).config, path, 0
-    else:
-        found = _checkpoint(path, verify)
-        with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
-            step = int(found.run_state["step"])
-            run, source = _config_of(found).at_step(step), found.path
-    # Initializing weights would be wasted work and advance the caller's random state.
+def _build(stored: StoredModel) -> LanguageModel:
+    """The model without weights: initializing them would be wasted work and advance the caller's random state."""
     with torch.device("meta"):
-        return LanguageModel(run, source=source, step=step)
+        return LanguageModel(stored.run, source=stored.source, step=stored.step)
 
 
 def _with_data_of(own: RunConfig, other: RunConfig) -> RunConfig:
@@ -169,26 +154,6 @@ def _with_data_of(own: RunConfig, other: RunConfig) -> RunConfig:
     kept = {name: getattr(own.data, name) for name in ("seq_len", "tokenizer", "eos_token")}
     data, run = other.data.model_copy(update=kept), own.run.model_copy(update={"seed": other.run.seed})
     return own.model_copy(update={"data": data, "run": run})
-
-
-def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
-    inside = [folder for folder in (path / "checkpoints", path) if manifest.complete_checkpoints(folder)]
-    # `auto` skips damaged checkpoints of a run; an explicitly named checkpoint must be intact.
-    found = resume.find_checkpoint("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
-    assert found is not None
-    return found
-
-
-def _config_of(found: resume.FoundCheckpoint) -> RunConfig:
-    try:
-        return RunConfig.model_validate(found.run_state["config"])
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ModelError(
-            f"{found.path}: its config cannot be read by this version of Tercet ({where}: {first['msg']}): "
-            "use the version that wrote it"
-        ) from None
 
 
 def _pick_dtype(dtype: Dtype, run: RunConfig, device: torch.device) -> torch.dtype:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
 
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompts: TypeAlias = Union[str, Sequence[int], Sequence[str], Sequence[Sequence[int]], "Tensor"]
 
 
 class PromptError(UsageError):
@@ -18,14 +20,14 @@ class PromptError(UsageError):
 
 def is_single(prompts: Prompts) -> bool:
     """Whether this is one prompt, not a batch."""
-    if isinstance(prompts, Tensor):
+    if not isinstance(prompts, Sequence):
         return prompts.dim() == 1
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
     """The tokens of every prompt: at least one each, all within the vocabulary."""
-    listed = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    listed = prompts if isinstance(prompts, Sequence) else prompts.tolist()
     batch = [listed] if is_single(prompts) else list(listed)
     if not batch:
         raise PromptError("no prompt given: give at least one")

@@ -19,8 +19,7 @@ from torch import Tensor
 from tercet.config.data import SyntheticConfig
 from tercet.data.loader import build_loader
 from tercet.data.synthetic import ASK, IS, KEY_TOKENS
-from tercet.errors import UsageError
-from tercet.inference.arguments import at_least_one
+from tercet.inference.arguments import at_least_one, check_recall
 from tercet.inference.load import LanguageModel
 from tercet.model.cost import chunk_rows
 from tercet.model.transformer import Transformer
@@ -88,11 +87,7 @@ def recall_by_distance(
     """
     at_least_one(length=length, documents=documents, batch=batch)
     data = model.run.data
-    if data.synthetic.task != "recall":
-        raise UsageError(
-            f"data.synthetic.task={data.synthetic.task!r}: this model was not trained on the recall task; train with "
-            "--data.source synthetic --data.synthetic.task recall, or use `tercet eval needle`"
-        )
+    check_recall(data)
     task = data.synthetic.model_copy(update={"length": length, "min_distance": 1})
     data = data.model_copy(update={"source": "synthetic", "seq_len": length, "synthetic": task})
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])

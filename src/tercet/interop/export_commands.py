@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tercet.inference.arguments import check_empty, check_model
+from tercet.inference.arguments import check_empty
+from tercet.inference.stored_model import find_model
+from tercet.interop.options import check_family
 
 
 def hf(
@@ -24,8 +26,9 @@ def hf(
             dense attention.
     """
     check_empty(out)
-    check_model(run)
+    model = find_model(run).run.model
     if format != "tercet":
+        check_family(model, format)
         from tercet.interop.huggingface.export_dense import SELECTOR_WEIGHTS, export_dense
 
         export_dense(run, out, format, dtype=dtype)

@@ -10,7 +10,7 @@ from tercet import hints
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
-from tercet.interop.import_options import attention_options
+from tercet.interop.options import attention_options
 
 
 def hf(

@@ -30,7 +30,7 @@ from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
 from tercet.train import manifest
-from tercet.train.manifest import CheckpointError, WrongCheckpoint
+from tercet.train.manifest import CheckpointError, WrongCheckpoint, run_of
 from tercet.train.run_folder import RunFolder, locate
 
 # Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
@@ -82,9 +82,24 @@ def check_start(config: RunConfig, resume: str | None) -> None:
     `find_start` is called again by the run itself, which locks the folder and verifies the checkpoint.
     """
     check_paths([path for part in (config.data, *config.data.mixture) for path in part.path])
+    if resume is None and config.train.init_from is not None:
+        _check_vocabulary(config.model.vocab_size, Path(config.train.init_from))
     unverified = config.checkpoint.model_copy(update={"verify": False})
     with closing(RunFolder(locate(config, resume))) as folder:
         find_start(config.with_absolute_paths().model_copy(update={"checkpoint": unverified}), resume, folder)
+
+
+def _check_vocabulary(size: int, source: Path) -> None:
+    """Raise for another vocabulary than the run's that train.init_from names: the usual reason why weights differ."""
+    if source.suffix == ".safetensors":
+        return
+    found = find_checkpoint(str(source), source, verify=False)
+    assert found is not None
+    if (saved := found.run_state["config"]["model"]["vocab_size"]) != size:
+        raise WrongCheckpoint(
+            f"model.vocab_size={size}, and train.init_from={source} has {saved}: train with its tokenizer, which "
+            f"--config {run_of(found.path)}/config.toml sets"
+        )
 
 
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:

@@ -22,14 +22,9 @@ from tercet.inference.load import LanguageModel, open_model
 from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.interop.huggingface.rope import rope_parameters
+from tercet.interop.options import ARCHITECTURES, check_family
 from tercet.model.config import ModelConfig
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
 SHARD_BYTES = 4 << 30
 
 
@@ -64,30 +59,6 @@ def export_dense(
         as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
         check_folder(folder)
     return out
-
-
-def check_family(config: ModelConfig, family: str) -> None:
-    """Raise if a model of this configuration is not one of the family, apart from reading blocks."""
-    if family not in ARCHITECTURES:
-        raise UsageError(f"--format {family} is unknown: pick one of tercet, {', '.join(ARCHITECTURES)}")
-    kinds = set(config.attention_kinds)
-    rules = {
-        "attention": (
-            kinds <= {"dense", "nsa"} and ("nsa" not in kinds or config.gate == "none"),
-            "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
-        ),
-        "value_dim": (config.head_value_dim == config.head_dim, "values must be as large as keys"),
-        "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 has norms of queries and keys, the others do not"),
-        "attention_bias": (
-            config.attention_bias or family != "qwen2",
-            "qwen2 has biases of queries, keys and values; use --format llama",
-        ),
-    }
-    if family == "mistral":
-        rules["attention_bias"] = (not config.attention_bias, "mistral has no biases; use --format llama")
-    for name, (fits, why) in rules.items():
-        if not fits:
-            raise UsageError(f"model.{name}={getattr(config, name)} cannot be exported with --format {family}: {why}")
 
 
 def _check_output_bias(weights: Mapping[str, Tensor], family: str) -> None:

@@ -39,7 +39,7 @@ from tercet.interop.huggingface.folder import (
     write_tensors,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
-from tercet.interop.import_options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options
+from tercet.interop.options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import WRONG_VALUE, describe, one_line_errors

@@ -1,4 +1,4 @@
-"""Options of `tercet import hf`: their defaults, and the checks of them that need no torch."""
+"""Options of `tercet import hf` and `tercet export hf`: defaults, and the checks that need no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
-from tercet.model.config import AttentionKind
+from tercet.model.config import AttentionKind, ModelConfig
 
 BLOCK_SPARSE = "block-sparse"
 # Options of a dense import. An export of Tercet already has its own values for them.
@@ -19,6 +19,13 @@ DEFAULT_OPTIONS: dict[str, Any] = {
     "gate_logit": 8.0,
     "dense_below": 0,
     "selector": "compressed",
+}
+# Model classes of transformers by --format.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 
 
@@ -41,3 +48,27 @@ def attention_options(attention: str, dense_below: int, selector: str) -> dict[s
         "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "compression": "mean",
         "dense_below": dense_below, "selector": selector,
     }  # fmt: skip
+
+
+def check_family(config: ModelConfig, family: str) -> None:
+    """Raise if a model of this configuration is not one of the family, apart from reading blocks."""
+    if family not in ARCHITECTURES:
+        raise UsageError(f"--format {family} is unknown: pick one of tercet, {', '.join(ARCHITECTURES)}")
+    kinds = set(config.attention_kinds)
+    rules = {
+        "attention": (
+            kinds <= {"dense", "nsa"} and ("nsa" not in kinds or config.gate == "none"),
+            "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
+        ),
+        "value_dim": (config.head_value_dim == config.head_dim, "values must be as large as keys"),
+        "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 has norms of queries and keys, the others do not"),
+        "attention_bias": (
+            config.attention_bias or family != "qwen2",
+            "qwen2 has biases of queries, keys and values; use --format llama",
+        ),
+    }
+    if family == "mistral":
+        rules["attention_bias"] = (not config.attention_bias, "mistral has no biases; use --format llama")
+    for name, (fits, why) in rules.items():
+        if not fits:
+            raise UsageError(f"model.{name}={getattr(config, name)} cannot be exported with --format {family}: {why}")
