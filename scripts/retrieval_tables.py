@@ -42,6 +42,7 @@ def needles() -> str:
     files = {
         "NSA, learned selectors": FOLDER / "learned-needle.txt",
         "dense": FOLDER / "dense-needle.txt",
+        "NSA, earlier exercises": FOLDER / "earlier-needle.txt",
         "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",
         "dense, no exercises": QUALITY / "needle-dense.txt",
     }
@@ -63,7 +64,8 @@ def single() -> str:
     """Single needles by length."""
     files = {
         "NSA, learned selectors": "learned-single-training.json",
-        "dense": "dense-single.json",
+        "dense": "dense-single-training.json",
+        "NSA, earlier exercises": "earlier-single.json",
         "NSA, held-out wording": "learned-single-held-out.json",
     }
     records = {label: _whole(name) for label, name in files.items()}
@@ -77,7 +79,7 @@ def single() -> str:
 
 def probe() -> str:
     """The layers and KV heads that attend to the needle's block at some length, and whether they choose it."""
-    found = json.loads((FOLDER / "learned-probe.json").read_text(encoding="utf-8"))["found"]
+    found = json.loads((FOLDER / "earlier-probe.json").read_text(encoding="utf-8"))["found"]
     rows = []
     for cells in zip(*(record["cells"] for record in found), strict=True):  # one layer and KV head at every length
         if max(cell["mass"] for cell in cells) > 0.2:
@@ -87,33 +89,47 @@ def probe() -> str:
 
 
 def losses() -> str:
-    """Held-out loss at the same step of the same run through the data."""
-    kinds = {"learned": "NSA, learned selectors", "dense": "dense"}
-    read = {}
-    for kind in kinds:
+    """Held-out loss at the same step of the same run through the data, and the time that the steps of a stage took."""
+    ends = {1700: "8k", 2000: "32k", 2500: "64k"}
+    rows = []
+    for kind, name in {"learned": "NSA, learned selectors", "dense": "dense"}.items():
         with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
-            read[kind] = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
-    steps = sorted(read["dense"])
-    rows = [[name, *(f"{read[kind][n]:.4f}" for n in steps)] for kind, name in kinds.items()]
-    return _rows(["", *(f"step {n:,}" for n in steps)], rows)
+            loss = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
+        with (FOLDER / f"{kind}-training.csv").open(encoding="utf-8") as stream:
+            seconds = {int(row["step"]): float(row["step_seconds"]) for row in csv.DictReader(stream)}
+        cells, first = [], 0
+        for end in ends:
+            step = statistics.median(s for n, s in seconds.items() if first < n <= end)
+            cells.append(f"{loss[end]:.4f}, {step * 1000:.0f} ms")
+            first = end
+        rows.append([name, *cells])
+    return _rows(["loss, time of a step", *(f"step {end:,}, {length}" for end, length in ends.items())], rows)
 
 
 def tasks() -> str:
-    """All tasks at the lengths measured."""
-    found = [f for f in _ruler("learned-tasks.json") if f["depth"] is None]
-    lengths = sorted({f["length"] for f in found})
-    rows = []
-    for task in dict.fromkeys(f["task"] for f in found):
-        cells = {f["length"]: f for f in found if f["task"] == task}
-        rows.append([f"`{task}`", *(_cell(cells[n]) if n in cells else "" for n in lengths)])
-    return _rows(["task", *map(_k, lengths)], rows)
+    """All tasks at the lengths measured, and what a run with earlier exercises found at the longest."""
+    found = {(f["task"], f["length"]): f for f in _ruler("learned-tasks.json") if f["depth"] is None}
+    earlier = {(f["task"], f["length"]): f for f in _ruler("earlier-tasks.json") if f["depth"] is None}
+    lengths = sorted({length for _, length in found})
+    rows = [
+        [f"`{task}`", *(_cell(found[task, n]) for n in lengths), _cell(earlier[task, lengths[-1]])]
+        for task in dict.fromkeys(task for task, _ in found)
+    ]
+    return _rows(["task", *map(_k, lengths), f"{_k(lengths[-1])}, earlier exercises"], rows)
 
 
 def context() -> str:
     """Loss of the same last tokens with more context."""
-    found = _last_line(FOLDER / "learned-context.txt")["by_context"]
-    rows = [[_k(f["tokens"]), f"{f['loss']:.4f}", _gain(f["losses"], found[0]["losses"])] for f in found]
-    return _rows(["tokens read", "loss", f"against {_k(found[0]['tokens'])}"], rows)
+    kinds = {"learned": "NSA", "dense": "dense"}
+    found = {kind: _last_line(FOLDER / f"{kind}-context.txt")["by_context"] for kind in kinds}
+    rows = []
+    for cells in zip(*found.values(), strict=True):
+        row = [_k(cells[0]["tokens"])]
+        for cell, base in zip(cells, (f[0] for f in found.values()), strict=True):
+            row += [f"{cell['loss']:.4f}", _gain(cell["losses"], base["losses"])]
+        rows.append(row)
+    base = f"against {_k(found['dense'][0]['tokens'])}"
+    return _rows(["tokens read", "NSA", base, "dense", base], rows)
 
 
 def _gain(losses: list[float], base: list[float]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tercet.data.order import key
-from tercet.data.retrieval import KEYS, TRAINING_WORDS, VALUES, VERSION, Draws
+from tercet.data.retrieval import TRAINING_WORDS, VERSION, Draws
 from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
 from tercet.data.tokenizers import Tokenizer
 from tercet.data.wordings import TRAINING_WORDINGS, Pair, WordList
@@ -182,36 +182,29 @@ class Line(NamedTuple):
 
 
 class Style(NamedTuple):
-    """What facts have in common."""
+    """How a fact and the question for it are worded."""
 
     pair: Pair
     what: str
-    key: str  # kinds of strings
-    value: str
 
     def fact(self, at: float, name: str, value: str) -> Line:
         return Line(at, self.pair.fact.format(what=self.what, key=name, value=value))
-
-
-def _style(draws: Draws) -> Style:
-    name, value = draws.choice(KEYS), draws.choice(VALUES)
-    alike = name == "uuid" and draws.below(2)
-    return Style(draws.choice(_P.pairs), draws.choice(_P.whats), name, name if alike else value)
 
 
 def write_lines(draws: Draws, size: int) -> list[list[Line]]:
     """Facts and questions for an exercise of about `size` tokens; each item is complete in itself."""
     dense = draws.below(2)
     count = int(size / draws.log_uniform(DENSEST, DENSE) if dense else draws.log_uniform(1, max(2, size / DENSEST)))
-    common = _style(draws) if draws.below(2) else None  # one style for all makes keys harder to tell apart
+    common = draws.choice(_P.pairs) if draws.below(2) else None  # one wording for all: only the keys differ
+    what = draws.choice(_P.whats)
     items = [] if draws.below(4) else [_word_list(draws, size)]
     while count > 0:
-        family = draws.below(20)
-        if family < 2:
+        family = draws.below(15)
+        if family == 0:
             items.append(_chain(draws, size))
         else:
-            ask = _several_values if family < 5 else _several_keys if family < 8 else _one_value
-            items.append(ask(draws, size, common or _style(draws)))
+            ask = _several_values if family < 3 else _several_keys if family < 5 else _one_value
+            items.append(ask(draws, size, Style(common or draws.choice(_P.pairs), what)))
         count -= len(items[-1])
     return items
 
@@ -232,7 +225,7 @@ def _question_at(draws: Draws, fact: float, size: int) -> float:
 
 
 def _one_value(draws: Draws, size: int, style: Style) -> list[Line]:
-    name, value, at = _W.string(draws, style.key), _W.string(draws, style.value), _fact_at(draws)
+    name, value, at = _W.key(draws), _W.value(draws), _fact_at(draws)
     lines = [style.fact(at, name, value)]
     if draws.below(4):  # the others are distractors
         ask = style.pair.ask.format(what=style.what, key=name)
@@ -242,8 +235,8 @@ def _one_value(draws: Draws, size: int, style: Style) -> list[Line]:
 
 def _several_values(draws: Draws, size: int, style: Style) -> list[Line]:
     """Several values of one key, asked for in the order of appearance."""
-    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(4)))
-    name, values = _W.string(draws, style.key), _strings(draws, style.value, len(places))
+    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(3)))
+    name, values = _W.key(draws), distinct(draws, len(places), _W.value)
     lines = [style.fact(at, name, value) for at, value in zip(places, values, strict=True)]
     ask, end = draws.choice(_P.values)
     text = f"{ask.format(what=style.what, key=name)}{', '.join(values)}{end}"
@@ -252,8 +245,8 @@ def _several_values(draws: Draws, size: int, style: Style) -> list[Line]:
 
 def _several_keys(draws: Draws, size: int, style: Style) -> list[Line]:
     """Several keys, asked for at once in another order."""
-    places = [_fact_at(draws) for _ in range(2 + draws.below(4))]
-    names, values = _strings(draws, style.key, len(places)), _strings(draws, style.value, len(places))
+    places = [_fact_at(draws) for _ in range(2 + draws.below(3))]
+    names, values = distinct(draws, len(places), _W.key), distinct(draws, len(places), _W.value)
     lines = [style.fact(at, name, value) for at, name, value in zip(places, names, values, strict=True)]
     ask, end = draws.choice(_P.keys)
     text = f"{ask.format(what=style.what, keys=', '.join(names))}{', '.join(values)}{end}"
@@ -263,9 +256,9 @@ def _several_keys(draws: Draws, size: int, style: Style) -> list[Line]:
 def _chain(draws: Draws, size: int) -> list[Line]:
     """A variable and copies of copies of it, asked for in the order of appearance."""
     chain = draws.choice(_P.chains)
-    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(5)))
+    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(4)))
     upper = draws.below(2)
-    names = distinct(draws, len(places), lambda: _W.letters(draws, 5).upper() if upper else _W.pair(draws, "_"))
+    names = distinct(draws, len(places), lambda d: _W.letters(d, 5).upper() if upper else _W.pair(d, "_"))
     value = _W.number(draws, 5)
     lines = [Line(places[0], chain.value.format(name=names[0], value=value))]
     for at, name, source in zip(places[1:], names[1:], names, strict=False):
@@ -280,7 +273,7 @@ def _word_list(draws: Draws, size: int) -> list[Line]:
     ranked = draws.below(2)
     if ranked:
         wording = draws.choice(_P.ranked_lists)
-        words = distinct(draws, room, lambda: _W.letters(draws, 6))
+        words = distinct(draws, room, lambda d: _W.letters(d, 6))
         counts = [int(room / rank**2 / 1.6449) for rank in range(1, len(words) + 1)]
         words[0], top = "...", [word for word, n in zip(words, counts, strict=True) if n > 1][1:4]
     else:
@@ -289,7 +282,7 @@ def _word_list(draws: Draws, size: int) -> list[Line]:
         most = room // 2 // common  # at least 4
         rare = 1 + draws.below(min(3, most // 3))
         repeats = rare * (3 + draws.below(min(8, most // rare - 2)))
-        words = distinct(draws, common + max(2, (room - common * repeats) // rare), lambda: _W.coined(draws))
+        words = distinct(draws, common + max(2, (room - common * repeats) // rare), _W.coined)
         counts, top = [repeats] * common + [rare] * (len(words) - common), words[:common]
     text, order = list_text(draws, wording, words, counts)
     if not ranked:
@@ -301,15 +294,11 @@ def _word_list(draws: Draws, size: int) -> list[Line]:
     return [Line(at, text), Line(_question_at(draws, at, size), f"{ask}{', '.join(top)}{wording.end}")]
 
 
-def _strings(draws: Draws, kind: str, count: int) -> list[str]:
-    return distinct(draws, count, lambda: _W.string(draws, kind))
-
-
-def distinct(draws: Draws, count: int, draw: Callable[[], str]) -> list[str]:
+def distinct(draws: Draws, count: int, draw: Callable[[Draws], str]) -> list[str]:
     """Different strings, in the order in which they were drawn."""
     found: dict[str, None] = {}
     while len(found) < count:
-        found[draw()] = None
+        found[draw(draws)] = None
     return list(found)
 
 

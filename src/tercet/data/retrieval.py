@@ -13,10 +13,8 @@ from typing import TypeVar
 
 from tercet.data.order import key, random_u64
 
-VERSION = 4  # part of a run's data identity: change it when the same key gives other lines
+VERSION = 5  # part of a run's data identity: change it when the same key gives other lines
 MODULUS, REMAINDER = 7, 3  # of held-out integers
-KEYS = ("pair", "pair", "pair", "identifier", "identifier", "coined", "hexadecimal", "uuid")
-VALUES = ("number", "number", "number", "number", "hexadecimal", "uuid", "word", "pair")
 _CONSONANTS, _VOWELS, _ENDS = "bcdfghjklmnprstvwz", "aeiouy", "gkvxz"  # no word of the lists ends so
 _BLOCK = 256
 
@@ -110,19 +108,27 @@ class Words:
             text = letters[letter] + text
         return text
 
-    def string(self, draws: Draws, kind: str) -> str:
-        """A key or value; kind: one of KEYS and VALUES."""
-        if kind == "number":
-            return self.number(draws, 4 + draws.below(6))
-        if kind == "hexadecimal":
-            return self.hexadecimal(draws, draws.choice((6, 8, 12, 16)))
-        if kind == "identifier":
+    def key(self, draws: Draws) -> str:
+        """A key of any kind."""
+        kind = draws.below(8)
+        if kind < 3:
+            return self.pair(draws)
+        if kind < 5:
             return self.pair(draws, "_")
-        if kind == "uuid":
-            return self.uuid(draws)
-        if kind == "coined":
+        if kind == 5:
             return self.coined(draws)
-        return self.word(draws) if kind == "word" else self.pair(draws)
+        return self.hexadecimal(draws, 8) if kind == 6 else self.uuid(draws)
+
+    def value(self, draws: Draws) -> str:
+        """A value of any kind."""
+        kind = draws.below(8)
+        if kind < 4:
+            return self.number(draws, 4 + draws.below(6))
+        if kind == 4:
+            return self.hexadecimal(draws, draws.choice((6, 8, 12, 16)))
+        if kind == 5:
+            return self.uuid(draws)
+        return self.word(draws) if kind == 6 else self.pair(draws)
 
 
 _TRAINING = """

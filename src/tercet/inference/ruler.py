@@ -223,8 +223,8 @@ class QuestionWriter:
         """Facts in a filler. several: "" (one fact), one of several keys, all values of one key, or all keys."""
         words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
         count = NEEDLES if several else 1
-        names = distinct(draws, 1 if several == "values" else count, lambda: words.pair(draws)) * count
-        values = distinct(draws, count, lambda: words.uuid(draws) if uuids else words.number(draws))
+        names = distinct(draws, 1 if several == "values" else count, words.pair) * count
+        values = distinct(draws, count, words.uuid if uuids else words.number)
         facts = [_fact(pair, what, name, value) for name, value in zip(names[:count], values, strict=True)]
         if several == "values":
             question, end = draws.choice(self._wordings.values)
@@ -242,7 +242,7 @@ class QuestionWriter:
 
     def _chain(self, draws: Draws, length: int) -> Question:
         chain = draws.choice(self._wordings.chains)
-        names = distinct(draws, HOPS + 1, lambda: self._words.letters(draws, 5).upper())
+        names = distinct(draws, HOPS + 1, lambda d: self._words.letters(d, 5).upper())
         value = self._words.number(draws, 5)
         facts = [chain.value.format(name=names[0], value=value)]
         facts += [chain.copy.format(name=b, source=a) for a, b in pairwise(names)]
@@ -257,7 +257,7 @@ class QuestionWriter:
         asked = self._question(pair.ask.format(what=what, key=name), [value], pair.end)
         fact = self._encode(_fact(pair, what, name, value) + "\n")
         room = length - len(asked.tokens) - len(fact)
-        others = distinct(draws, max(2, room // len(fact)), lambda: (words.uuid if uuids else words.pair)(draws))
+        others = distinct(draws, max(2, room // len(fact)), words.uuid if uuids else words.pair)
         lines = self._encode_all(_fact(pair, what, other, draw(draws)) + "\n" for other in others if other != name)
         fits = int(np.searchsorted(np.cumsum([len(line) for line in lines]), room, side="right"))
         if fits < 1:
@@ -289,7 +289,7 @@ class QuestionWriter:
         others = (entries - COMMON_WORDS * common) // uncommon
         if others < 1:
             raise _DoesNotFitError
-        words = distinct(draws, COMMON_WORDS + min(others, MOST_WORDS), lambda: self._words.coined(draws))
+        words = distinct(draws, COMMON_WORDS + min(others, MOST_WORDS), self._words.coined)
         return words, [common] * COMMON_WORDS + [uncommon] * (len(words) - COMMON_WORDS), words[:COMMON_WORDS]
 
     def _ranked_words(self, draws: Draws, entries: int, length: int) -> tuple[list[str], list[int], list[str]]:
@@ -297,7 +297,7 @@ class QuestionWriter:
         counts = [int(entries * rank**-ALPHA / ZETA) for rank in range(1, size + 1)]
         if counts[3] <= counts[4]:
             raise _DoesNotFitError
-        words = distinct(draws, size, lambda: self._words.letters(draws, 6))
+        words = distinct(draws, size, lambda d: self._words.letters(d, 6))
         words[0] = "..."  # RULER's noise
         return words, counts, words[1:4]
 
