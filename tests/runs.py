@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
+from tercet.telemetry.event_log import events_file, read_events
+from tercet.telemetry.events import Event, StepLogged
+
+E = TypeVar("E", bound=Event)
 
 # Small, but selection has a choice: 8 blocks of 8 tokens, of which queries read 4 (one by score), and a window of 8.
 SMALL: dict[str, Any] = {
@@ -60,6 +64,28 @@ GPU_SIZES: dict[str, Any] = {
 def small(**changes: Any) -> RunConfig:
     """A small run; `train__steps=9` changes train.steps."""
     return load(flags=SMALL | {k.replace("__", "."): v for k, v in changes.items()}).config
+
+
+def train_small(folder: Path, resume: str | None = None, **changes: Any) -> int:
+    """Train a small run in this folder, in this process; returns its exit code."""
+    from tercet.train.trainer import train
+
+    return train(small(run__dir=str(folder), **changes), resume=resume)
+
+
+def events_of(folder: Path, kind: type[E]) -> list[E]:
+    """Events of one kind, of rank 0."""
+    return [event for event in read_events(events_file(folder)) if isinstance(event, kind)]
+
+
+def step_logged(step: int, **changes: Any) -> StepLogged:
+    """The event of an interval of one step."""
+    values = {
+        "loss": 1.0, "lr": 1e-3, "grad_norm": 1.5, "tokens": 128 * step, "tokens_per_s": 1000.0, "step_seconds": 0.128,
+        "data_seconds": 0.0, "mfu": None, "memory_gib": 0.5, "skipped": 0, "epoch": 0, "first_step": step,
+        "losses": [1.0], "grad_norms": [1.5],
+    }  # fmt: skip
+    return StepLogged(step=step, **values | changes)
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from runs import small
+from runs import train_small
 from tercet import cli
 from tercet.config.data import DataConfig
 from tercet.config.load import load, to_toml
@@ -36,7 +36,6 @@ from tercet.parallel.flight_recorder import flight
 from tercet.report.commands import report
 from tercet.report.watch import watch_run
 from tercet.terminal import printable
-from tercet.train.trainer import train
 
 MUTATIONS = int(os.environ.get("TERCET_FUZZ", "300"))
 LLAMA = {
@@ -239,7 +238,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
 
     def exported() -> Format:
         run = root / "exported run"
-        assert train(small(run__dir=str(run), train__steps=1)) == 0
+        assert train_small(run, train__steps=1) == 0
         export(run, root / "export")
 
         def read(folder: Path) -> None:
@@ -288,18 +287,18 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
 
     def checkpoint() -> Format:
         run = root / "run"
-        assert train(small(run__dir=str(run), train__steps=2)) == 0
+        assert train_small(run, train__steps=2) == 0
 
         def read(folder: Path) -> None:
             changes = {"checkpoint__verify": False, "checkpoint__every": 0, "train__steps": 3}
-            train(small(run__dir=str(folder), **changes), resume="auto")
+            train_small(folder, **changes, resume="auto")
 
         files = "checkpoints/step-*/*.json"
         return Format(run, {files: mutate_json, "checkpoints/*/run.json": mutate_json}, read)
 
     def events() -> Format:
         run = root / "watched"
-        assert train(small(run__dir=str(run), train__steps=3, train__val_tokens=128)) == 0
+        assert train_small(run, train__steps=3, train__val_tokens=128) == 0
         (run / "heartbeat_rank0.jsonl").write_text(
             json.dumps({"time": 1.0, "rank": 0, "step": 3, "doing": "x", "for_seconds": 1.0}) + "\n"
         )

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from runs import small
+from runs import small, train_small
 from tercet import cli
 from tercet.config.data import DataConfig
 from tercet.config.load import load, read_toml
@@ -139,7 +139,7 @@ def test_files_whose_names_are_not_utf_8(tmp_path):
     (tmp_path / "corpus" / "b\udcff").write_bytes(b"\xff")
     files = {"data__source": "text", "data__path": str(tmp_path / "corpus"), "data__max_lost_text": 1.0}
     with pytest.raises(TercetError, match="b\udcff: is not UTF-8"):
-        train(small(run__dir=str(tmp_path / "run"), **files))
+        train_small(tmp_path / "run", **files)
     *_, last = read_events(tmp_path / "run" / "events_rank0.jsonl")  # the event log has its name too
     assert "b\udcff: is not UTF-8" in last.reason
 
@@ -203,7 +203,7 @@ def test_names_of_shards(name, prepared, tmp_path):
 
 def test_states_of_a_checkpoint(tmp_path):
     run = tmp_path / "run"
-    assert train(small(run__dir=str(run), train__steps=1)) == 0
+    assert train_small(run, train__steps=1) == 0
     again = small(run__dir=str(run), train__steps=2, checkpoint__verify=False)
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     for file, path, wrong in (

@@ -90,27 +90,48 @@ def rules(run: Run) -> set[str]:
     return {e.rule for rank in run.events for e in run.of(HealthFired, rank)}
 
 
-def copy(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
+Lines = list[dict[str, Any]]
+
+
+def each(kind: str, **changes: Any) -> Callable[[Lines], None]:
+    """Changes the fields of all events of a kind; a function is applied to the old value."""
+
+    def change(lines: Lines) -> None:
+        for line in lines:
+            if line["kind"] == kind:
+                line |= {name: new(line[name]) if callable(new) else new for name, new in changes.items()}
+
+    return change
+
+
+def without(kind: str) -> Callable[[Lines], None]:
+    """Removes all events of a kind."""
+
+    def change(lines: Lines) -> None:
+        lines[:] = [line for line in lines if line["kind"] != kind]
+
+    return change
+
+
+def copy(run: Run, target: Path, *changes: Callable[[Lines], Any]) -> Run:
     """A copy of the run folder with modified events."""
     shutil.copytree(run.folder, target)
     path = target / "events_rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    change(lines)
+    for change in changes:
+        change(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read_run(target)
 
 
-def dense_baseline(run: Run, target: Path, change: Callable[[list[dict[str, Any]]], Any] = lambda lines: None) -> Run:
+def dense_baseline(run: Run, target: Path, *changes: Callable[[Lines], Any]) -> Run:
     """A copy of the run folder as a dense model would have written it."""
 
-    def dense(lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            if line["kind"] == "routes":
-                n = len(line["layer"])
-                line |= {"branch": ["dense"] * n, "route": ["sdpa"] * n, "reason": [""] * n}
-        change(lines)
+    def all_layers(value: str) -> Callable[[list[str]], list[str]]:
+        return lambda old: [value] * len(old)
 
-    copy(run, target, dense)
+    routes = {"branch": all_layers("dense"), "route": all_layers("sdpa"), "reason": all_layers("")}
+    copy(run, target, each("routes", **routes), *changes)
     config = target / "config.toml"
     config.write_text(config.read_text().replace('attention = "nsa"', 'attention = "dense"'))
     return read_run(target)

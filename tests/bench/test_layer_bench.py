@@ -1,4 +1,4 @@
-"""`tercet bench layer`: runs on any device and gives no ratio for a wrong result."""
+"""`tercet bench layer` runs on any device and gives no ratio for a wrong result; telemetry costs little."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tercet.bench import layer
+from runs import small
+from tercet.bench import layer, telemetry
 
 
 def bench(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object], str]:
@@ -30,3 +31,17 @@ def test_a_layer_that_differs_from_the_reference_gets_no_ratio(
     (row,) = last["results"]  # type: ignore[misc]
     assert (code, last["correct"], row["times_dense"]) == (1, False, None)
     assert "WRONG" in said
+
+
+def test_the_cost_of_telemetry_is_measured():
+    result = telemetry.measure(small(log__every=2, train__steps=1000), pairs=2)
+    assert result["step_ms_without"] > 0
+    assert result["step_ms_with"] > 0
+    assert result["extra_percent"] == pytest.approx(100 * result["extra_ms"] / result["step_ms_without"])
+    assert result["pairs"] == 2
+
+
+@pytest.mark.serial
+@pytest.mark.gpu
+def test_telemetry_costs_less_than_one_percent_of_a_step_on_a_gpu():
+    assert telemetry.main(["--preset", "m7c", "--pairs", "20"]) == 0

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from runs import step_logged
 from tercet.bench import learning_rates
 from tercet.bench.cells import CellRun
 from tercet.bench.sweep import Cell, Point, cliffs, heat_maps, judge, points, render, settings, sweep
@@ -20,10 +21,7 @@ POINT = Point("single", 256, 2, "none")
 
 
 def logged(step: int, seconds: float) -> StepLogged:
-    values = {f.name: 0 for f in dataclasses.fields(StepLogged) if f.default is dataclasses.MISSING}
-    return StepLogged(
-        **values | {"step": step, "step_seconds": seconds, "tokens_per_s": 512 / seconds, "memory_gib": step}
-    )
+    return step_logged(step, step_seconds=seconds, tokens_per_s=512 / seconds, memory_gib=step)
 
 
 def test_bucket_sizes_apply_to_ddp_only():

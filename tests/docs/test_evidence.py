@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runs import small
+from runs import small, train_small
 from tercet.config.load import load
 from tercet.data.order import document_hash, validation_threshold
 from tercet.model.cost import parameters
-from tercet.train.trainer import train
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEAR: dict[str, Any] = runpy.run_path(str(SCRIPTS / "near_copies.py"))
@@ -48,7 +47,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("evidence")
     module: dict[str, Any] = runpy.run_path(str(SCRIPTS / "evidence_tables.py"))
     module["runs"].__globals__["FOLDER"] = folder / "results"
-    train(small(run__dir=str(folder / "linux-nsa-1"), train__val_tokens=256, train__steps=3))
+    train_small(folder / "linux-nsa-1", train__val_tokens=256, train__steps=3)
     made = module["collect"](folder / "linux-nsa-1")
     module["save"](made, folder / "linux-nsa-1")
     losses = {"linux-nsa-2": 2.0, "linux-dense-1": 2.5, "linux-dense-2": 3.0, "linux-random-blocks-2": 4.0}

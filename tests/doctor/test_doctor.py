@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import tercet
-from runs import GPU_SIZES, small
+from runs import GPU_SIZES, small, train_small
 from tercet.doctor import kernels, machine, memory, storage
 from tercet.doctor.commands import doctor
 from tercet.doctor.examine import checks, examine_before_training, exit_code, lines
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
-from tercet.train.trainer import train
 
 
 def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):
@@ -274,7 +273,7 @@ def test_the_long_form_runs_every_check():
 def test_a_failed_check_stops_training_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "NEEDED", (("torch", (99,), None),))
     with pytest.raises(TercetError, match=r"doctor: versions: torch .* is not >=99"):
-        train(small(run__dir=str(tmp_path / "run")), origins={})
+        train_small(tmp_path / "run")
     assert not (tmp_path / "run" / "events_rank0.jsonl").exists()
     assert examine_before_training(small(health__doctor=False), tmp_path) is None
 

@@ -208,3 +208,17 @@ def test_max_seqlen_is_at_most_the_number_of_tokens() -> None:
     assert Documents(1, TOKENS, 0, bounds, None, longest=1000).longest == TOKENS
     assert Documents(1, TOKENS, 0, bounds, None).longest == TOKENS
     assert Documents(2, TOKENS, 0, None, None, longest=50).longest == TOKENS
+
+
+@pytest.mark.parametrize("design", ["union", pytest.param("kv-major", marks=pytest.mark.slow)])
+def test_empty_documents_at_the_end_change_no_bit(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step has a fixed number of bounds, and so empty documents after the last one."""
+    if design == "kv-major":  # for every range, by limits that any union of blocks exceeds
+        selected = importlib.import_module("tercet.attention.kernels.selected.launch")
+        settings = replace(selected_settings(16, 16, torch.float32, 16), forward_limit=0.0, backward_limit=0.0)
+        monkeypatch.setattr(selected, "selected_settings", lambda *_: settings)
+    documents = (18, 0, 14)
+    x = sample(documents)
+    found = [outcome(x, cu_seqlens=cu((*documents, *[0] * more)), max_seqlen=18) for more in (0, 5)]
+    (out, blocks, grads), (again, same_blocks, same_grads) = found
+    assert all(torch.equal(a, b) for a, b in zip((out, blocks, *grads), (again, same_blocks, *same_grads), strict=True))

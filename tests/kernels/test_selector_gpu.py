@@ -1,4 +1,5 @@
-"""Learned and random selection on a GPU: against the reference, compiled, packed, without synchronising, same bits."""
+"""Learned and random selection on a GPU: its kernels and models against the reference, compiled and packed; without
+synchronising, the same bits every time."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ import pytest
 import torch
 
 import tercet
+from kernels.test_block_scores import chosen
+from tercet.attention import reference
+from tercet.attention.kernels import block_lse as kernels
+from tercet.attention.kernels.block_scores import select_by_tokens
+from tercet.attention.kernels.varlen import Documents
 from tercet.attention.selector import block_lse
 from tercet.model.selector import sample_queries
 from tercet.model.transformer import ModelConfig, Transformer
@@ -14,6 +20,8 @@ pytestmark = pytest.mark.gpu
 
 NSA = tercet.NSAConfig(compress_block=16, compress_stride=16, window=128)
 BOUNDS = [0, 700, 716, 4096]
+ROWS, BLOCK = 65536, 64
+LENGTHS = (700, 1, 16, 0, 5000, 2475)
 
 
 def make_model(selector: str = "learned") -> Transformer:
@@ -77,3 +85,46 @@ def test_the_kernels_choose_the_references_blocks() -> None:
     for layer.backend in ("triton", "reference"):
         layer(x, taught=sample_queries(torch.arange(4096, device="cuda")[None], 128))
     assert (chosen[0] != chosen[1]).float().mean() < 5e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bounds", [[0, ROWS], [0, 30, 9000, 9001, 40123, ROWS]], ids=["whole", "packed"])
+def test_log_sum_exps_and_their_gradients_are_the_references_and_repeat(bounds: list[int], dtype: torch.dtype) -> None:
+    cu, row = torch.tensor(bounds, device="cuda"), torch.arange(100, ROWS, 128, device="cuda")
+    position = row - cu[torch.searchsorted(cu, row, right=True) - 1]
+    q = torch.randn(len(row), 2, 32, device="cuda").to(dtype).requires_grad_()
+    k = torch.randn(ROWS, 2, 32, device="cuda").to(dtype).requires_grad_()
+    exact_q, exact_k = q.detach().float().requires_grad_(), k.detach().float().requires_grad_()
+    lse = kernels.block_lse(q, k, row, position, BLOCK, ROWS // BLOCK)
+    expected = reference.block_lse(exact_q, exact_k, row, position, ROWS // BLOCK, BLOCK)
+    assert torch.equal(lse.isinf(), expected.isinf())
+    torch.testing.assert_close(lse, expected, atol=1e-4, rtol=0)
+    grad = torch.randn_like(lse) * 1e-6  # as of a mean over queries: below what fp16 holds
+    grads = torch.autograd.grad(lse, (q, k), grad, retain_graph=True)
+    for x, again in zip(grads, torch.autograd.grad(lse, (q, k), grad), strict=True):
+        assert x.dtype == dtype
+        assert torch.equal(x, again)
+    for x, right in zip(grads, torch.autograd.grad(expected, (exact_q, exact_k), grad), strict=True):
+        assert (x.float() - right).norm() <= (3e-3 if dtype == torch.bfloat16 else 1e-4) * right.norm()
+
+
+def other(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Share of other blocks."""
+    return float((found != wanted).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block", "size"),
+    [(torch.bfloat16, 64, 32), (torch.bfloat16, 16, 48), (torch.float16, 128, 64), (torch.float32, 64, 32)],
+)
+def test_sequences_packed_documents_and_query_ranges_choose_as_fp64_does(dtype, block: int, size: int) -> None:
+    config = tercet.NSAConfig(16, 16, block)
+    q, k = (torch.randn(1, 8192, 2, size, device="cuda").to(dtype) for _ in range(2))
+    whole = select_by_tokens(q, k, config, Documents(1, 8192, 0, None, None))
+    assert other(whole[0], chosen(q[0].double(), k[0].double(), config)) < 5e-4
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    packed = select_by_tokens(q, k, config, Documents(1, 8192, 0, bounds, None))
+    pairs = zip(q[0].double().split(LENGTHS), k[0].double().split(LENGTHS), strict=True)
+    assert other(packed[0], torch.cat([chosen(*x, config) for x in pairs if len(x[0])])) < 5e-4
+    part = Documents(1, 8192, 0, bounds, None, 3000, 4000)
+    assert torch.equal(select_by_tokens(q[:, 3000:7000], k, config, part), packed[:, 3000:7000])

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import tercet
-from runs import losses, small
+from runs import losses, train_small
 from tercet.attention import dispatch
 from tercet.config.schema import RunConfig
 from tercet.model.decode import why_not_kernels
 from tercet.model.selector import RandomBlocks
 from tercet.model.transformer import ModelConfig, Transformer
-from tercet.train.trainer import train
 
 NSA = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=6, window=8)
 BOUNDS = [0, 70, 75, 160]
@@ -94,7 +93,7 @@ def test_a_cache_gives_the_results_of_the_whole_sequence(chunks: list[int]) -> N
 def test_layers_share_compiled_code_and_choose_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("tercet.attention.kernels")
 
-    def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, cu_seqlens, branches, block_indices, **more):  # type: ignore[no-untyped-def]
+    def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, layout, branches, block_indices, *_):  # type: ignore[no-untyped-def]
         return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + block_indices.sum() * 1e-3, block_indices
 
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
@@ -118,9 +117,9 @@ def test_layers_share_compiled_code_and_choose_differently(monkeypatch: pytest.M
 
 def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     options = {"model__selector": "random", "train__schedule": "constant"}
-    train(small(run__dir=str(tmp_path / "straight"), train__steps=4, **options))
+    train_small(tmp_path / "straight", train__steps=4, **options)
     for steps in (2, 4):
-        train(small(run__dir=str(tmp_path / "run"), train__steps=steps, **options), resume="auto")
+        train_small(tmp_path / "run", train__steps=steps, **options, resume="auto")
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 

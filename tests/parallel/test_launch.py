@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from parallel.world import start_ranks
+from parallel.world import start_ranks, torchrun
 from tercet.config.load import load
 from tercet.config.sections import ParallelConfig
 from tercet.parallel import launch
@@ -117,3 +118,9 @@ def test_the_doctor_measures_the_ranks(fork_server, tmp_path):
     assert 0 <= found["clock_seconds"] < 1
     assert all(one["bus_bytes_per_s"] > 0 for one in found["all_reduce"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launch_that_takes_too_long_is_an_error(tmp_path):
+    (tmp_path / "never.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        torchrun(1, str(tmp_path / "never.py"), seconds=0.5)

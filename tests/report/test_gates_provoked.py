@@ -17,9 +17,16 @@ from tercet.report.training_gates import data_gate
 from tercet.report.verdict import judge
 from tercet.telemetry.events import CheckpointFailed, HealthFired, SelectorsObserved, StepLogged
 from tercet.train import manifest
-from watched import FEW, copy, dense_baseline, even_clock, gate, run, verdict
+from watched import FEW, copy, dense_baseline, each, even_clock, gate, run, verdict, without
 
 PLAIN = {"train__val_tokens": 0, "checkpoint__every": 0}
+PARITY = {"check": "kernel parity", "verdict": "ok", "finding": "bfloat16: forward 2e-3", "mend": ""}
+
+
+def assert_no_go(found, name, sentence):
+    told = gate(verdict(found), name)
+    assert told.verdict == "NO-GO"
+    assert sentence in told.sentence
 
 
 def test_memory_that_grows_is_no_go(tmp_path, data, monkeypatch):
@@ -33,18 +40,14 @@ def test_memory_that_grows_is_no_go(tmp_path, data, monkeypatch):
     monkeypatch.setattr(step_module, "loss_sum", leaky)
     with even_clock():
         found, _ = run(tmp_path / "run", data, train__steps=40, **PLAIN)
-    told = gate(verdict(found), "memory")
-    assert told.verdict == "NO-GO"
-    assert "memory grew from" in told.sentence
+    assert_no_go(found, "memory", "memory grew from")
 
 
 def test_memory_that_does_not_fit_is_no_go(tmp_path, data, monkeypatch):
     monkeypatch.setattr(memory, "host_total_gib", lambda: 0.1)  # less memory than the process uses
     with even_clock():
         found, _ = run(tmp_path / "run", data, train__steps=4, **PLAIN)
-    told = gate(verdict(found), "memory")
-    assert told.verdict == "NO-GO"
-    assert "of the device's memory" in told.sentence
+    assert_no_go(found, "memory", "of the device's memory")
 
 
 def test_saves_that_fail_are_no_go(tmp_path, data, monkeypatch):
@@ -61,9 +64,7 @@ def test_saves_that_fail_are_no_go(tmp_path, data, monkeypatch):
         found, code = run(tmp_path / "run", data, **changes)
     assert code == 0
     assert len(found.of(CheckpointFailed)) == 1
-    told = gate(verdict(found), "checkpoint and resume")
-    assert told.verdict == "NO-GO"
-    assert "No space left" in told.sentence
+    assert_no_go(found, "checkpoint and resume", "No space left")
 
 
 def test_bad_records_are_no_go(tmp_path, data):
@@ -73,9 +74,7 @@ def test_bad_records_are_no_go(tmp_path, data):
     with even_clock():
         found, code = run(tmp_path / "run", broken, train__steps=8, **PLAIN, data__bad_records="skip")
     assert code == 0
-    told = gate(verdict(found), "data")
-    assert told.verdict == "NO-GO"
-    assert "bad records" in told.sentence
+    assert_no_go(found, "data", "bad records")
 
 
 def test_synthetic_data_is_not_tested(tmp_path, data):
@@ -89,28 +88,19 @@ def test_a_loss_that_does_not_fall_is_no_go(tmp_path, data, monkeypatch):
     monkeypatch.setattr(step_module, "loss_sum", lambda model, batch: true(model, batch) * (1 + 0.02 * next(counter)))
     with even_clock():
         found, _ = run(tmp_path / "run", data, **PLAIN, train__steps=24, train__lr=1e-9)
-    told = gate(verdict(found), "stability")
-    assert told.verdict == "NO-GO"
-    assert "the loss did not fall" in told.sentence
+    assert_no_go(found, "stability", "the loss did not fall")
 
 
-def as_on_a_gpu(lines, route="triton", reason="", fallback=False):
-    """Rewrite the record as a GPU run would have left it."""
-    for line in lines:
-        if line["kind"] == "run_started":
-            line["device"] = "NVIDIA H200"
-        if line["kind"] == "routes":
-            n = len(line["layer"])
-            line |= {"route": [route] * n, "reason": [reason] * n, "fallback": [fallback] * n}
-        if line["kind"] == "doctor":
-            line["check"].append("kernel parity")
-            line["verdict"].append("ok")
-            line["finding"].append("bfloat16: forward 2e-3")
-            line["mend"].append("")
-
-
-def on_gpu(healthy, folder: Path, **changes):
-    found = copy(healthy, folder, lambda lines: as_on_a_gpu(lines, **changes))
+def on_gpu(healthy, folder: Path, route="triton", reason="", fallback=False):
+    """The record as a GPU run would have left it."""
+    routes = {"route": route, "reason": reason, "fallback": fallback}
+    found = copy(
+        healthy,
+        folder,
+        each("run_started", device="NVIDIA H200"),
+        each("routes", **{name: lambda old, value=value: [value] * len(old) for name, value in routes.items()}),
+        each("doctor", **{name: lambda old, value=value: [*old, value] for name, value in PARITY.items()}),
+    )
     (folder / "mem_boot.json").write_text('{"device_total_gib": 139.8}')
     return read_run(found.folder)
 
@@ -179,12 +169,8 @@ def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
         return gate(judge(run, dense, Thresholds(40, **limits)), "throughput")
 
     def baseline(run):
+        faster = each("step", tokens_per_s=lambda speed: 2 * speed)
         return dense_baseline(run, tmp_path / f"{run.folder.name}-dense-{next(names)}", faster)
-
-    def faster(lines):
-        for line in lines:
-            if line["kind"] == "step":
-                line["tokens_per_s"] *= 2
 
     names = itertools.count()
     on_cpu = throughput(healthy)
@@ -201,33 +187,18 @@ def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
 
 
 def test_a_dense_baseline_on_a_slow_backend_proves_nothing(healthy, tmp_path):
-    def one_slow_layer(lines):
-        for line in lines:
-            if line["kind"] == "routes":
-                line["route"][-1], line["reason"][-1] = "reference", "asked for"
-
-    def uncounted(lines):
-        lines[:] = [line for line in lines if line["kind"] != "routes"]
-
+    one_slow_layer = each("routes", route=lambda r: [*r[:-1], "reference"], reason=lambda r: [*r[:-1], "asked for"])
     told = gate(judge(healthy, dense_baseline(healthy, tmp_path / "slow", one_slow_layer), FEW), "throughput")
     assert told.verdict == "NOT TESTED"
     assert "the dense baseline ran on reference (asked for)" in told.sentence
-    told = gate(judge(healthy, dense_baseline(healthy, tmp_path / "uncounted", uncounted), FEW), "throughput")
+    told = gate(judge(healthy, dense_baseline(healthy, tmp_path / "uncounted", without("routes")), FEW), "throughput")
     assert told.verdict == "NOT TESTED"
 
 
 def test_unchecked_kernels_are_not_tested_and_wrong_ones_are_no_go(healthy, tmp_path):
     found = on_gpu(healthy, tmp_path / "run")
-
-    def without(lines):
-        lines[:] = [line for line in lines if line["kind"] != "doctor"]
-
-    def disagree(lines):
-        for line in lines:
-            if line["kind"] == "doctor":
-                line["verdict"][-1] = "failed"
-
-    assert gate(verdict(copy(found, tmp_path / "a", without)), "numerics").verdict == "NOT TESTED"
+    disagree = each("doctor", verdict=lambda verdicts: [*verdicts[:-1], "failed"])
+    assert gate(verdict(copy(found, tmp_path / "a", without("doctor"))), "numerics").verdict == "NOT TESTED"
     assert gate(verdict(copy(found, tmp_path / "b", disagree)), "numerics").verdict == "NO-GO"
 
 

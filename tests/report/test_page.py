@@ -20,7 +20,7 @@ from tercet.report.figure import _VARIABLES
 from tercet.report.plots import loss_axis_limits, loss_plot, smoothed_losses
 from tercet.report.read import read_run
 from tercet.telemetry.sinks import summarise
-from watched import copy, dense_baseline, gate, verdict
+from watched import copy, dense_baseline, each, gate, verdict
 
 NASTY = '<script>alert("x")</script> & <img src=http://evil.example/x.png> $\\frac$ | `rm`'
 
@@ -153,10 +153,7 @@ def test_untested_gates_are_listed_at_the_top(page, healthy):
 
 
 def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plots):
-    def killed(lines):
-        lines.pop()
-
-    found = copy(healthy, tmp_path / "run", killed)
+    found = copy(healthy, tmp_path / "run", lambda lines: lines.pop())
     judged = verdict(found)
     text = Tags(render.html_page(found, judged)).text
     assert judged.failures()
@@ -169,14 +166,9 @@ def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plo
 
 
 def test_a_dense_baseline_is_shown_with_its_run(healthy, tmp_path):
-    def worse(lines):
-        for line in lines:
-            if line["kind"] == "validation":
-                line["loss"] *= 1.25
-            if line["kind"] == "step":
-                line["tokens_per_s"] /= 2
-
-    dense = dense_baseline(healthy, tmp_path / "dense", worse)
+    worse = each("validation", loss=lambda loss: 1.25 * loss)
+    slower = each("step", tokens_per_s=lambda speed: speed / 2)
+    dense = dense_baseline(healthy, tmp_path / "dense", worse, slower)
     figures = {f.name: f.value for f in collect_facts(healthy, (), dense).figures}
     assert (figures["speed vs dense"], figures["loss vs dense"]) == ("2.00×", "-20.00%")
     assert "loss vs dense" not in {f.name for f in collect_facts(healthy, (), healthy).figures}  # not its own baseline
@@ -246,7 +238,7 @@ def test_only_a_failure_fails_unless_go_is_required(healthy, tmp_path, monkeypat
     def codes(*judged):
         found = iter(judged * 2)
         monkeypatch.setattr("tercet.report.commands.judge", lambda *_: dataclasses.replace(base, verdict=next(found)))
-        runs = [healthy.folder, copy(healthy, tmp_path / "-".join(judged), lambda lines: None).folder][: len(judged)]
+        runs = [healthy.folder, copy(healthy, tmp_path / "-".join(judged)).folder][: len(judged)]
         return report(runs, out=tmp_path / "out"), report(runs, out=tmp_path / "out", require_go=True)
 
     base = verdict(healthy)
@@ -263,12 +255,7 @@ def test_min_steps_cannot_be_lowered(healthy, tmp_path):
 
 
 def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plots):
-    def nasty(lines):
-        for line in lines:
-            if line["kind"] == "run_started":
-                line["name"] = NASTY
-
-    other = copy(healthy, tmp_path / "other", nasty)
+    other = copy(healthy, tmp_path / "other", each("run_started", name=NASTY))
     text = (other.folder / "config.toml").read_text()
     (other.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
     code = report([healthy.folder, other.folder], out=tmp_path / "both")
@@ -291,11 +278,7 @@ def columns_of(runs):
 
 
 def test_every_run_of_a_comparison_is_compared_with_the_first(healthy, tmp_path):
-    def faster(lines):
-        for line in lines:
-            if line["kind"] == "step":
-                line["tokens_per_s"] *= 10
-
+    faster = each("step", tokens_per_s=lambda speed: 10 * speed)
     runs = [healthy, copy(healthy, tmp_path / "b", faster), copy(healthy, tmp_path / "c")]
     rows = {row["name"]: row["cells"] for row in side_by_side._figure_rows(columns_of(runs))}
     assert [c["ratio"] for c in rows["tokens/s"]] == ["", "10.000×", "1.000×"]

@@ -12,16 +12,11 @@ import tercet.train.step as step_module
 from tercet.report.read import Run, expected_passes, read_run, unlogged_passes
 from tercet.telemetry.events import RoutesCounted
 from tercet.telemetry.progress import Screen
-from watched import copy, gate, run, verdict
+from watched import copy, each, gate, run, verdict
 
 # Log lines, saves and stops fall on different steps; two passes per step.
-APART = {
-    "train__steps": 24,
-    "log__every": 10,
-    "checkpoint__every": 0,
-    "train__tokens_per_step": 256,
-    "train__val_tokens": 0,
-}
+APART = {"train__steps": 24, "log__every": 10, "checkpoint__every": 0, "train__tokens_per_step": 256}
+APART |= {"train__val_tokens": 0}
 BRANCHES = 2 * 3  # layers × branches
 
 
@@ -78,24 +73,18 @@ def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data
     assert counted(tmp_path / "run") == ["48"] * BRANCHES
 
 
-def as_on_a_kernel(lines):
-    for line in lines:
-        if line["kind"] == "run_started":
-            line["device"] = "NVIDIA H200"
-        if line["kind"] == "routes":
-            line["route"] = ["triton"] * len(line["route"])
+ON_A_KERNEL = (each("run_started", device="NVIDIA H200"), each("routes", route=lambda old: ["triton"] * len(old)))
 
 
 def without_the_last_count(lines):
-    as_on_a_kernel(lines)
     del lines[max(i for i, line in enumerate(lines) if line["kind"] == "routes")]
 
 
 def test_passes_missing_from_the_log_are_reported_with_the_verdict(healthy: Run, tmp_path):
-    whole = verdict(copy(healthy, tmp_path / "whole", as_on_a_kernel))
+    whole = verdict(copy(healthy, tmp_path / "whole", *ON_A_KERNEL))
     assert gate(whole, "fallbacks").sentence == "none in 360 passes"
     assert gate(whole, "routing").sentence == "2 layers, all branches on their kernels"
-    told = verdict(copy(healthy, tmp_path / "cut", without_the_last_count))
+    told = verdict(copy(healthy, tmp_path / "cut", *ON_A_KERNEL, without_the_last_count))
     missing = unlogged_passes(copy(healthy, tmp_path / "missing", without_the_last_count))
     assert missing.startswith("348 of 360 passes logged, ")
     for name, sentence in (

@@ -18,7 +18,7 @@ from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.report.training_gates import data_fix, memory_fix
 from tercet.report.verdict import judge
-from watched import FEW, copy, dense_baseline, gate, rules, run, verdict
+from watched import FEW, copy, dense_baseline, each, gate, rules, run, verdict
 
 
 def verdicts(judged):
@@ -128,102 +128,38 @@ def test_a_stated_target_is_compared_with_the_median(healthy):
     assert gate(slow, "throughput").verdict == "NO-GO"
 
 
-# Ways to damage a record
-
-
 def last(lines, kind):
-    return max(i for i, line in enumerate(lines) if line["kind"] == kind)
+    return next(line for line in reversed(lines) if line["kind"] == kind)
 
 
-def without_end(lines):
-    del lines[-1]
-
-
-def without_a_step(lines):
-    del lines[[i for i, line in enumerate(lines) if line["kind"] == "step"][7]]
-
-
-def without_the_start(lines):
-    del lines[0]
-
-
-def thirty_steps_called_sixty(lines):
-    lines[:] = [line for line in lines if line["step"] <= 30 or line["kind"] in ("run_started", "run_ended")]
-
-
-def a_better_loss(lines):
-    lines[last(lines, "step")]["loss"] = 0.01
-
-
-def more_tokens(lines):
-    for line in lines:
-        if line["kind"] == "step":
-            line["tokens"] *= 10
-
-
-def faster(lines):
-    for line in lines:
-        if line["kind"] == "step":
-            line["tokens_per_s"] *= 3
-
-
-def repeated(lines):
-    lines.insert(-1, dict(lines[last(lines, "step")]))
-
-
-def backwards(lines):
-    lines[-1]["time"] -= 3600
-
-
-def a_second_rank(lines):
-    for line in lines:
-        if line["kind"] == "run_started":
-            line["world_size"] = 2
-
-
-def a_longer_plan(lines):
-    for line in lines:
-        if line["kind"] == "run_started":
-            line["steps"] = 5000
-
-
-def a_number_that_is_none(lines):
-    lines[last(lines, "step")]["grad_norm"] = "fine"
-
-
-def a_word_for_a_step(lines):
-    lines[last(lines, "step")]["step"] = "60"
-
-
-def a_column_too_short(lines):
-    lines[last(lines, "routes")]["calls"].pop()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        without_end,
-        without_a_step,
-        without_the_start,
-        thirty_steps_called_sixty,
-        a_better_loss,
-        more_tokens,
-        faster,
-        repeated,
-        backwards,
-        a_second_rank,
-        a_longer_plan,
-        a_number_that_is_none,
-        a_word_for_a_step,
-        a_column_too_short,
+A_SECOND_RANK = each("run_started", world_size=2)
+DAMAGES = {
+    "without its end": lambda lines: lines.pop(),
+    "without a step": lambda lines: lines.remove([line for line in lines if line["kind"] == "step"][7]),
+    "without its start": lambda lines: lines.pop(0),
+    "thirty steps called sixty": lambda lines: [
+        lines.remove(line) for line in [*lines] if line["step"] > 30 and line["kind"] != "run_ended"
     ],
-)
-def test_a_record_that_is_cut_or_contradicts_itself_is_never_go(healthy, tmp_path, change):
+    "a better loss": lambda lines: last(lines, "step").update(loss=0.01),
+    "more tokens": each("step", tokens=lambda tokens: 10 * tokens),
+    "faster": each("step", tokens_per_s=lambda speed: 3 * speed),
+    "repeated": lambda lines: lines.insert(-1, dict(last(lines, "step"))),
+    "backwards": lambda lines: lines[-1].update(time=lines[-1]["time"] - 3600),
+    "a second rank": A_SECOND_RANK,
+    "a longer plan": each("run_started", steps=5000),
+    "a word for a number": lambda lines: last(lines, "step").update(grad_norm="fine"),
+    "a word for a step": lambda lines: last(lines, "step").update(step="60"),
+    "a column too short": lambda lines: last(lines, "routes")["calls"].pop(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_record_that_is_cut_or_contradicts_itself_is_never_go(healthy, tmp_path, damage):
     # Everything else passes, so only the damage can stop it.
     limits = Thresholds(min_steps=1, tokens_per_s=1.0)
-    judged = judge(copy(healthy, tmp_path / "run", change), limits=limits)
+    judged = judge(copy(healthy, tmp_path / "run", DAMAGES[damage]), limits=limits)
     assert judged.verdict == "NO-GO"
-    if change is not without_end:  # the stability gate reports a process that died
+    if damage != "without its end":  # the stability gate reports a process that died
         assert gate(judged, "record").verdict == "NO-GO"
         assert "GO" not in verdicts(judged).values()
 
@@ -261,7 +197,7 @@ def test_a_completed_run_may_be_resumed_from_an_earlier_step(tmp_path, data):
 
 
 def test_a_rank_with_fewer_steps_is_reported(healthy, tmp_path):
-    found = copy(healthy, tmp_path / "run", a_second_rank)
+    found = copy(healthy, tmp_path / "run", A_SECOND_RANK)
     shutil.copy(found.folder / "events_rank0.jsonl", found.folder / "events_rank1.jsonl")
     whole = gate(verdict(read_run(found.folder)), "record")
     assert whole.verdict == "GO"
@@ -285,12 +221,7 @@ def test_a_folder_copied_without_its_checkpoints_is_not_tested(healthy, tmp_path
 
 
 def test_a_run_that_was_never_resumed_has_not_tested_resume(healthy, tmp_path):
-    def one_process(lines):
-        for line in lines:
-            if line["kind"] == "run_started":
-                line["resumed_from"] = None
-
-    judged = verdict(copy(healthy, tmp_path / "run", one_process))
+    judged = verdict(copy(healthy, tmp_path / "run", each("run_started", resumed_from=None)))
     assert gate(judged, "checkpoint and resume").verdict == "NOT TESTED"
 
 

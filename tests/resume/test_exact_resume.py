@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fork_server import Child, ForkServer
-from runs import losses, small
+from runs import events_of, losses, small
 from tercet.config.schema import RunConfig
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted, StepLogged
@@ -156,7 +156,7 @@ def test_a_log_interval_that_spans_a_resume_is_logged_whole(fork_server: ForkSer
             child.wait()
         child = fork_server.run(config, resume="auto" if name == "stopped" else None)
         assert child.code == 0, child.output
-        logged = [e for e in read_events(events_file(tmp_path / name)) if isinstance(e, StepLogged)]
+        logged = events_of(tmp_path / name, StepLogged)
         runs[name] = [(e.step, e.first_step, e.losses, e.grad_norms) for e in logged]
     assert [r[:2] for r in runs["straight"]] == [(5, 1), (10, 6), (12, 11)]
     assert runs["stopped"] == runs["straight"]
@@ -176,7 +176,7 @@ def test_events_after_the_resumed_step_are_moved_aside(fork_server: ForkServer, 
     steps = [e.step for e in read_events(events_file(folder)) if isinstance(e, StepLogged)]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert list(losses(folder)) == steps
-    started = [e for e in read_events(events_file(folder)) if isinstance(e, RunStarted)]
+    started = events_of(folder, RunStarted)
     aside = [e for e in read_events(folder / "superseded_rank0.jsonl") if isinstance(e, StepLogged)]
     assert [e.step for e in aside][:1] == [resumed_at + 1]
     assert started[-1].superseded >= len(aside)

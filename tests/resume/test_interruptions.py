@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fork_server import ForkServer
 from parallel.world import TorchrunRun, flags
-from runs import SMALL, losses, small
+from runs import SMALL, events_of, losses, small, train_small
 from tercet import atomic_io
 from tercet.config.load import to_toml
 from tercet.data import loader, records
@@ -119,7 +119,7 @@ def test_a_rank_whose_torchrun_was_killed_saves_and_exits(
     torchrun = os.getppid()
     monkeypatch.setattr(trainer, "train_step", orphaned_in_step_3)
     monkeypatch.setattr(trainer.Launch, "from_environment", lambda: Launch(by_torchrun=True))
-    assert train(small(run__dir=str(folder), **LONG)) == 143
+    assert train_small(folder, **LONG) == 143
     assert (ended(folder).outcome, ended(folder).reason) == ("interrupted", f"torchrun (pid {torchrun}) is gone")
     assert saved_steps(folder) == [3]
     assert capfd.readouterr().err.count("is gone: saving after this step, then exiting") == 1
@@ -183,11 +183,11 @@ def test_a_signal_works_while_the_loader_hangs(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(loader, "pack", hanging)
         threading.Thread(target=interrupt, daemon=True).start()
-        assert train(small(run__dir=str(folder), **config)) == 143
+        assert train_small(folder, **config) == 143
     over.set()
     assert saved_steps(folder) == [3]
-    assert train(small(run__dir=str(folder), **config), resume="auto") == 0
-    assert train(small(run__dir=str(straight), **config)) == 0
+    assert train_small(folder, **config, resume="auto") == 0
+    assert train_small(straight, **config) == 0
     assert losses(folder) == losses(straight)
 
 
@@ -298,7 +298,7 @@ def test_retries_of_io_errors_are_logged(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(records, "open_binary", fail_once)
     data.write_text(json.dumps({"text": "word " * 400}))
     config = {"data__source": "jsonl", "data__path": [str(data)], "data__validation_fraction": 0.0, "train__steps": 1}
-    assert train(small(**config, run__dir=str(tmp_path / "run"))) == 0
+    assert train_small(tmp_path / "run", **config) == 0
     noted = [event.text for event in read_events(events_file(tmp_path / "run")) if isinstance(event, Noted)]
     assert noted == [f"warning: {data} could not be read (Input/output error): retry 1 of 1 after 0.01 s"]
 
@@ -344,7 +344,7 @@ def test_failed_saves_are_tolerated_if_allowed_and_counted(fork_server: ForkServ
     config = small(run__dir=str(folder), checkpoint__every=2, checkpoint__failures_allowed=1)
     child = fork_server.run(config)
     assert child.code == 0, child.output
-    failed = [e for e in read_events(events_file(folder)) if isinstance(e, CheckpointFailed)]
+    failed = events_of(folder, CheckpointFailed)
     assert len(failed) == 1
     assert saved_steps(folder) == [4, 6]
     assert child.output.count("warning: checkpoint of step 2 could not be written") == 1
@@ -371,11 +371,9 @@ def test_a_full_disk_is_tolerated_if_failed_saves_are_and_nothing_is_missing_aft
     monkeypatch.setattr(HashingFile, "_write_part", space_until(HashingFile._write_part))
     monkeypatch.setattr("tercet.atomic_io.sync", space_until(atomic_io.sync))
     monkeypatch.setattr(trainer, "train_step", counted_step)
-    config = small(
-        run__dir=str(folder), train__steps=8, checkpoint__failures_allowed=1, checkpoint__async_save=False,
-        log__tensorboard=True,
-    )  # fmt: skip
-    assert train(config) == 0
+    assert train_small(
+        folder, train__steps=8, checkpoint__failures_allowed=1, checkpoint__async_save=False, log__tensorboard=True,
+    ) == 0  # fmt: skip
     logged = list(read_events(events_file(folder)))
     assert [e.step for e in logged if isinstance(e, CheckpointFailed)] == [4]
     assert [e.step for e in logged if isinstance(e, StepLogged)] == list(losses(folder)) == list(range(1, 9))
@@ -388,7 +386,7 @@ def test_a_full_disk_is_tolerated_if_failed_saves_are_and_nothing_is_missing_aft
 
 def test_a_deleted_event_log_is_noticed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events_file(copied).unlink()
-    assert train(small(run__dir=str(copied), train__steps=8), resume="auto") == 0
+    assert train_small(copied, train__steps=8, resume="auto") == 0
     assert "events of steps 1 to 6 are lost" in capsys.readouterr().out
     assert any("steps 1 to 6 are missing" in sentence for sentence in contradictions(read_run(copied)))
 
@@ -476,7 +474,7 @@ def test_a_damaged_line_in_the_event_log_does_not_prevent_resuming(
     lines = events_file(copied).read_bytes().split(b"\n")
     lines[1] = b"\0" + lines[1][1:]
     events_file(copied).write_bytes(b"\n".join(lines))
-    assert train(small(run__dir=str(copied), train__steps=8), resume="auto") == 0
+    assert train_small(copied, train__steps=8, resume="auto") == 0
     assert capsys.readouterr().out.count("damaged line") == 1
     assert max(losses(copied)) == 8
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fork_server import ForkServer
-from runs import losses, rows, small
+from runs import events_of, losses, rows, small
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import load_tokenizer
 from tercet.inference.load import load_model
@@ -109,7 +109,7 @@ def test_other_stages_are_refused_but_a_finished_run_can_be_given_another(
     child = fork_server.run(config_of(folder, checkpoint__allow_config_change=True, **longer), resume="auto")
     assert child.code == 0, child.output
     assert "stage 4/4, steps 10 to 11: sequences of 64" in child.output
-    events = [e for e in read_events(events_file(folder)) if isinstance(e, StageStarted)]
+    events = events_of(folder, StageStarted)
     assert [e.stage for e in events] == [1, 2, 3, 4]
 
 
@@ -143,6 +143,6 @@ def test_a_stage_trains_with_its_rope_theta(tmp_path: Path) -> None:
     told = []
     for stages in ("64:2,64:2", "64:2,64:2:rope_theta=50"):
         folder = tmp_path / stages
-        assert train(config_of(folder, stages, 4), origins={}) == 0
+        assert train(config_of(folder, stages, 4)) == 0
         told.append(losses(folder))
     assert [told[0][step] == told[1][step] for step in (1, 2, 3, 4)] == [True, True, False, False]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from runs import step_logged
 from tercet.telemetry import events
 from tercet.telemetry.event_log import EventLog, read_events, rewind
 from tercet.telemetry.events import Noted, StepLogged, Validated, decode, encode
@@ -23,24 +24,7 @@ from tercet.telemetry.units import duration, quantity
 
 
 def logged(step: int, loss: float = 0.1 + 0.2, rank: int = 0) -> StepLogged:
-    return StepLogged(
-        step=step,
-        rank=rank,
-        loss=loss,
-        lr=1e-3,
-        grad_norm=1.5,
-        tokens=128 * step,
-        tokens_per_s=1000.0,
-        step_seconds=0.128,
-        data_seconds=0.0,
-        mfu=None,
-        memory_gib=0.5,
-        skipped=0,
-        epoch=0,
-        first_step=step,
-        losses=[loss],
-        grad_norms=[1.5],
-    )
+    return step_logged(step, loss=loss, losses=[loss], rank=rank)
 
 
 def test_events_round_trip_exactly() -> None:
@@ -261,5 +245,10 @@ def test_a_run_continues_when_its_output_is_closed() -> None:
 
 def test_human_readable_numbers() -> None:
     assert [duration(s) for s in (5, 65, 3725, 200000)] == ["5s", "1m05s", "1h02m", "2d07h"]
-    assert [quantity(v) for v in (5, 4096, 1.5e6, 2e9)] == ["5", "4.1k", "1.5M", "2G"]
-    assert [quantity(v, "FLOP") for v in (5, 989e12, 2e18)] == ["5 FLOP", "989 TFLOP", "2 EFLOP"]
+    quantities = {
+        0: "0", 999: "999", 999.4: "999", 999.7: "1k", 4096: "4.1k", 12_345: "12.3k", 999_400: "999k", 999_700: "1M",
+        -999_700: "-1M", -12_345: "-12.3k", 999_999_999: "1G", 1e21: "1000E", 1.2345e22: "12345E", math.nan: "nan",
+    }  # fmt: skip
+    assert {value: quantity(value) for value in quantities} == quantities
+    assert quantity(999_700, "FLOP") == "1 MFLOP"
+    assert quantity(7, "FLOP") == "7 FLOP"

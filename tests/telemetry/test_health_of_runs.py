@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tercet.train.step as step_module
+from runs import step_logged
 from tercet.config.sections import HealthConfig
 from tercet.model.compression import Compression
 from tercet.model.transformer import Transformer
 from tercet.report.gates import Thresholds
 from tercet.report.verdict import judge
-from tercet.telemetry.events import HealthFired, LayersObserved, StepLogged
+from tercet.telemetry.events import HealthFired, LayersObserved
 from tercet.telemetry.health import RULES, HealthMonitor
 from tercet.telemetry.observer import LayerProbe
 from watched import corpus, even_clock, gate, rules, run, settings, verdict
@@ -51,10 +52,15 @@ def gate_bias(monkeypatch: pytest.MonkeyPatch, *bias: float) -> None:
     monkeypatch.setattr(Gate, "init_weights", init)
 
 
+def run_evenly(folder: Path, data: Path, **changes):
+    """A short run whose steps all take as long."""
+    with even_clock():
+        return run(folder, data, **SHORT | changes)
+
+
 def test_collapsed_gates_are_found(tmp_path, data, monkeypatch):
     gate_bias(monkeypatch, 8.0, -8.0, -8.0)
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT)
+    found, _ = run_evenly(tmp_path / "run", data)
     assert rules(found) == {"gate_collapse", "dead_branch"}
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
 
@@ -64,8 +70,7 @@ def test_gates_that_an_import_closed_are_no_finding(tmp_path, data, monkeypatch)
     imported = Transformer(settings(tmp_path, data).model)
     imported.init_weights()
     save_file(imported.state_dict(), tmp_path / "model.safetensors")
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT, train__init_from=str(tmp_path / "model.safetensors"))
+    found, _ = run_evenly(tmp_path / "run", data, train__init_from=str(tmp_path / "model.safetensors"))
     assert rules(found) == set()
     assert gate(verdict(found), "selection health").verdict != "NO-GO"
 
@@ -82,16 +87,14 @@ def test_a_gate_of_an_import_that_opens_and_closes_again_is_a_finding():
 
 def test_a_dead_branch_is_found_and_named(tmp_path, data, monkeypatch):
     gate_bias(monkeypatch, 0.0, -9.0, 0.0)
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT)
+    found, _ = run_evenly(tmp_path / "run", data)
     assert rules(found) == {"dead_branch"}
     assert "layer 0: the selected branch" in found.of(HealthFired)[0].sentence
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
 
 
 def test_a_selection_of_only_forced_blocks_is_found(tmp_path, data):
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT, model__nsa__select_count=3)
+    found, _ = run_evenly(tmp_path / "run", data, model__nsa__select_count=3)
     assert rules(found) == {"selection_stuck"}
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
 
@@ -100,8 +103,7 @@ def test_a_selection_that_never_changes_is_found(tmp_path, data, monkeypatch):
     # A dead φ scores every block the same, so the first blocks are always selected.
     alive = Compression.forward
     monkeypatch.setattr(Compression, "forward", lambda self, *given: alive(self, *given) * 0)
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT)
+    found, _ = run_evenly(tmp_path / "run", data)
     assert rules(found) == {"selection_stuck"}
     sentences = [f.sentence for f in found.of(HealthFired)]
     assert [s.split(" of the ")[0] for s in sentences] == ["layer 0: 100.00%", "layer 1: 100.00%"]
@@ -111,8 +113,7 @@ def test_a_selection_that_never_changes_is_found(tmp_path, data, monkeypatch):
 
 def test_a_nan_is_found_skipped_and_fails_the_verdict(tmp_path, data, monkeypatch):
     replace_loss(monkeypatch, lambda n, loss: loss * float("nan") if n in (5, 6) else loss)
-    with even_clock():
-        found, code = run(tmp_path / "run", data, **SHORT)
+    found, code = run_evenly(tmp_path / "run", data)
     assert code == 0
     assert rules(found) == {"nonfinite"}
     assert gate(verdict(found), "numerics").verdict == "NO-GO"
@@ -120,8 +121,7 @@ def test_a_nan_is_found_skipped_and_fails_the_verdict(tmp_path, data, monkeypatc
 
 def test_nans_past_the_limit_halt_the_run(tmp_path, data, monkeypatch):
     replace_loss(monkeypatch, lambda n, loss: loss * float("nan") if n > 4 else loss)
-    with even_clock():
-        found, error = run(tmp_path / "run", data, **SHORT, train__max_skipped_in_row=2)
+    found, error = run_evenly(tmp_path / "run", data, train__max_skipped_in_row=2)
     assert "were not finite" in str(error)
     judged = verdict(found)
     assert gate(judged, "stability").verdict == gate(judged, "numerics").verdict == "NO-GO"
@@ -129,16 +129,14 @@ def test_nans_past_the_limit_halt_the_run(tmp_path, data, monkeypatch):
 
 def test_zero_gradients_are_found(tmp_path, data, monkeypatch):
     replace_loss(monkeypatch, lambda n, loss: loss * 0 + 100.0)
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT)
+    found, _ = run_evenly(tmp_path / "run", data)
     assert "zero_grad" in rules(found)
     assert gate(verdict(found), "numerics").verdict == "NO-GO"
 
 
 def test_a_lasting_loss_spike_fails_the_verdict(tmp_path, data, monkeypatch):
     replace_loss(monkeypatch, lambda n, loss: loss * 5 if n > 14 else loss)
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT | {"train__steps": 24})
+    found, _ = run_evenly(tmp_path / "run", data, train__steps=24)
     assert rules(found) == {"loss_spike"}
     assert [f.step for f in found.of(HealthFired)] == [16]  # once, at the first log line after it
     assert gate(verdict(found), "stability").verdict == "NO-GO"
@@ -146,8 +144,7 @@ def test_a_lasting_loss_spike_fails_the_verdict(tmp_path, data, monkeypatch):
 
 def test_a_rule_set_to_halt_stops_the_run(tmp_path, data, monkeypatch):
     replace_loss(monkeypatch, lambda n, loss: loss * 5 if n > 14 else loss)
-    with even_clock():
-        found, error = run(tmp_path / "run", data, **SHORT | {"train__steps": 24}, health__loss_spike="halt")
+    found, error = run_evenly(tmp_path / "run", data, train__steps=24, health__loss_spike="halt")
     assert "stopped by health.loss_spike=halt after step 16" in str(error)
     assert found.ended is not None
     assert found.ended.outcome == "halted"
@@ -155,8 +152,7 @@ def test_a_rule_set_to_halt_stops_the_run(tmp_path, data, monkeypatch):
 
 
 def test_a_rule_set_to_off_never_fires(tmp_path, data):
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT, model__nsa__select_count=3, health__selection_stuck="off")
+    found, _ = run_evenly(tmp_path / "run", data, model__nsa__select_count=3, health__selection_stuck="off")
     assert rules(found) == set()
     # The report uses the default thresholds for every run.
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
@@ -205,8 +201,7 @@ def test_a_throughput_drop_is_found(tmp_path, data, monkeypatch):
 def test_a_fallback_is_counted_and_fails_the_verdict(tmp_path, data, monkeypatch):
     # The layers run on the reference backend; pretend that the device could run the kernels.
     monkeypatch.setattr(LayerProbe, "on_gpu", staticmethod(lambda layer: True))
-    with even_clock():
-        found, _ = run(tmp_path / "run", data, **SHORT)
+    found, _ = run_evenly(tmp_path / "run", data)
     assert rules(found) == {"fallback"}
     judged = verdict(found)
     assert gate(judged, "fallbacks").verdict == "NO-GO"
@@ -231,10 +226,6 @@ def test_every_rule_has_an_action():
 
 def test_a_rule_fires_once_per_episode():
     monitor = HealthMonitor(HealthConfig())
-    event = StepLogged(
-        step=1, loss=1.0, lr=0.1, grad_norm=0.0, tokens=1, tokens_per_s=1.0, step_seconds=1.0, data_seconds=0.0,
-        mfu=None, memory_gib=1.0, skipped=0, epoch=0, first_step=1, losses=[1.0], grad_norms=[0.0],
-    )  # fmt: skip
-    well = dataclasses.replace(event, grad_norms=[0.5])
+    event, well = step_logged(1, grad_norms=[0.0]), step_logged(1, grad_norms=[0.5])
     counts = [len(monitor.observe(e)) for e in (event, event, well, event)]
     assert counts == [1, 0, 0, 1]

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and background sinks."""
+"""TensorBoard, Weights & Biases, background sinks, and the table of exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from runs import step_logged
 from tercet.errors import TercetError
 from tercet.telemetry.events import LayersObserved, Noted, RunEnded, Validated, decode, encode
-from tercet.telemetry.sinks import STATISTICS, BackgroundSink, TensorBoardSink, WandbSink
+from tercet.telemetry.sinks import (
+    EXCHANGE_COLUMNS,
+    STATISTICS,
+    BackgroundSink,
+    ExchangeSink,
+    TensorBoardSink,
+    WandbSink,
+)
 from tercet.train.trainer import train
 from watched import corpus, even_clock, run, settings
 
@@ -128,3 +136,24 @@ def test_non_finite_numbers_survive_in_any_column():
     assert math.isnan(back.gate_entropy[0])
     assert back.gate_collapse == [math.inf]
     assert back.distances == [[1, 2]]
+
+
+def test_a_resumed_run_drops_superseded_rows_and_loses_none_on_a_full_disk(tmp_path, monkeypatch):
+    path, traffic = tmp_path / "exchange_rank0.csv", dict.fromkeys(EXCHANGE_COLUMNS, 0)
+    sink = ExchangeSink(path, traffic, 0)
+    for step in (2, 4):
+        traffic["window"] += 20
+        sink(step_logged(step))
+    rows = ["step," + ",".join(EXCHANGE_COLUMNS), "2,0,0,10,0,0,0", "4,0,0,10,0,0,0"]
+    assert path.read_text().splitlines() == rows
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tercet.atomic_io.sync", full)
+        with pytest.raises(OSError, match="No space"):
+            ExchangeSink(path, traffic, 2)
+    assert path.read_text().splitlines() == rows
+    ExchangeSink(path, traffic, 2)
+    assert path.read_text().splitlines() == rows[:2]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tercet.report.read as read_module
+from runs import step_logged
 from tercet.config.sections import HealthConfig
 from tercet.report.read import read_run
 from tercet.report.watch import View
@@ -23,10 +24,7 @@ from watched import corpus, gate, settings, verdict
 
 
 def step_event(seconds: float) -> StepLogged:
-    return StepLogged(
-        step=10, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, tokens_per_s=1.0, step_seconds=seconds, data_seconds=0.0,
-        mfu=None, memory_gib=1.0, skipped=0, epoch=0, first_step=1, losses=[1.0] * 10, grad_norms=[1.0] * 10,
-    )  # fmt: skip
+    return step_logged(10, step_seconds=seconds, first_step=1, losses=[1.0] * 10, grad_norms=[1.0] * 10)
 
 
 @pytest.fixture

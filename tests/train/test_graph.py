@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runs import losses, small
+from runs import events_of, losses, small, train_small
 from stepping import SimulatedClock, SteppedModel
 from tercet.errors import TercetError
 from tercet.model.dense import DenseAttention
@@ -178,7 +178,7 @@ def test_graph_steps_equal_eager_steps_to_the_last_bit(kind: str, accumulation: 
             result = run.step(batches, with_stats=i in (2, 4))
             seen += [result.loss, result.grad_norm]
             if i in (2, 4):
-                seen += [s.sums() for s in run.stats]
+                seen += [s.sums().nan_to_num() for s in run.stats]
                 for stats in run.stats:
                     stats.reset()
         told.append([*seen, *bits(run.model)])
@@ -285,14 +285,12 @@ def test_a_run_with_graphs_equals_an_eager_run_and_resumes(tmp_path: Path, graph
     told = {}
     for how in ("off", "on"):
         folder = tmp_path / how
-        train(small(run__dir=str(folder), train__cuda_graph=how, **several), origins={})
+        train_small(folder, train__cuda_graph=how, **several)
         told[how] = losses(folder)
     forked = tmp_path / "resumed"
-    train(
-        small(run__dir=str(forked), train__cuda_graph="on", **several),
-        origins={},
-        resume=str(tmp_path / "off" / "checkpoints" / "step-00000004"),
-    )
+    train_small(
+        forked, train__cuda_graph="on", **several, resume=str(tmp_path / "off" / "checkpoints" / "step-00000004"),
+    )  # fmt: skip
     assert len(told["off"]) == 3
     assert told["on"] == told["off"]
     assert losses(forked)[6] == told["off"][6]
@@ -374,11 +372,11 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
     }
     if action == "halt":
         with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 9: .*ValueError: no"):
-            train(runs["auto"], origins={})
+            train(runs["auto"])
         return
     told = {}
     for how, run in runs.items():
-        assert train(run, origins={}) == 0
+        assert train(run) == 0
         told[how] = losses(tmp_path / how)
     assert told["auto"] == told["off"]
     events = list(read_events(events_file(tmp_path / "auto")))
@@ -390,7 +388,7 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
     assert evidence["auto"]["recordings that failed"] == "1"
     assert "recordings that failed" not in evidence["off"]
     with pytest.raises(TercetError, match="ValueError: no"):
-        train(small(run__dir=str(tmp_path / "on"), train__cuda_graph="on"), origins={})
+        train_small(tmp_path / "on", train__cuda_graph="on")
 
 
 def test_a_resumed_run_keeps_its_document_capacity(tmp_path: Path, graphs_anywhere: None) -> None:
@@ -409,7 +407,7 @@ def test_a_resumed_run_keeps_its_document_capacity(tmp_path: Path, graphs_anywhe
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "build_state", build)
-        train(small(**several, train__steps=2), origins={})
+        train(small(**several, train__steps=2))
         train(small(**several, train__steps=4), origins={}, resume="auto")
     assert [g.capacity for g in made] == [64, 64]
     assert made[1]._shape is not None
@@ -469,10 +467,10 @@ def test_every_stage_of_a_run_captures_its_own_graphs(tmp_path: Path, graphs_any
     told = {}
     for how in ("off", "on"):
         stages = {"train__stages": "64:2,64:2:rope_theta=50000,32:1", "train__steps": 5, "train__cuda_graph": how}
-        assert train(small(run__dir=str(tmp_path / how), log__every=10, **stages), origins={}) == 0
+        assert train_small(tmp_path / how, log__every=10, **stages) == 0
         told[how] = losses(tmp_path / how)
     assert told["on"] == told["off"]
-    notes = [e for e in read_events(events_file(tmp_path / "on")) if isinstance(e, Noted)]
+    notes = events_of(tmp_path / "on", Noted)
     captured = {e.step for e in notes if "captured passes" in e.text}
     assert captured >= {1, 3, 5}
 
@@ -487,8 +485,8 @@ def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
     folder, steps = tmp_path / "run", {"checkpoint__every": 10, "log__every": 5}
     run = small(run__dir=str(folder), train__steps=14, **steps)
     assert run.train.cuda_graph == "auto"
-    train(run, origins={})
-    (chosen,) = [e for e in read_events(events_file(folder)) if isinstance(e, GraphChosen)]
+    train(run)
+    (chosen,) = events_of(folder, GraphChosen)
     assert chosen.graph == graph_is_faster
     assert "1 × 128 tokens" in chosen.shape
     assert ("replay a CUDA graph" if graph_is_faster else "run eagerly") in chosen.sentence
@@ -496,11 +494,7 @@ def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
     clock.device = clock.queue = 208e-3 - clock.device  # a new measurement would choose the other way
     resumed = tmp_path / "resumed"
     waits = clock.waits
-    train(
-        small(run__dir=str(resumed), train__steps=14, **steps),
-        origins={},
-        resume=str(folder / "checkpoints" / "step-00000010"),
-    )
+    train_small(resumed, train__steps=14, **steps, resume=str(folder / "checkpoints" / "step-00000010"))
     assert clock.waits == waits
     noted = list(read_events(events_file(resumed)))
     assert not [e for e in noted if isinstance(e, GraphChosen)]
@@ -511,8 +505,8 @@ def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
 
 def test_every_stage_of_a_run_makes_its_own_choice(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
     stages = {"train__stages": "64:10,32:10", "train__steps": 20, "checkpoint__every": 0}
-    train(small(run__dir=str(tmp_path), log__every=10, **stages), origins={})
-    chosen = [e for e in read_events(events_file(tmp_path)) if isinstance(e, GraphChosen)]
+    train_small(tmp_path, log__every=10, **stages)
+    chosen = events_of(tmp_path, GraphChosen)
     assert [(e.step, e.graph) for e in chosen] == [(9, True), (19, True)]
 
 
@@ -521,18 +515,12 @@ def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anyw
     selector = {"model__selector": "learned", "train__selector__teacher": "selected", "train__selector__every": 4}
     told = {}
     for how in ("off", "auto"):
-        run = small(
-            run__dir=str(tmp_path / how),
-            train__cuda_graph=how,
-            train__steps=22,
-            train__selector__all_until=12,
-            checkpoint__every=0,
-            log__every=9,
-            **selector,
-        )
-        train(run, origins={})
+        train_small(
+            tmp_path / how, train__cuda_graph=how, train__steps=22, train__selector__all_until=12,
+            checkpoint__every=0, log__every=9, **selector,
+        )  # fmt: skip
         told[how] = losses(tmp_path / how)
-    (chosen,) = [e for e in read_events(events_file(tmp_path / "auto")) if isinstance(e, GraphChosen)]
+    (chosen,) = events_of(tmp_path / "auto", GraphChosen)
     assert chosen.step == 12 + 8
     assert told["auto"] == told["off"]
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runs import losses, small
+from runs import losses, small, train_small
 from stepping import SteppedModel
 from tercet.train.cuda_graph import CudaGraphCapturer, Graph, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
@@ -277,9 +277,9 @@ def test_a_run_with_stages_resumes_between_them_to_the_same_losses(tmp_path: Pat
         "data__shuffle_sequences": 10,
         "run__deterministic": True,
     }
-    assert train(small(run__dir=str(tmp_path / "straight"), **sizes), origins={}) == 0
+    assert train_small(tmp_path / "straight", **sizes) == 0
     between = tmp_path / "straight" / "checkpoints" / "step-00000003"
-    assert train(small(run__dir=str(tmp_path / "resumed"), **sizes), origins={}, resume=str(between)) == 0
+    assert train_small(tmp_path / "resumed", **sizes, resume=str(between)) == 0
     told = [losses(tmp_path / name) for name in ("straight", "resumed")]
     assert told[1] == {step: loss for step, loss in told[0].items() if step > 3}
 

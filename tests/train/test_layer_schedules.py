@@ -9,12 +9,11 @@ import torch
 
 import tercet
 from inference.models import trained
-from runs import small
+from runs import train_small
 from tercet.interop.huggingface.export import as_transformers_model, export
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.report.read import read_run
 from tercet.telemetry.events import LayersObserved
-from tercet.train.trainer import train
 
 MIXED = {"model__layers": 3, "model__attention": "window,nsa,dense", "model__nsa__window": 9, "log__every": 1}
 PROMPT = [(37 * i * i + 11) % 251 for i in range(40)]
@@ -23,8 +22,7 @@ PROMPT = [(37 * i * i + 11) % 251 for i in range(40)]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = trained(tmp_path_factory.mktemp("mixed") / "run", **MIXED, train__steps=2)
-    config = small(run__dir=str(folder), checkpoint__async_save=False, **MIXED, train__steps=3)
-    assert train(config, origins=None, resume="auto") == 0
+    assert train_small(folder, checkpoint__async_save=False, **MIXED, train__steps=3, resume="auto") == 0
     return folder
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel.world import flags
-from runs import SMALL, small
+from runs import SMALL, small, train_small
 from tercet.cli import main
 from tercet.errors import TercetError, UsageError
 from tercet.train import run_folder as module
@@ -91,7 +91,7 @@ def test_the_printed_command_resumes_a_run_in_its_data_folder(
 def test_a_folder_with_other_files_is_not_used_for_a_run(tmp_path: Path, resume: str | None):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UsageError, match=f"{tmp_path} holds a.txt, .*--run.dir"):
-        train(small(run__dir=str(tmp_path)), resume=resume)
+        train_small(tmp_path, resume=resume)
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -103,4 +103,4 @@ def test_a_new_run_may_find_logs_and_what_other_ranks_and_a_failed_start_left(tm
     for name in ("env.json", "training.csv"):
         (tmp_path / "failed" / name).touch()
     for folder in ("new", "failed"):
-        assert train(small(run__dir=str(tmp_path / folder), train__steps=1)) == 0
+        assert train_small(tmp_path / folder, train__steps=1) == 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runs import losses, rows, small
+from runs import events_of, losses, rows, small, train_small
 from tercet import cli
 from tercet.config.load import load
 from tercet.errors import TercetError
@@ -41,15 +41,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run with every feature enabled."""
     folder = tmp_path_factory.mktemp("done") / "run"
     torch.set_num_threads(1)
-    config = small(
-        run__dir=str(folder),
-        train__val_tokens=256,
-        train__val_every=3,
-        train__sample_tokens=4,
-        train__sample_every=3,
+    assert train_small(
+        folder, train__val_tokens=256, train__val_every=3, train__sample_tokens=4, train__sample_every=3,
         log__tensorboard=True,
-    )
-    assert train(config, origins={}) == 0
+    ) == 0  # fmt: skip
     return folder
 
 
@@ -100,19 +95,19 @@ def test_a_sample_is_announced_before_it_starts(
         return "a text"
 
     monkeypatch.setattr("tercet.train.trainer.sample_text", writing)
-    assert train(small(run__dir=str(tmp_path / "run"), train__steps=1, train__sample_tokens=4)) == 0
+    assert train_small(tmp_path / "run", train__steps=1, train__sample_tokens=4) == 0
     assert said[0].endswith("\nsampling up to 4 tokens …\n")
     assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")
 
 
 def test_validation_and_samples_do_not_change_training(done: Path, tmp_path: Path) -> None:
-    assert train(small(run__dir=str(tmp_path / "run")), origins={}) == 0
+    assert train_small(tmp_path / "run") == 0
     assert losses(tmp_path / "run") == losses(done)
 
 
 def test_the_saved_config_repeats_the_run(done: Path, tmp_path: Path) -> None:
     again = load(file=done / "config.toml", flags={"run.dir": str(tmp_path / "run")}).config
-    assert train(again, origins={}) == 0
+    assert train(again) == 0
     assert losses(tmp_path / "run") == losses(done)
 
 
@@ -122,7 +117,7 @@ def test_the_schedule_does_not_depend_on_accumulation(tmp_path: Path) -> None:
         folder = tmp_path / str(micro_batch)
         config = small(run__dir=str(folder), train__micro_batch=micro_batch, train__tokens_per_step=512)
         assert config.accumulation == 8 // micro_batch
-        assert train(config, origins={}) == 0
+        assert train(config) == 0
         told[micro_batch] = rows(folder / "training.csv")
     assert [r["step"] for r in told[8]] == [r["step"] for r in told[2]] == ["1", "2", "3", "4", "5", "6"]
     assert [r["lr"] for r in told[8]] == [r["lr"] for r in told[2]]
@@ -134,34 +129,21 @@ def test_the_schedule_does_not_depend_on_accumulation(tmp_path: Path) -> None:
 
 def test_random_tokens_cannot_be_learned(tmp_path: Path) -> None:
     """Unshifted labels, or a leak of token t+1 into the prediction at t, would learn them at once."""
-    config = small(
-        run__dir=str(tmp_path / "run"),
-        train__steps=60,
-        train__lr=0.02,
-        train__warmup_steps=5,
-        train__micro_batch=8,
-        train__tokens_per_step=512,
-        checkpoint__every=0,
-        model__init_std=0.1,
-    )
-    assert train(config, origins={}) == 0
+    assert train_small(
+        tmp_path / "run", train__steps=60, train__lr=0.02, train__warmup_steps=5, train__micro_batch=8,
+        train__tokens_per_step=512, checkpoint__every=0, model__init_std=0.1,
+    ) == 0  # fmt: skip
     last = [float(v) for v in list(losses(tmp_path / "run").values())[-10:]]
     assert min(last) > math.log(256) - 0.06
 
 
 def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    config = small(
-        run__dir=str(folder),
-        train__steps=30,
-        train__lr=1e25,
-        train__warmup_steps=0,
-        train__clip=0.0,
-        train__max_skipped_in_row=2,
-        log__every=10,
-    )
     with pytest.raises(TercetError, match=r"were not finite.*`\S+ -m tercet\.train\.dump") as error:
-        train(config, origins={})
+        train_small(
+            folder, train__steps=30, train__lr=1e25, train__warmup_steps=0, train__clip=0.0,
+            train__max_skipped_in_row=2, log__every=10,
+        )  # fmt: skip
     told = list(read_events(events_file(folder)))
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
     first = skipped.steps[0]
@@ -180,17 +162,12 @@ def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(
 def test_steps_after_the_weights_froze_are_never_saved(tmp_path: Path) -> None:
     """Saves are due long before the log line that notices."""
     explosive: dict[str, Any] = {"train__lr": 1e25, "train__warmup_steps": 0, "train__clip": 0.0}
-    config = small(
-        run__dir=str(tmp_path / "run"),
-        train__steps=30,
-        train__max_skipped_in_row=0,
-        log__every=30,
-        checkpoint__every=1,
-        **explosive,
-    )
     with pytest.raises(TercetError, match="were not finite"):
-        train(config, origins={})
-    skipped = next(e for e in read_events(events_file(tmp_path / "run")) if isinstance(e, StepsSkipped))
+        train_small(
+            tmp_path / "run", train__steps=30, train__max_skipped_in_row=0, log__every=30, checkpoint__every=1,
+            **explosive,
+        )  # fmt: skip
+    skipped = events_of(tmp_path / "run", StepsSkipped)[0]
     assert len(skipped.steps) == 1
     assert newest(tmp_path / "run").name == f"step-{skipped.steps[0] - 1:08d}"
 
@@ -202,8 +179,7 @@ def test_a_run_can_start_from_the_weights_of_another(done: Path, tmp_path: Path)
     save_file({k.removeprefix("model."): v.clone() for k, v in expected.items()}, weights)
     for source in (newest(done), done, weights):
         folder = tmp_path / f"from-{source.name}"
-        config = small(run__dir=str(folder), train__init_from=str(source), **frozen)
-        assert train(config, origins={}) == 0
+        assert train_small(folder, train__init_from=str(source), **frozen) == 0
         got = tensors(folder, "model.")
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[k], expected[k]) for k in expected)
@@ -213,16 +189,10 @@ def test_a_run_can_start_from_the_weights_of_another(done: Path, tmp_path: Path)
 
 def test_a_run_on_longer_sequences_starts_from_weights_and_moments(done: Path, tmp_path: Path) -> None:
     folder = tmp_path / "longer"
-    config = small(
-        run__dir=str(folder),
-        data__seq_len=256,
-        train__tokens_per_step=512,
-        model__rope_scaling=4.0,
-        train__init_from=str(done),
-        train__init_state="optimizer",
-        train__steps=2,
-    )
-    assert train(config, origins={}) == 0
+    assert train_small(
+        folder, data__seq_len=256, train__tokens_per_step=512, model__rope_scaling=4.0, train__init_from=str(done),
+        train__init_state="optimizer", train__steps=2,
+    ) == 0  # fmt: skip
     updates = {k: float(v) for k, v in tensors(folder, "optimizer.").items() if k.endswith(".step")}
     assert set(updates.values()) == {8.0}  # six before, two now
     state = read_json(newest(folder) / "run.json")
@@ -235,30 +205,28 @@ def test_a_run_on_longer_sequences_starts_from_weights_and_moments(done: Path, t
     [("nowhere", "neither a checkpoint folder"), ("nowhere.safetensors", "cannot be read")],
 )
 def test_a_missing_init_from_is_one_line(tmp_path: Path, source: str, said: str) -> None:
-    config = small(run__dir=str(tmp_path / "run"), train__init_from=str(tmp_path / source))
     with pytest.raises(TercetError, match=said) as told:
-        train(config, origins={})
+        train_small(tmp_path / "run", train__init_from=str(tmp_path / source))
     assert str(told.value).startswith(f"train.init_from={tmp_path / source}: ")
     assert "--resume" not in str(told.value)
 
 
 def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
     first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
-    assert train(first, origins={}) == 0
-    second = small(run__dir=str(tmp_path / "second"), model__selector="learned", train__init_from=first.run.dir)
+    assert train(first) == 0
     with pytest.raises(TercetError, match=r"rotate 16 channels, and .* learned with 0: use --model.selector_rotary 0"):
-        train(second, origins={})
+        train_small(tmp_path / "second", model__selector="learned", train__init_from=first.run.dir)
 
 
 def test_a_missing_resume_checkpoint_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TercetError, match=r"neither a checkpoint folder .* or use --resume auto") as told:
-        train(small(run__dir=str(tmp_path / "run")), origins={}, resume=str(tmp_path / "nowhere"))
+        train_small(tmp_path / "run", resume=str(tmp_path / "nowhere"))
     assert str(told.value).startswith(f"--resume {tmp_path / 'nowhere'}: ")
 
 
 def test_deterministic_mode_trains_to_the_same_numbers(done: Path, tmp_path: Path) -> None:
     try:
-        assert train(small(run__dir=str(tmp_path / "run"), run__deterministic=True), origins={}) == 0
+        assert train_small(tmp_path / "run", run__deterministic=True) == 0
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses(tmp_path / "run") == losses(done)
@@ -269,16 +237,10 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
     texts.mkdir()
     for i in range(8):
         (texts / f"{i}.txt").write_text(f"document {i} " * 20)
-    config = small(
-        run__dir=str(tmp_path / "run"),
-        data__source="text",
-        data__path=(str(texts),),
-        data__exhaustion="stop",
-        data__validation_fraction=0.0,
-        train__steps=1000,
-        log__every=7,
-    )
-    assert train(config, origins={}) == 0
+    assert train_small(
+        tmp_path / "run", data__source="text", data__path=(str(texts),), data__exhaustion="stop",
+        data__validation_fraction=0.0, train__steps=1000, log__every=7,
+    ) == 0  # fmt: skip
     told = list(read_events(events_file(tmp_path / "run")))[-1]
     assert isinstance(told, RunEnded)
     assert (told.outcome, told.reason) == ("completed", "the data ended")
@@ -299,7 +261,7 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
         "data__exhaustion": "stop",
         "data__validation_fraction": 0.0,
     }
-    assert train(small(run__dir=str(run), train__steps=5, **(by_data if "data" in ended else {})), origins={}) == 0
+    assert train_small(run, train__steps=5, **by_data if "data" in ended else {}) == 0
     assert "nothing left" not in capsys.readouterr().out
     made = len(losses(run))
     before = losses(run)
@@ -324,7 +286,7 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
 
 def test_the_summary_counts_the_steps_since_the_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tmp_path / "run")
-    assert train(small(run__dir=run, train__steps=4), origins={}) == 0
+    assert train(small(run__dir=run, train__steps=4)) == 0
     said = r"^done: 4/4 steps, 512 tokens in \d+s \(all steps done\); smoothed loss \d"
     assert re.search(said, capsys.readouterr().out, re.M)
     assert train(small(run__dir=run, train__steps=6), origins={}, resume="auto") == 0
@@ -334,7 +296,7 @@ def test_the_summary_counts_the_steps_since_the_resume(tmp_path: Path, capsys: p
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TercetError, match=r"model\.vocab_size=100 is smaller than the tokenizer's 256"):
-        train(small(run__dir=str(tmp_path / "run"), model__vocab_size=100), origins={})
+        train_small(tmp_path / "run", model__vocab_size=100)
 
 
 def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
@@ -342,15 +304,10 @@ def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
 ) -> None:
     lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(20)]
     (tmp_path / "texts.jsonl").write_text("\n".join([lines[0], "{rubbish", *lines[1:]]) + "\n")
-    config = small(
-        run__dir=str(tmp_path / "run"),
-        data__source="jsonl",
-        data__path=(str(tmp_path / "texts.jsonl"),),
-        data__bad_records="skip",
-        data__validation_fraction=0.0,
-        train__steps=20,
-    )
-    assert train(config, origins={}) == 0
+    assert train_small(
+        tmp_path / "run", data__source="jsonl", data__path=(str(tmp_path / "texts.jsonl"),),
+        data__bad_records="skip", data__validation_fraction=0.0, train__steps=20,
+    ) == 0  # fmt: skip
     assert int(rows(tmp_path / "run" / "training.csv")[-1]["bad_records"]) >= 1
     out = capsys.readouterr().out
     assert "bad records were skipped" in out
@@ -361,10 +318,10 @@ def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tm
     learned = {"model__selector": "learned", "model__selector_dim": 8, "train__selector__every": 8}
     changes = {**learned, "train__selector__teacher": "selected", "train__selector__all_until": 4}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(small(run__dir=str(whole), **changes), origins={})
-    train(small(run__dir=str(resumed), **changes), origins={}, resume=str(whole / "checkpoints" / "step-00000002"))
+    train_small(whole, **changes)
+    train_small(resumed, **changes, resume=str(whole / "checkpoints" / "step-00000002"))
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
-    observed = [e for e in read_events(events_file(whole)) if isinstance(e, SelectorsObserved)]
+    observed = events_of(whole, SelectorsObserved)
     assert [e.layer for e in observed] == [[0, 1]] * 6
     assert all(0 <= mass <= best <= 1 for e in observed for mass, best in zip(e.mass, e.best, strict=True))
     assert all(kl is not None for e in observed for kl in e.kl)
@@ -390,7 +347,7 @@ def test_selectors_learn_alone_while_no_other_bit_changes_and_all_learn_after(
     whole, resumed, after = (tmp_path / name for name in ("whole", "resumed", "after"))
     config = small(run__dir=str(whole), train__selector__only=True, **changes)
     before = build_state(config, torch.device("cpu"), Single(), None).model.state_dict()
-    train(config, origins={})
+    train(config)
     trained = {name.removeprefix("model."): tensor for name, tensor in tensors(whole, "model.").items()}
     selectors = {name for name in before if ".selector." in name}
     assert {name for name in before if not torch.equal(before[name], trained[name])} == selectors
@@ -401,10 +358,10 @@ def test_selectors_learn_alone_while_no_other_bit_changes_and_all_learn_after(
     config = small(run__dir=str(resumed), train__selector__only=True, **changes)
     train(config, origins={}, resume=str(middle))
     assert all(torch.equal(tensor, tensors(resumed)[name]) for name, tensor in tensors(whole).items())
-    train(small(run__dir=str(after), **changes, train__init_from=str(whole)), origins={})
+    train_small(after, **changes, train__init_from=str(whole))
     assert not any(torch.equal(tensor, tensors(after)[f"model.{name}"]) for name, tensor in trained.items())
     with pytest.raises(TercetError, match=r"train\.selector\.only was True, now False.*train\.init_from"):
-        train(small(run__dir=str(whole), **changes), origins={}, resume="auto")
+        train_small(whole, **changes, resume="auto")
 
 
 @pytest.mark.parametrize(
@@ -419,10 +376,10 @@ def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
         changes |= {"model__gate": "none", "model__branches": ("selected",)}
         changes |= {"model__shared_kv": True, "model__compression": "mean"}
     often, never = tmp_path / "often", tmp_path / "never"
-    train(small(run__dir=str(often), log__every=1, **changes), origins={})
-    train(small(run__dir=str(never), log__every=6, **changes), origins={})
+    train_small(often, log__every=1, **changes)
+    train_small(never, log__every=6, **changes)
     assert losses(often)[6] == losses(never)[6]
-    observed = [e for e in read_events(events_file(often)) if isinstance(e, SelectorsObserved)]
+    observed = events_of(often, SelectorsObserved)
     assert len(observed) == 6
     for e in observed:
         assert (e.layer, e.kl) == ([1], [None])
@@ -433,9 +390,9 @@ def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
 def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
     muon = {"train__optimizer": "muon", "train__muon__lr": 1e-3}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(small(run__dir=str(whole), **muon), origins={})
+    train_small(whole, **muon)
     middle = str(whole / "checkpoints" / "step-00000002")
-    train(small(run__dir=str(resumed), **muon), origins={}, resume=middle)
+    train_small(resumed, **muon, resume=middle)
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
     expected, got = tensors(whole), tensors(resumed)
     assert expected.keys() == got.keys()
@@ -447,20 +404,20 @@ def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
 def test_init_state_optimizer_takes_muons_momentum(tmp_path: Path) -> None:
     muon = {"train__optimizer": "muon", "train__warmup_steps": 0}
     first, fresh, continued = (tmp_path / name for name in ("first", "fresh", "continued"))
-    train(small(run__dir=str(first), train__steps=2, **muon), origins={})
+    train_small(first, train__steps=2, **muon)
     for folder, state in ((fresh, "weights"), (continued, "optimizer")):
         taken = {"train__init_from": str(first), "train__init_state": state, "train__steps": 1}
-        train(small(run__dir=str(folder), **taken, **muon), origins={})
+        train_small(folder, **taken, **muon)
     name = "optimizer.state.blocks.1.ffn.down.weight.momentum_buffer"
     before, without, with_it = (tensors(folder)[name] for folder in (first, fresh, continued))
     assert torch.allclose(with_it, without + 0.95 * before, atol=1e-8)
 
 
 def test_the_optimizer_of_a_checkpoint_cannot_be_exchanged(tmp_path: Path) -> None:
-    train(small(run__dir=str(tmp_path / "run"), train__steps=2), origins={})
+    train_small(tmp_path / "run", train__steps=2)
     muon: dict[str, Any] = {"train__steps": 4, "train__optimizer": "muon", "checkpoint__allow_config_change": True}
     with pytest.raises(TercetError, match=r"train.optimizer was 'adamw', now 'muon'.*train.init_from"):
-        train(small(run__dir=str(tmp_path / "run"), **muon), origins={}, resume="auto")
+        train_small(tmp_path / "run", **muon, resume="auto")
     moments = {"train__init_from": str(tmp_path / "run"), "train__init_state": "optimizer"}
     with pytest.raises(TercetError, match=r"state of adamw, not muon: use --train.init_state weights"):
-        train(small(run__dir=str(tmp_path / "new"), **muon, **moments), origins={})
+        train_small(tmp_path / "new", **muon, **moments)

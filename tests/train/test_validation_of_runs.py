@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runs import losses, small
+from runs import losses, small, train_small
 from tercet.config.data import DataConfig
 from tercet.config.load import load
 from tercet.data import text
@@ -73,9 +73,8 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
 ) -> None:
     if which == "shards":
         prepare(DataConfig(source="jsonl", path=(str(few),)), few.parent / "shards")
-    config = small(run__dir=str(tmp_path / "run"), **VALIDATES, **sources(few)[which])
     with pytest.raises(UsageError) as caught:
-        train(config, origins={})
+        train_small(tmp_path / "run", **VALIDATES, **sources(few)[which])
     told = str(caught.value)
     assert told.startswith("train.val_tokens=128, but the data has nothing to validate on: ")
     assert said in told
@@ -86,9 +85,9 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
 
 def test_both_suggested_fixes_train(few: Path, tmp_path: Path) -> None:
     without = {**sources(few)["jsonl"], "train__val_tokens": 0}
-    assert train(small(run__dir=str(tmp_path / "without"), train__steps=1, **without), origins={}) == 0
+    assert train_small(tmp_path / "without", train__steps=1, **without) == 0
     more = {**sources(few)["jsonl"], **VALIDATES, "data__validation_fraction": 0.6}
-    assert train(small(run__dir=str(tmp_path / "more"), train__steps=1, **more), origins={}) == 0
+    assert train_small(tmp_path / "more", train__steps=1, **more) == 0
     assert any(isinstance(e, Validated) for e in read_events(events_file(tmp_path / "more")))
 
 
@@ -127,7 +126,7 @@ def test_a_failed_final_validation_loses_no_step_and_is_repeated_by_the_next_pro
     with monkeypatch.context() as patch:
         patch.setattr(Validation, "loss", failing)
         with pytest.raises(RuntimeError, match="no memory"):
-            train(config, origins={})
+            train(config)
     assert saved_steps(folder)[-1] == 5
     assert train(config, origins={}, resume="auto") == 0
     told = list(read_events(events_file(folder)))
@@ -147,10 +146,10 @@ def test_a_failure_between_two_steps_loses_no_step(tmp_path: Path, monkeypatch: 
         else:
             patch.setattr(loop, "sample_text", lambda *_, **__: failing())
         with pytest.raises(RuntimeError, match="no memory"):
-            train(small(run__dir=str(folder), **config), origins={})
+            train_small(folder, **config)
     assert saved_steps(folder) == [2, 3]
-    assert train(small(run__dir=str(folder), **config), origins={}, resume="auto") == 0
-    assert train(small(run__dir=str(straight), **config), origins={}) == 0
+    assert train_small(folder, **config, resume="auto") == 0
+    assert train_small(straight, **config) == 0
     assert losses(folder) == losses(straight)
 
 
@@ -163,9 +162,8 @@ def test_a_failing_save_does_not_hide_a_failed_validation(
         return failing()
 
     monkeypatch.setattr(Validation, "loss", full)
-    config = small(run__dir=str(tmp_path / "run"), train__val_every=3, checkpoint__every=0, **VALIDATES)
     with pytest.raises(RuntimeError, match="no memory for a validation"):
-        train(config, origins={})
+        train_small(tmp_path / "run", train__val_every=3, checkpoint__every=0, **VALIDATES)
     assert "warning: " in capsys.readouterr().out
 
 

@@ -22,15 +22,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("tercet", "FRAGMENT")
 
 
-def operator(fake: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Register a function that mutates none of its arguments as torch.ops.tercet.NAME; `fake`: its fake
-    implementation."""
+def operator(fake: Callable[..., Any], schema: str | None = None) -> Callable[[_Function], _Function]:
+    """Register a function that mutates none of its arguments as torch.ops.tercet.NAME.
+
+    fake: its fake implementation; schema: its arguments and results, by default those of its annotations.
+    """
 
     def register(function: _Function) -> _Function:
         name = function.__name__
-        _LIBRARY.define(
-            name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        arguments = schema or torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag,))
 
         @wraps(function)
         def kernel(*arguments: Any) -> Any:

@@ -4,8 +4,8 @@
 
 Block-sparse attention needs no output of compressed attention and starts with nsa_compressed_lse instead.
 
-Activation checkpointing policies can name each op. Op schemas are flat, so inputs, saved tensors and results travel as
-named tuples between here and autograd.py. A branch that does not run has None inputs; the ops return empty tensors in
+Activation checkpointing policies can name each op. Op schemas are flat lists of tensors and numbers; between here and
+autograd.py they travel as named tuples. A branch that does not run has None inputs; the ops return empty tensors in
 place of None.
 
 `span` is empty where q holds whole sequences. For a query range (varlen.py) it is [tokens of the whole, first query
@@ -166,6 +166,19 @@ def _filled(q: Tensor, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------ bounds of the compressed tokens
 
 
+# The parts of op schemas. Torch would infer them, but from signatures that name every field of the tuples above again.
+_NUMBERS = "SymInt[] config, SymInt[] span, SymInt? longest"
+
+
+def _schema(kind: type[NamedTuple]) -> str:
+    """The fields of a named tuple of tensors as arguments of an op; those that may be None have a default."""
+    return ", ".join(f"Tensor{'?' * (name in kind._field_defaults)} {name}" for name in kind._fields)
+
+
+def _results(count: int) -> str:
+    return f"({', '.join(['Tensor'] * count)})"
+
+
 @operator(lambda cu, block, stride: torch.empty_like(cu))
 def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
     return compressed_bounds(cu, block, stride)
@@ -198,31 +211,20 @@ def select_by_scores(q, k, cu, numbers: Numbers) -> Tensor:
     return select_by_tokens(q, k, numbers.config, _documents(q, None, cu, None, numbers, 1, k))
 
 
-@operator(lambda q, kc, vc, *_: _rows_like(q, vc, "compressed"))
-def nsa_compressed(
-    q: Tensor,
-    kc: Tensor,
-    vc: Tensor,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-) -> tuple[Tensor, Tensor]:
-    return compressed_attention(q, kc, vc, cu, ccu, _numbers(config, span, longest))
+@operator(
+    lambda q, kc, vc, *_: _rows_like(q, vc, "compressed"),
+    f"(Tensor q, Tensor kc, Tensor vc, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> {_results(2)}",
+)
+def nsa_compressed(q, kc, vc, cu, ccu, *numbers):
+    return compressed_attention(q, kc, vc, cu, ccu, _numbers(*numbers))
 
 
-@operator(lambda q, kc, *_: q.new_empty(row_shape("compressed", *q.shape[:3]), dtype=torch.float32))
-def nsa_compressed_lse(
-    q: Tensor,
-    kc: Tensor,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-) -> Tensor:
-    return compressed_lse(q, kc, cu, ccu, _numbers(config, span, longest))
+@operator(
+    lambda q, kc, *_: q.new_empty(row_shape("compressed", *q.shape[:3]), dtype=torch.float32),
+    f"(Tensor q, Tensor kc, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> Tensor",
+)
+def nsa_compressed_lse(q, kc, cu, ccu, *numbers):
+    return compressed_lse(q, kc, cu, ccu, _numbers(*numbers))
 
 
 def _selection_like(q, kc, lse, cu, ccu, config, span, longest):
@@ -230,26 +232,18 @@ def _selection_like(q, kc, lse, cu, ccu, config, span, longest):
     return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
 
 
-@operator(_selection_like)
-def nsa_select(
-    q: Tensor,
-    kc: Tensor,
-    lse: Tensor,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-) -> Tensor:
-    return select_blocks(q, kc, lse, cu, ccu, _numbers(config, span, longest))
+@operator(_selection_like, f"(Tensor q, Tensor kc, Tensor lse, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> Tensor")
+def nsa_select(q, kc, lse, cu, ccu, *numbers):
+    return select_blocks(q, kc, lse, cu, ccu, _numbers(*numbers))
 
 
-@operator(lambda q, k, cu, config, *_: _selection_like(q, k, None, cu, None, config, None, None))
-def nsa_select_by_tokens(
-    q: Tensor, k: Tensor, cu: Tensor | None, config: list[int], span: list[int], longest: int | None
-) -> Tensor:
+@operator(
+    lambda q, k, cu, config, *_: _selection_like(q, k, None, cu, None, config, None, None),
+    f"(Tensor q, Tensor k, Tensor? cu, {_NUMBERS}) -> Tensor",
+)
+def nsa_select_by_tokens(q, k, cu, *numbers):
     """By a learned selector's queries and keys; `cu` and `span` are those of the selected branch."""
-    return select_by_scores(q, k, cu, _numbers(config, span, longest))
+    return select_by_scores(q, k, cu, _numbers(*numbers))
 
 
 # ------------------------------------------------------------ the rest of the forward
@@ -296,29 +290,15 @@ def _alone(x: Tensors) -> bool:
     return x.gates is None and x.o_c is None and (x.ks is None) != (x.kw is None)
 
 
-@torch.library.custom_op("tercet::nsa_attend", mutates_args=())
-def nsa_attend(
-    q: Tensor,
-    kc: Tensor | None,
-    vc: Tensor | None,
-    ks: Tensor | None,
-    vs: Tensor | None,
-    kw: Tensor | None,
-    vw: Tensor | None,
-    gates: Tensor | None,
-    o_c: Tensor | None,
-    lse_c: Tensor | None,
-    block_indices: Tensor | None,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "tercet::nsa_attend", mutates_args=(),
+    schema=f"({_schema(Tensors)}, {_NUMBERS}) -> {_results(len(Attended._fields) - 1 + len(Saved._fields))}",
+)  # fmt: skip
+def nsa_attend(*arguments):
     """An Attended, its `saved` unpacked."""
-    x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu, ccu)
-    *found, saved = attend(x, _numbers(config, span, longest))
-    return _filled(q, (*found, *saved))
+    x = Tensors(*arguments[:TENSORS])
+    *found, saved = attend(x, _numbers(*arguments[TENSORS:]))
+    return _filled(x.q, (*found, *saved))
 
 
 @nsa_attend.register_fake
@@ -401,33 +381,13 @@ def _gradients_like(dout, *arguments):
     return _filled(x.q, [None if y is None else y.new_empty(y.shape) for y in like])
 
 
-@operator(_gradients_like)
-def nsa_backward(
-    dout: Tensor,
-    q: Tensor,
-    kc: Tensor | None,
-    vc: Tensor | None,
-    ks: Tensor | None,
-    vs: Tensor | None,
-    kw: Tensor | None,
-    vw: Tensor | None,
-    gates: Tensor | None,
-    o_c: Tensor | None,
-    lse_c: Tensor | None,
-    o_s: Tensor | None,
-    lse_s: Tensor | None,
-    o_w: Tensor | None,
-    lse_w: Tensor | None,
-    block_indices: Tensor | None,
-    cu: Tensor | None,
-    ccu: Tensor | None,
-    saved: list[Tensor],
-    config: list[int],
-    span: list[int],
-    longest: int | None,
-    sums: Tensor | None = None,
-    planes: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator(
+    _gradients_like,
+    f"(Tensor dout, {_schema(Kept)}, Tensor[] saved, {_NUMBERS}, Tensor? sums=None, Tensor? planes=None)"
+    f" -> {_results(GRADIENTS)}",
+)
+def nsa_backward(dout, *arguments):
     """The Gradients. `sums`, `planes`: the deltas and gates of nsa_row_sums."""
-    x = Kept(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, block_indices, cu, ccu)
-    return _filled(q, gradients(dout, x, saved, _numbers(config, span, longest), sums, planes))
+    x, saved, rest = Kept(*arguments[:KEPT]), arguments[KEPT], arguments[KEPT + 1 :]
+    numbers, sums = rest[: len(Numbers._fields)], rest[len(Numbers._fields) :]
+    return _filled(x.q, gradients(dout, x, saved, _numbers(*numbers), *sums))
