@@ -149,6 +149,18 @@ def test_plain_lines_without_a_terminal() -> None:
     ]
 
 
+def test_no_time_left_is_claimed_while_warming_up() -> None:
+    out = io.StringIO()
+    screen = Screen(stream=out)
+    screen.begin(0, 10)
+    screen.warming_up = True
+    screen(logged(1))
+    assert "eta" not in out.getvalue()
+    screen.warming_up = False
+    screen(logged(2))
+    assert "eta" in out.getvalue()
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -95,6 +95,7 @@ class Screen:
         self._display: Live | None = None
         self._line = LiveLine(0, 0)
         self._last_line = 0  # step of the last line printed above the live line
+        self.warming_up = False  # then the speed of the next log line says nothing about the time left
         self._estimated = False
         self._stage: StageStarted | None = None  # the current one
 
@@ -158,7 +159,7 @@ class Screen:
         if isinstance(event, Validated | Sampled):
             self._line.doing = ""
         if isinstance(event, StepLogged):
-            left = steps_left(steps, event.step, self._stage) * event.step_seconds
+            left = None if self.warming_up else steps_left(steps, event.step, self._stage) * event.step_seconds
             self._line.fields = step_fields(event, left)
             if self._display is None or event.step - self._last_line >= steps // HISTORY_LINES:
                 self._last_line = event.step
@@ -207,9 +208,8 @@ class Screen:
         elif isinstance(event, Noted):
             self.say(event.text)
 
-    def _estimate(self, event: StepLogged, left: float) -> None:
-        # The first step of a process includes warm-up: wait for an interval with more steps.
-        if self._estimated or len(event.losses) < 2 or left < 30:
+    def _estimate(self, event: StepLogged, left: float | None) -> None:
+        if self._estimated or left is None or len(event.losses) < 2 or left < 30:
             return
         self._estimated = True
         until = time.strftime("%H:%M" if left < 43200 else "%a %d %b %H:%M", time.localtime(time.time() + left))
@@ -232,9 +232,10 @@ def stage_line(stage: StageStarted, before: StageStarted | None) -> str:
     return f"stage {stage.stage}/{stage.stages}, {steps}: {', '.join(f'{k} {v}' for k, v in facts.items())}"
 
 
-def step_fields(event: StepLogged, seconds_left: float) -> list[tuple[int, str]]:
+def step_fields(event: StepLogged, seconds_left: float | None) -> list[tuple[int, str]]:
     """What a log line shows: (rank, text). On a narrow terminal the highest ranks are left out."""
     mfu = [] if event.mfu is None else [(4, f"mfu {100 * event.mfu:.1f}%")]
+    eta = [] if seconds_left is None else [(1, f"eta {duration(seconds_left)}")]
     return [
         (0, f"loss {event.loss:.4f}"),
         (3, f"lr {event.lr:.2e}"),
@@ -242,7 +243,7 @@ def step_fields(event: StepLogged, seconds_left: float) -> list[tuple[int, str]]
         (2, f"{quantity(event.tokens_per_s)} tok/s"),
         *mfu,
         (6, f"mem {event.memory_gib:.2f} GiB"),
-        (1, f"eta {duration(seconds_left)}"),
+        *eta,
     ]
 
 

@@ -33,6 +33,7 @@ class Interval:
         self._steps_timed = 0
         self._started = time.perf_counter()
         self._excluded = 0.0
+        self._first_step: float | None = None  # seconds, if it was timed
 
     def add(self, step: int, result: StepResult) -> None:
         """Add a step without waiting for it."""
@@ -58,7 +59,22 @@ class Interval:
 
     def seconds_per_step(self) -> float:
         """Mean over the interval without excluded time. Call after `read`, which waits for the device."""
-        return (time.perf_counter() - self._started - self._excluded) / max(1, self._steps_timed)
+        return self._seconds() / max(1, self._steps_timed)
+
+    def time_first_step(self) -> float:
+        """Seconds that the first step of a process or stage took, of which most may be warm-up. Call after `read`."""
+        self._first_step = self._seconds()
+        return self._first_step
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether the first step took so long that the others are likely to contain warm-up as well."""
+        if self._first_step is None or self._steps_timed < 2:
+            return self._first_step is not None
+        return self._first_step > 3 * (self._seconds() - self._first_step) / (self._steps_timed - 1)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started - self._excluded
 
     def clear(self) -> None:
         """Start the next interval."""
@@ -68,7 +84,7 @@ class Interval:
 
     def start_clock(self) -> None:
         """Start timing, after building, loading and resuming."""
-        self._steps_timed, self._excluded = 0, 0.0
+        self._steps_timed, self._excluded, self._first_step = 0, 0.0, None
         self._started = time.perf_counter()
 
     @contextmanager

@@ -245,7 +245,7 @@ class Trainer:
             self.stages.advance()
         self.batches.continue_with(self.loader, self.stage.accumulation)
         self.validation = Validation(self.stage, self.strategy, self.tokenizer)
-        self._io_retries, self._data_seconds = 0, 0.0
+        self._io_retries, self._data_seconds, self._first_step_reported = 0, 0.0, False
         self._announce_stage()
 
     def _announce_stage(self) -> None:
@@ -328,7 +328,7 @@ class Trainer:
         """Report the first step before the first log line is due. Waits for the device, for this one step only."""
         self._first_step_reported = True
         loss = self.state.interval.read()[-1].loss
-        seconds = self.state.interval.seconds_per_step()
+        seconds = self.state.interval.time_first_step()
         self.screen.say(f"first step after {seconds:.2f} s: loss {loss:.4f}")
         self.strategy.shorten_timeouts()
 
@@ -338,6 +338,7 @@ class Trainer:
         measured = state.interval.read()
         seconds = state.interval.seconds_per_step()
         timed = max(1, state.interval.steps_timed)
+        self.screen.warming_up = state.interval.is_warm_up
         data_seconds = self.loader.wait_seconds
         speed = self.stage.train.tokens_per_step / seconds
         stage = self.stage
