@@ -3,7 +3,7 @@
     python scripts/selector_variants.py --preset m7c --train.init_from RUN --run.dir runs/variants --train.steps 160 \\
         --train.lr 1e-12 --train.warmup_steps 1 --train.selector.every 32 --train.compile off --train.cuda_graph off …
 
-Flags are those of `tercet train`; model and data must be those of RUN, whose selectors are learned ones. A learning
+Flags are those of `tercet train`; model and data must be those of RUN, whose selectors are learned ones (at any length). A learning
 rate of 1e-12 leaves the model as it is, so all variants see the same queries, keys and teacher. Every 40 steps one row
 per variant: KL; share of the attention to free blocks that its choice captures, and the best possible; and, of the
 queries that put over 30% of that attention on one block, how many have it chosen, and of those where it is more than
@@ -12,6 +12,7 @@ queries that put over 30% of that attention on one block, how many have it chose
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any, NamedTuple
 
@@ -30,15 +31,24 @@ FAR = 32  # blocks
 
 
 class Variant(NamedTuple):
-    """One way to select, and to learn it. `rotary`: channels; `skip`: one taught query in this many is used."""
+    """One way to select, and to learn it.
+
+    rotary   channels
+    skip     one taught query in this many is used
+    trained  starts as the run's own selector, not at random
+    """
 
     size: int = 32
     rotary: int = 16
     lr: float = 1e-3
     skip: int = 4
+    trained: bool = False
 
 
 VARIANTS = {
+    "the run's own": Variant(lr=0.0, trained=True),
+    "the run's own, learning rate 2e-4": Variant(lr=2e-4, trained=True),
+    "the run's own, learning rate 1e-3": Variant(lr=1e-3, trained=True),
     "16 channels, 8 rotated": Variant(16, 8),
     "32 channels, none rotated": Variant(32, 0),
     "32 channels, 8 rotated": Variant(32, 8),
@@ -64,6 +74,8 @@ class Layer:
 
     @staticmethod
     def _build(own: BlockSelector, variant: Variant) -> BlockSelector:
+        if variant.trained:
+            return copy.deepcopy(own)
         if own.rotary is None:
             sys.exit("the run's selectors rotate no channels: use a run with model.selector_rotary above 0")
         rotary = own.rotary.of_size(variant.rotary) if variant.rotary else None
