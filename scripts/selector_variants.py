@@ -3,7 +3,7 @@
     python scripts/selector_variants.py --preset m7c --train.init_from RUN --run.dir runs/variants --train.steps 160 \\
         --train.lr 1e-12 --train.warmup_steps 1 --train.selector.every 32 --train.compile off --train.cuda_graph off …
 
-Flags are those of `tercet train`; model and data must be those of RUN, whose selectors are learned ones (at any length). A learning
+Flags are those of `tercet train`; model and data must be those of RUN, whose selectors are learned ones. A learning
 rate of 1e-12 leaves the model as it is, so all variants see the same queries, keys and teacher. Every 40 steps one row
 per variant: KL; share of the attention to free blocks that its choice captures, and the best possible; and, of the
 queries that put over 30% of that attention on one block, how many have it chosen, and of those where it is more than
