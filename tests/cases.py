@@ -17,14 +17,9 @@ import oracle
 import tercet
 
 SMALL = {
-    "compress_block": 4,
-    "compress_stride": 2,
-    "select_block": 4,
-    "select_count": 4,
-    "select_initial": 1,
-    "select_local": 2,
-    "window": 6,
-}
+    "compress_block": 4, "compress_stride": 2, "select_block": 4, "select_count": 4, "select_initial": 1,
+    "select_local": 2, "window": 6,
+}  # fmt: skip
 
 
 def config(**changes: int) -> tercet.NSAConfig:

@@ -147,22 +147,8 @@ def nsa(q, kc, vc, ks, vs, kw, vw, gates, cfg, cu_seqlens=None, block_indices=No
         for start, end in itertools.pairwise(bounds):
             for t in range(end - start):
                 _query(
-                    b,
-                    t,
-                    start,
-                    compressed_start,
-                    q,
-                    kc,
-                    vc,
-                    ks,
-                    vs,
-                    kw,
-                    vw,
-                    gates,
-                    cfg,
-                    block_indices,
-                    answer,
-                )
+                    b, t, start, compressed_start, q, kc, vc, ks, vs, kw, vw, gates, cfg, block_indices, answer,
+                )  # fmt: skip
             if end > start:
                 compressed_start += len(visible_compressed(end - start - 1, cfg.compress_block, cfg.compress_stride))
     return answer

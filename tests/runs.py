@@ -15,50 +15,22 @@ E = TypeVar("E", bound=Event)
 
 # Small, but selection has a choice: 8 blocks of 8 tokens, of which queries read 4 (one by score), and a window of 8.
 SMALL: dict[str, Any] = {
-    "model.dim": 16,
-    "model.layers": 2,
-    "model.heads": 2,
-    "model.kv_heads": 1,
-    "model.head_dim": 8,
-    "model.ffn_dim": 32,
-    "model.vocab_size": 256,
-    "model.nsa.compress_block": 4,
-    "model.nsa.compress_stride": 2,
-    "model.nsa.select_block": 8,
-    "model.nsa.select_count": 4,
-    "model.nsa.window": 8,
-    "data.source": "synthetic",
-    "data.seq_len": 64,
+    "model.dim": 16, "model.layers": 2, "model.heads": 2, "model.kv_heads": 1, "model.head_dim": 8, "model.ffn_dim": 32,
+    "model.vocab_size": 256, "model.nsa.compress_block": 4, "model.nsa.compress_stride": 2, "model.nsa.select_block": 8,
+    "model.nsa.select_count": 4, "model.nsa.window": 8, "data.source": "synthetic", "data.seq_len": 64,
     "data.shuffle_sequences": 0,  # presets shuffle: tiny would read its whole buffer before the first step
-    "train.steps": 6,
-    "train.micro_batch": 2,
-    "train.tokens_per_step": 128,
-    "train.warmup_steps": 2,
-    "train.val_tokens": 0,
-    "train.sample_tokens": 0,
-    "checkpoint.every": 2,
-    "log.every": 1,
-    "log.tensorboard": False,
-    "run.device": "cpu",
-    "run.threads": 1,
-}
+    "train.steps": 6, "train.micro_batch": 2, "train.tokens_per_step": 128, "train.warmup_steps": 2,
+    "train.val_tokens": 0, "train.sample_tokens": 0, "checkpoint.every": 2, "log.every": 1, "log.tensorboard": False,
+    "run.device": "cpu", "run.threads": 1,
+}  # fmt: skip
 
 
 # The smallest sizes that the kernels support, for runs on a GPU. In fp32 such a test mostly compiles.
 GPU_SIZES: dict[str, Any] = {
-    "model__dim": 64,
-    "model__heads": 4,
-    "model__kv_heads": 2,
-    "model__head_dim": 16,
-    "model__ffn_dim": 128,
-    "model__nsa__compress_block": 8,
-    "model__nsa__compress_stride": 4,
-    "model__nsa__select_block": 16,
-    "model__nsa__select_count": 4,
-    "model__nsa__window": 32,
-    "data__seq_len": 512,
-    "run__device": "cuda",
-}
+    "model__dim": 64, "model__heads": 4, "model__kv_heads": 2, "model__head_dim": 16, "model__ffn_dim": 128,
+    "model__nsa__compress_block": 8, "model__nsa__compress_stride": 4, "model__nsa__select_block": 16,
+    "model__nsa__select_count": 4, "model__nsa__window": 32, "data__seq_len": 512, "run__device": "cuda",
+}  # fmt: skip
 
 
 def small(**changes: Any) -> RunConfig:

@@ -75,14 +75,6 @@ class SteppedModel:
         for stats in self.stats:
             stats.enabled = with_stats
         return train_step(
-            self.model,
-            self.optimizer,
-            batches,
-            step=self.number,
-            lr=self.config.lr,
-            clip=1.0,
-            precision=self.config.precision,
-            guard=self.guard,
-            strategy=Single(),
-            executor=self.graph,
-        )
+            self.model, self.optimizer, batches, step=self.number, lr=self.config.lr, clip=1.0,
+            precision=self.config.precision, guard=self.guard, strategy=Single(), executor=self.graph,
+        )  # fmt: skip

@@ -43,7 +43,7 @@ def test_an_output_that_is_not_utf_8_shows_what_it_can(monkeypatch):
     assert "32 sequences ? 2,048 tokens" in out.read()
 
 
-def test_without_a_command_it_teaches(capsys):
+def test_without_a_command_it_prints_an_introduction(capsys):
     code, out, _ = run(capsys)
     assert code == 0
     for text in ("tercet train --preset tiny", "tercet plan", "config diff", "--train.lr 1e-3"):
@@ -58,7 +58,7 @@ def test_help_lists_every_section_with_the_presets_values(capsys, command):
         assert text in out
 
 
-def test_plan_speaks_of_parameters_memory_and_time(capsys):
+def test_plan_shows_parameters_memory_and_time(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
     assert (code, err) == (0, "")
     assert "77.2M" in out
@@ -101,7 +101,7 @@ def test_plan_as_json_holds_the_warnings_that_the_words_end_with(capsys):
     assert said == [f"{'warning':<11} {text}" for text in found]
 
 
-def test_a_gpu_that_nobody_knows_is_an_error_that_names_the_known_ones(capsys):
+def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones(capsys):
     code, _, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "RX 1")
     assert code == 2
     assert "--gpu RX 1 is unknown: pick one of GH200, H200" in err
@@ -144,7 +144,7 @@ def test_out_of_memory_is_one_line_without_debug(capsys, monkeypatch, error):
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU here")
-def test_a_plan_for_a_gpu_that_is_not_there_is_no_plan_for_the_cpu(capsys):
+def test_a_plan_for_a_missing_gpu_is_an_error(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--run.device", "cuda")
     assert (code, out) == (1, "")
     assert "run.device=cuda, but this machine has no GPU: name one with --gpu" in err
@@ -287,7 +287,7 @@ def test_a_file_and_flags_complete_each_other(capsys, tmp_path):
     assert 'path = ["a.txt", "b.txt"]  # flag' in out
 
 
-def test_mixtures_of_attention_are_said_in_words(capsys):
+def test_mixed_attention_is_described(capsys):
     code, out, _ = run(capsys, "plan", "--preset", "tiny", "--model.attention", "nsa", "dense")
     assert code == 0
     assert "(1 nsa + 1 dense)" in out
@@ -356,7 +356,7 @@ def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatc
     assert (origins["train.steps"], origins["model.dim"], origins["train.eps"]) == ("flag", "preset tiny", "default")
 
 
-def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeypatch, tmp_path):
+def test_a_resumed_run_uses_its_own_configuration(capsys, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(
         "tercet.train.trainer.train", lambda config, *, origins, resume: seen.append((config, origins, resume)) or 0
@@ -398,9 +398,7 @@ def test_a_run_that_is_gone_on_with_brings_its_own_configuration(capsys, monkeyp
         ("--run.dir old", "old already holds a run: resume it with "),
     ],
 )
-def test_a_run_that_is_not_there_to_resume_is_named_and_how_to_begin_one(
-    capsys, tmp_path, monkeypatch, arguments, said
-):
+def test_resuming_a_missing_run_names_it_and_suggests_how_to_start_one(capsys, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
     Path("bare").mkdir()
     Path("old").mkdir()
@@ -438,13 +436,13 @@ def test_python_dash_m_is_the_same_command_and_the_first_line_comes_within_a_sec
     assert (failed.returncode, failed.stdout) == (2, "")
 
 
-def test_an_early_reader_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m tercet config show --preset m7c | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
 
-def test_what_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(capsys, tmp_path, monkeypatch):
+def test_suggested_commands_can_be_pasted_whatever_the_folder_name(capsys, tmp_path, monkeypatch):
     from types import SimpleNamespace
 
     from runs import small
@@ -511,7 +509,7 @@ def test_the_example_file_of_the_docs_is_valid(tmp_path):
     assert (config.train.lr, config.model.nsa.window, config.data.path) == (3e-4, 256, ("corpus/*.txt",))
 
 
-def test_the_first_lines_of_errors_in_the_docs_are_what_is_said(capsys, tmp_path, monkeypatch):
+def test_errors_quoted_in_the_docs_are_the_real_ones(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "configuration.md").read_text(encoding="utf-8")
     said = [line for line in page.splitlines() if line.startswith("error: ")]

@@ -74,6 +74,7 @@ report run ./run/../run --out new                                            are
 report empty --min_steps 3                                                   min_steps=3 is below 500
 watch                                                                        tercet watch needs RUN
 watch nowhere --once                                                         nowhere is not a folder
+watch empty --once                                                           empty has no events
 watch empty --every 0                                                        every=0 must be a positive number
 sweep --lengths abc                                                          --lengths
 flight nowhere                                                               nowhere does not exist
@@ -191,7 +192,7 @@ def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(c
     assert not Path("new").exists()
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on_it(capsys, monkeypatch):
+def test_a_full_disk_is_reported_before_a_run_folder_is_created(capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**20, used=2**20, free=5))
     code = cli.main(["train", "--preset", "tiny", "--run.device", "cpu", "--run.dir", "new"])
     assert code == EXIT_USAGE
@@ -199,7 +200,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_folder_is_left_on
     assert not Path("new").exists()
 
 
-def test_events_that_another_rank_could_not_write_are_told_before_the_folder_changes():
+def test_an_event_log_that_a_rank_cannot_write_is_reported_first():
     Path("split/events_rank1.jsonl").mkdir(parents=True)
     two = small(parallel__strategy="ddp", parallel__world_size=2, train__micro_batch=1)
     with (

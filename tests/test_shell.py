@@ -60,7 +60,7 @@ def test_what_is_linked_from_the_path_is_found_there(bin_folder, tmp_path, monke
     assert program() == "tercet"
 
 
-def test_another_environments_program_is_not_taken_for_this_ones(bin_folder, tmp_path):
+def test_a_program_of_another_environment_is_not_used(bin_folder, tmp_path):
     make_program(tmp_path / "usr" / "bin" / "tercet")
     assert program() == ".venv/bin/tercet"
 

@@ -18,14 +18,9 @@ from cases import configs
 
 def test_the_defaults_are_the_papers():
     assert dataclasses.asdict(tercet.NSAConfig()) == {
-        "compress_block": 32,
-        "compress_stride": 16,
-        "select_block": 64,
-        "select_count": 16,
-        "select_initial": 1,
-        "select_local": 2,
-        "window": 512,
-    }
+        "compress_block": 32, "compress_stride": 16, "select_block": 64, "select_count": 16, "select_initial": 1,
+        "select_local": 2, "window": 512,
+    }  # fmt: skip
 
 
 def test_a_config_is_frozen_hashable_and_equal_by_value():

@@ -110,13 +110,6 @@ def test_packed_and_plain_cells_of_a_kind_are_measured_side_by_side():
     assert train.cliffs(rows, 64) == []  # two cells of one batch size are not a cliff
 
 
-def test_invalid_settings_fail_with_one_line():
-    with pytest.raises(TercetError, match="--tokens 100 is not a multiple of length 64"):
-        train.cells_of("m7c", ("nsa",), (64,), 100, (), 64, "none", ())
-    with pytest.raises(TercetError, match="--kinds sparse is unknown"):
-        train.cells_of("m7c", ("sparse",), (64,), 64, (), 64, "none", ())
-
-
 @pytest.mark.parametrize(("correct", "loss", "ratio"), [(True, 5.5, 0.8), (False, 5.5, None), (True, 4.0, None)])
 def test_a_wrong_result_gets_no_ratio(correct: bool, loss: float, ratio: float | None):
     cells = [cell("nsa", 8, 8192, 80.0, loss), cell("dense", 8, 8192, 100.0)]
@@ -295,14 +288,6 @@ def test_results_are_printed_before_a_failing_write(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="No space left"):
         bench(monkeypatch, done, out=tmp_path / "results.json")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["correct"]
-
-
-@pytest.mark.parametrize("flag", ["out", "picture"])
-def test_an_unwritable_output_path_fails_before_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str):
-    with pytest.raises(TercetError, match=rf"--{flag} .*file.svg: folder .*nowhere does not exist"):
-        bench(monkeypatch, None, **{flag: tmp_path / "nowhere" / "file.svg"})  # type: ignore[arg-type]
-    with pytest.raises(TercetError, match=rf"--{flag} .* is a folder"):
-        bench(monkeypatch, None, **{flag: tmp_path})  # type: ignore[arg-type]
 
 
 def test_heat_maps_are_plotted_from_a_results_file(tmp_path: Path):

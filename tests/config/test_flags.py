@@ -276,21 +276,10 @@ def test_errors_of_other_commands(capsys, command, message):
 
 
 WITHOUT_TORCH = [
-    "train --preset tiny --train.steps x",
-    "plan --train.steps x",
-    "sweep --steps x",
-    "flight",
-    "doctor --what",
-    "generate x --top_k x",
-    "watch x --every x",
-    "data prepare --workers x",
-    "bench train --steps x",
-    "eval needle x --trials x",
-    "export hf x",
-    "import hf x",
-    "train --help all",
-    "generate --help",
-]
+    "train --preset tiny --train.steps x", "plan --train.steps x", "sweep --steps x", "flight", "doctor --what",
+    "generate x --top_k x", "watch x --every x", "data prepare --workers x", "bench train --steps x",
+    "eval needle x --trials x", "export hf x", "import hf x", "train --help all", "generate --help",
+]  # fmt: skip
 
 
 def test_arguments_are_checked_before_torch_is_loaded():

@@ -309,11 +309,3 @@ def test_a_bad_record_stops_the_preparation_or_is_counted_in_the_manifest(tmp_pa
     assert (manifest["documents"], manifest["skipped"]) == (1, 1)
     assert "record 2 of" in manifest["shards"][0]["bad_records"][0]
     assert json.loads((tmp_path / "two" / "manifest.json").read_text()) == manifest
-
-
-def test_unsupported_sources_and_folders_are_rejected(tmp_path):
-    with pytest.raises(DataError, match="source=synthetic cannot be prepared: use one of python-source"):
-        prepare(DataConfig(source="synthetic"), tmp_path / "out")
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="cannot be created"):
-        prepare(DataConfig(), tmp_path / "file" / "out")

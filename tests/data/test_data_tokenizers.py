@@ -127,15 +127,3 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("tercet.data.hub.fetch_model_file", lambda model, name: str(tmp_path / name))
     with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")
-
-
-def test_a_vocabulary_too_large_for_the_text_is_rejected(tmp_path):
-    (tmp_path / "a.txt").write_text("aaaa")
-    data = DataConfig(source="text", path=str(tmp_path / "a.txt"), validation_fraction=0)
-    with pytest.raises(DataError, match="vocab_size=256 is below 257"):
-        train_bpe(data, tmp_path / "out.json", vocab_size=256)
-    with pytest.raises(DataError, match=r"vocab_size=5000 is too large for this text, which gives \d+"):
-        train_bpe(data, tmp_path / "out.json", vocab_size=5000)
-    assert not (tmp_path / "out.json").exists()
-    with pytest.raises(DataError, match="source=synthetic has no text"):
-        train_bpe(DataConfig(source="synthetic"), tmp_path / "out.json", vocab_size=300)

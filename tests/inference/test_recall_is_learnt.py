@@ -18,22 +18,12 @@ from tercet.inference.needle import find_needles
 from tercet.inference.recall import recall_by_distance, window_reach
 
 TASK = {
-    "model__layers": 1,
-    "model__dim": 32,
-    "model__heads": 2,
-    "model__head_dim": 16,
-    "model__ffn_dim": 64,
-    "model__nsa__compress_block": 8,
-    "model__nsa__compress_stride": 4,
-    "data__seq_len": 48,
-    "data__synthetic__task": "recall",
-    "data__synthetic__min_distance": 12,
-    "data__synthetic__pairs": 1,
-    "data__synthetic__queries": 1,
-    "data__synthetic__value_tokens": 1,
-    "train__micro_batch": 32,
+    "model__layers": 1, "model__dim": 32, "model__heads": 2, "model__head_dim": 16, "model__ffn_dim": 64,
+    "model__nsa__compress_block": 8, "model__nsa__compress_stride": 4, "data__seq_len": 48,
+    "data__synthetic__task": "recall", "data__synthetic__min_distance": 12, "data__synthetic__pairs": 1,
+    "data__synthetic__queries": 1, "data__synthetic__value_tokens": 1, "train__micro_batch": 32,
     "train__tokens_per_step": 32 * 48,
-}
+}  # fmt: skip
 
 
 pytestmark = pytest.mark.slow

@@ -56,7 +56,7 @@ def test_the_last_number_before_one_still_draws_a_possible_token():
     assert sample_token(LOGITS[None], Sampling(top_k=2), almost).item() == 3
 
 
-def test_logits_that_are_no_numbers_choose_nothing():
+def test_non_finite_logits_choose_nothing():
     for broken in (torch.nan, torch.inf):
         for temperature in (0.0, 1.0):
             logits = LOGITS.clone()

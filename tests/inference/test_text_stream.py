@@ -23,14 +23,14 @@ def test_only_whole_characters_are_given():
     assert pieces == ["a", "", "", "→", "", "é", ""]
 
 
-def test_bytes_that_are_no_character_do_not_hold_up_the_rest():
+def test_undecodable_bytes_do_not_hold_back_the_rest():
     pieces, _ = pushed(b"\xff\xff\xff\xff\xffabc")
     assert "".join(pieces).endswith("abc")
     assert "".join(pieces).count("\ufffd") == 5
 
 
 @pytest.mark.parametrize("text", ["ab", "aSTb", "aS", "aSTOb", "STSTSTO"])
-def test_what_only_begins_a_stop_string_comes_in_the_end(text):
+def test_the_start_of_a_stop_string_is_returned_at_the_end(text):
     pieces, stopped = pushed(text.encode(), ("STOP",))
     assert "".join(pieces) == text
     assert not stopped

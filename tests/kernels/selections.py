@@ -1,8 +1,11 @@
-"""Selections and an independent dense check for the kernels of the selected branch."""
+"""Inputs, selections and an independent dense check for the kernels of the selected branch."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import torch
+
+from tercet.attention.kernels.varlen import Documents
 
 
 def starts(cu, total):
@@ -49,3 +52,48 @@ def relative_error(a, b):
     a, b = a.double().cpu(), b.double().cpu()
     assert torch.isfinite(a).all()
     return float((a - b).norm() / b.norm())
+
+
+def case(
+    cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True, query_range=None,
+    dtype=torch.float32, device="cpu",
+):  # fmt: skip
+    """Random inputs over flattened tokens. `query_range`: the tokens of each sequence that are queries; all, unless
+    given. `keys` and `shaped` give tensors of keys and of queries their batch axis."""
+    g = torch.Generator().manual_seed(seed)
+    N = cu[-1]
+    T = N // batch
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g)
+
+    sizes = (heads, dk), (groups, dk), (groups, dv), (heads, dv)
+    q, k, v, dout = (rand(N, *size).to(device, dtype) for size in sizes)
+    gate = rand(N, heads).to(device)
+    chosen = config.select_count, config.select_block, config.select_initial, config.select_local
+    indices = random_selection(cu, groups, *chosen, g, forced).to(device)
+    first, past = query_range or (0, T)
+
+    def keys(x):
+        return x.reshape(batch, T, *x.shape[1:])
+
+    def shaped(x):
+        return keys(x)[:, first:past].contiguous()
+
+    bounds = torch.tensor(cu, dtype=torch.int32, device=device) if packed else None
+    return SimpleNamespace(
+        q=q, k=k, v=v, dout=dout, gate=gate if gated else None, indices=indices, cu=cu, config=config, shaped=shaped,
+        keys=keys, documents=Documents(batch, T, 0, bounds, None, first, past - first),
+    )  # fmt: skip
+
+
+def poison_empty(monkeypatch):
+    """Memory that nothing was written to holds NaN, or numbers beyond every table."""
+    real = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype, device=x.device))

@@ -104,7 +104,7 @@ def test_queries_without_compressed_tokens_give_exact_zero_and_finite_gradients(
     assert all(g.isfinite().all() for g in grads)
 
 
-def test_strides_as_they_come() -> None:
+def test_any_strides() -> None:
     cfg = config()
     x = inputs(cfg, 30, batch=2, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
 

@@ -26,13 +26,9 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def run(x, backend, dout, packing, span, block_indices=None):
     leaves = x.map(lambda t: t.detach().clone().requires_grad_())
     out, chosen, route = run_nsa(
-        NSAInputs(*leaves.tensors()),
-        config=CONFIG,
-        packing=packing,
-        backend=backend,
-        span=span,
+        NSAInputs(*leaves.tensors()), config=CONFIG, packing=packing, backend=backend, span=span,
         block_indices=block_indices,
-    )
+    )  # fmt: skip
     assert route[0] == backend
     return out, chosen, torch.autograd.grad(out, leaves.tensors(), dout.to(out.dtype))
 

@@ -11,9 +11,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 pytest.importorskip("triton")
 
-from kernels.selections import dense_masked, random_selection, relative_error, starts
+from kernels.selections import case, dense_masked, poison_empty, relative_error, starts
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.varlen import Documents
 
 pytestmark = pytest.mark.interpreter
 
@@ -24,49 +23,12 @@ UNION, KV_MAJOR = 1e9, -1.0
 def small(limit=None, **changes):
     """Settings small enough for the interpreter; `limit` forces one design."""
     values = {
-        "tile_rows": 16,
-        "kv_forward_rows": 16,
-        "dkv_rows": 16,
-        "dkv_dq_rows": 16,
-        "segment_rows": 64,
-        "dkv_transposed": True,
-        "forward_stages": 1,
-        "kv_forward_stages": 1,
-        **changes,
-    }
+        "tile_rows": 16, "kv_forward_rows": 16, "dkv_rows": 16, "dkv_dq_rows": 16, "segment_rows": 64,
+        "dkv_transposed": True, "forward_stages": 1, "kv_forward_stages": 1, **changes,
+    }  # fmt: skip
     if limit is not None:
         values |= {"forward_limit": limit, "backward_limit": limit}
     return sel.SelectedSettings(**values)
-
-
-def case(cu, heads, groups, dk, dv, config, packed=False, batch=1, seed=0, forced=True, gated=True, query_range=None):
-    """`query_range`: the tokens of each sequence that are queries; all, unless given."""
-    g = torch.Generator().manual_seed(seed)
-    N = cu[-1]
-    T = N // batch
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=g)
-
-    q, k, v = rand(N, heads, dk), rand(N, groups, dk), rand(N, groups, dv)
-    dout, gate = rand(N, heads, dv), rand(N, heads)
-    indices = random_selection(
-        cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g, forced
-    )
-
-    first, past = query_range or (0, T)
-
-    def keys(x):
-        return x.reshape(batch, T, *x.shape[1:])
-
-    def shaped(x):
-        return keys(x)[:, first:past].contiguous()
-
-    bounds = torch.tensor(cu, dtype=torch.int32) if packed else None
-    return SimpleNamespace(
-        q=q, k=k, v=v, dout=dout, gate=gate if gated else None, indices=indices, cu=cu, config=config, shaped=shaped,
-        keys=keys, documents=Documents(batch, T, 0, bounds, None, first, past - first),
-    )  # fmt: skip
 
 
 def run(c, settings, save=True):
@@ -101,15 +63,7 @@ def check(c, settings, save=True):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Memory that nothing was written to holds NaN, or numbers beyond every table."""
-    real = torch.empty
-
-    def poisoned(*args, **kwargs):
-        x = real(*args, **kwargs)
-        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype))
+    poison_empty(monkeypatch)
 
 
 CONFIG = NSAConfig(16, 16, 16, select_count=3, select_initial=1, select_local=1, window=16)
@@ -123,35 +77,24 @@ def test_selected_attention_equals_a_masked_softmax(limit):
     assert (saved.decision is None) == (limit == UNION)
 
 
-@DESIGNS
-def test_batches_and_three_heads_per_group(limit):
-    check(case([0, 55, 110], 3, 1, 24, 16, CONFIG, batch=2, seed=1), small(limit))
+MANY_SLOTS = NSAConfig(16, 16, 16, 9, 2, 3, 16)
+CASES = {
+    "batches and three heads per group": case([0, 55, 110], 3, 1, 24, 16, CONFIG, batch=2, seed=1),
+    "packed documents": case([0, 1, 1, 18, 83, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=2),
+    "more slots than blocks, no gate": case([0, 60], 1, 1, 16, 16, MANY_SLOTS, seed=3, gated=False),
+    "groups wider than a tile": case([0, 20], 18, 1, 16, 16, CONFIG, seed=4),
+    "a query range of a packed batch": case(
+        [0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, query_range=(60, 95)
+    ),
+    "a query range of each sequence": case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, query_range=(19, 50)),
+    "lists without their forced blocks": case([0, 70], 2, 1, 16, 16, CONFIG, seed=7, forced=False),
+}
 
 
 @DESIGNS
-def test_packed_documents_stay_apart(limit):
-    check(case([0, 1, 1, 18, 83, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=2), small(limit))
-
-
-@DESIGNS
-def test_more_slots_than_blocks_and_no_gate(limit):
-    config = NSAConfig(16, 16, 16, 9, 2, 3, 16)
-    check(case([0, 60], 1, 1, 16, 16, config, seed=3, gated=False), small(limit))
-
-
-@DESIGNS
-def test_groups_wider_than_a_tile_are_cut_into_head_tiles(limit):
-    check(case([0, 20], 18, 1, 16, 16, CONFIG, seed=4), small(limit))
-
-
-@DESIGNS
-def test_a_query_range_of_a_packed_batch(limit):
-    check(case([0, 1, 18, 83, 110], 2, 1, 16, 16, CONFIG, packed=True, seed=11, query_range=(60, 95)), small(limit))
-
-
-@DESIGNS
-def test_a_query_range_of_each_sequence(limit):
-    check(case([0, 70, 140], 3, 1, 16, 16, CONFIG, batch=2, seed=12, query_range=(19, 50)), small(limit))
+@pytest.mark.parametrize("name", CASES)
+def test_other_shapes_equal_a_masked_softmax(name, limit):
+    check(CASES[name], small(limit))
 
 
 def test_token_ranges_of_a_query_range_sum_to_the_whole(poison):
@@ -184,11 +127,6 @@ def test_each_range_decides_for_itself():
     decision = saved.decision
     assert decision[:, 0].tolist() == [0, 0]
     assert decision[:, -1].tolist() == [1, 1]
-
-
-@DESIGNS
-def test_lists_without_their_forced_blocks_are_taken_as_given(limit):
-    check(case([0, 70], 2, 1, 16, 16, CONFIG, seed=7, forced=False), small(limit))
 
 
 def with_later_blocks(c):

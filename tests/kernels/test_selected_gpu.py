@@ -2,16 +2,15 @@
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from kernels.selections import dense_masked, random_selection, relative_error
+from kernels import selections
+from kernels.selections import dense_masked, relative_error
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.varlen import Documents
 
 pytestmark = pytest.mark.gpu
 sel = import_module("tercet.attention.kernels.selected.launch")
@@ -36,26 +35,8 @@ DESIGNS = pytest.mark.parametrize("limit", [UNION, KV_MAJOR], ids=["union", "kv_
 
 
 def case(name, seed=0):
-    cu, batch, heads, groups, dk, dv, config, dtype = CASES[name]
-    g = torch.Generator().manual_seed(seed)
-    N = cu[-1]
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=g).to("cuda", dtype)
-
-    def shaped(x):
-        return x.reshape(batch, N // batch, *x.shape[1:])
-
-    q, k, v, dout = rand(N, heads, dk), rand(N, groups, dk), rand(N, groups, dv), rand(N, heads, dv)
-    gate = torch.randn(N, heads, generator=g).cuda()
-    indices = random_selection(
-        cu, groups, config.select_count, config.select_block, config.select_initial, config.select_local, g
-    ).cuda()
-    packed = len(cu) > batch + 1
-    bounds = torch.tensor(cu, dtype=torch.int32, device="cuda") if packed else None
-    documents = Documents(batch, N // batch, 0, bounds, None)
-    return SimpleNamespace(q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, cu=cu, config=config, shaped=shaped,
-                           documents=documents)  # fmt: skip
+    cu, batch, *sizes, config, dtype = CASES[name]
+    return selections.case(cu, *sizes, config, len(cu) > batch + 1, batch, seed, dtype=dtype, device="cuda")
 
 
 def run(c, limit, **changes):
@@ -81,7 +62,7 @@ def test_selected_attention_equals_a_masked_softmax(name, limit):
 
 
 @DESIGNS
-def test_queries_may_be_a_stretch_of_the_keys(limit):
+def test_queries_may_be_a_query_range(limit):
     c = case("C, packed", seed=5)
     rows = slice(411, 1507)
     leaves = [x.float().requires_grad_() for x in (c.q, c.k, c.v)]
@@ -104,13 +85,7 @@ def test_queries_may_be_a_stretch_of_the_keys(limit):
 def test_same_inputs_same_bits_whatever_memory_held(limit, monkeypatch):
     c = case("C, packed", seed=1)
     first = run(c, limit, range_bytes=1 << 20)
-    real = torch.empty
-
-    def poisoned(*args, **kwargs):
-        x = real(*args, **kwargs)
-        return x.fill_(float("nan") if x.is_floating_point() else min(1 << 20, torch.iinfo(x.dtype).max))
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    selections.poison_empty(monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(first, run(c, limit, range_bytes=1 << 20), strict=True))
 
 

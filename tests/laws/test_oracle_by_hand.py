@@ -14,15 +14,8 @@ import tercet
 
 def test_a_query_sees_a_compressed_token_once_its_last_raw_token_is_read():
     assert [len(oracle.visible_compressed(t, 32, 16)) for t in (0, 30, 31, 46, 47, 62, 63, 95)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        5,
-    ]
+        0, 0, 1, 1, 2, 2, 3, 5,
+    ]  # fmt: skip
 
 
 def test_the_default_overlap_weights_are_half_one_one_one_half():

@@ -81,15 +81,6 @@ def test_the_layer_with_packed_documents_equals_its_oracle(options):
     assert_equals_oracle(make(**options), sequence(29), cu(documents))
 
 
-def test_packed_documents_equal_documents_one_by_one():
-    layer = make()
-    documents = (11, 2, 25, 1)
-    x = sequence(39)
-    packed = layer(x, cu_seqlens=cu(documents))
-    alone = torch.cat([layer(part) for part in x.split(documents, 1)], 1)
-    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize(("theta", "scaling"), [(10000.0, 1.0), (50.0, 1.0), (10000.0, 4.0), (500.0, 2.5)])
 def test_rope_theta_and_position_scaling_apply_to_all_branches_alike(theta: float, scaling: float):
     layer = make(rope_theta=theta, rope_scaling=scaling)
@@ -130,25 +121,6 @@ def test_unknown_and_empty_branches_are_rejected():
         make(branches=())
 
 
-@pytest.mark.parametrize(("branch", "changes"), [
-    ("compressed", {"compress_block": 1, "compress_stride": 1}),
-    ("selected", {"select_count": 11}),
-    ("window", {"window": 41}),
-])  # fmt: skip
-def test_each_branch_has_full_causal_attention_as_its_limit(branch: str, changes: dict[str, int]):
-    layer = make(config(**changes), branches=(branch,), compression="mean", dtype=torch.float32)
-    x = sequence(41, dtype=torch.float32)
-    with torch.no_grad():
-        q = layer.q_proj(x).view(1, 41, 4, 4)
-        sets = layer.kv_proj(x).view(1, 41, 3, 16)
-        n = ("compressed", "selected", "window").index(branch)
-        k, v = sets[:, :, n, :8].reshape(1, 41, 2, 4), sets[:, :, n, 8:].reshape(1, 41, 2, 4)
-        gate = layer.gate(x)[..., n : n + 1]
-        dense = torch.from_numpy(causal_attention(rope(q, range(41)), rope(k, range(41)), v)).float()
-        expected = layer.o_proj((gate * dense).flatten(2))
-        assert (layer(x) - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
-
-
 def test_dense_attention_is_full_causal_attention():
     layer = tercet.DenseAttention(12, 4, 2, 4, value_dim=3).double()
     for p in layer.parameters():
@@ -164,14 +136,6 @@ def test_dense_attention_is_full_causal_attention():
             dense = causal_attention(rope(q, range(tokens)), rope(k, range(tokens)), v)
             outs.append(layer.o_proj(torch.from_numpy(dense).flatten(2)))
         torch.testing.assert_close(layer(x, cu_seqlens=cu(documents)), torch.cat(outs, 1), rtol=1e-5, atol=1e-5)
-
-
-def test_both_layers_take_the_same_arguments():
-    x = sequence(9, dtype=torch.float32)
-    for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
-        layer = kind(12, 4, 2, 4, None, CFG, compression="mlp", gate="sigmoid", shared_kv=False, rope_theta=1e4,
-                     rope_scaling=1.0, qk_norm=True, branches=("window",), backend="auto", bias=False)  # fmt: skip
-        assert layer(x).shape == x.shape
 
 
 # --- initialisation ---
@@ -308,12 +272,6 @@ def test_selection_equals_the_oracle(monkeypatch):
     indices = selected_by(monkeypatch, layer, x)
     for (b, t, g), selection in answer.selections.items():
         assert selection.accepts([j for j in indices[b, t, g].tolist() if j >= 0], 1e-5), (t, g)
-
-
-def test_the_layer_is_deterministic_run_to_run():
-    layer = make(dtype=torch.float32)
-    x = sequence(50, dtype=torch.float32)
-    assert torch.equal(layer(x), layer(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -268,13 +268,9 @@ def whole(sharded: DTensor) -> torch.Tensor:
     """The full tensor, gathered on the host: full_tensor() of GPU shards segfaults under gloo (torch 2.11)."""
     mesh = host_mesh(tuple(sharded.device_mesh.shape))
     here = DTensor.from_local(
-        sharded.to_local().cpu(),
-        mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
+        sharded.to_local().cpu(), mesh, sharded.placements, run_check=False, shape=sharded.shape,
         stride=sharded.stride(),
-    )
+    )  # fmt: skip
     return here.full_tensor().to(DEVICE)
 
 

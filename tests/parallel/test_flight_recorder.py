@@ -122,11 +122,6 @@ def test_an_empty_folder_is_an_error_that_says_when_records_are_written(tmp_path
         read(tmp_path)
 
 
-def test_a_missing_run_folder_is_an_error(tmp_path):
-    with pytest.raises(TercetError, match="nope does not exist: expected a run folder"):
-        flight(str(tmp_path / "nope"))
-
-
 def test_a_damaged_record_does_not_hide_the_others(tmp_path):
     folder = keep(tmp_path, {0: record(entry(6), entry(7, done=False)), 1: record(entry(6))})
     (folder / "rank_2.json").write_text('{"entries": [')

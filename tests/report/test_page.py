@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 from tercet.report import render, side_by_side
 from tercet.report.commands import report
 from tercet.report.facts import collect_facts
@@ -247,11 +247,6 @@ def test_only_a_failure_fails_unless_go_is_required(healthy, tmp_path, monkeypat
     assert codes("NO-GO") == (3, 3)
     assert codes("GO", "NOT TESTED") == (0, 4)
     assert codes("NO-GO", "NOT TESTED") == (3, 3)
-
-
-def test_min_steps_cannot_be_lowered(healthy, tmp_path):
-    with pytest.raises(TercetError, match="min_steps=10 is below 500"):
-        report([healthy.folder], out=tmp_path, min_steps=10)
 
 
 def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plots):

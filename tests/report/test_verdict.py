@@ -28,17 +28,10 @@ def verdicts(judged):
 def test_a_healthy_run_passes_the_gates_it_tested(healthy):
     judged = verdict(healthy)
     assert verdicts(judged) == {
-        "record": "GO",
-        "stability": "GO",
-        "memory": "GO",
-        "throughput": "NOT APPLICABLE",
-        "routing": "NOT APPLICABLE",
-        "selection health": "GO",
-        "fallbacks": "NOT APPLICABLE",
-        "checkpoint and resume": "GO",
-        "data": "GO",
-        "numerics": "GO",
-    }, "\n".join(f"{g.name}: {g.sentence}" for g in judged.gates)
+        "record": "GO", "stability": "GO", "memory": "GO", "throughput": "NOT APPLICABLE",
+        "routing": "NOT APPLICABLE", "selection health": "GO", "fallbacks": "NOT APPLICABLE",
+        "checkpoint and resume": "GO", "data": "GO", "numerics": "GO",
+    }, "\n".join(f"{g.name}: {g.sentence}" for g in judged.gates)  # fmt: skip
     assert (judged.verdict, judged.exit_code) == ("NOT TESTED", 4)
     assert rules(healthy) == set()
     assert judged.findings == ()
@@ -113,7 +106,7 @@ def test_a_run_without_steps_has_no_range_of_steps(healthy):
     assert "no step is logged yet" in record.sentence
 
 
-def test_a_short_run_is_told_so_once(healthy):
+def test_a_short_run_is_reported_once(healthy):
     out = _summary(judge(healthy), healthy.folder / "report.html")
     assert out.count("500") == 1
     assert "Short run: 60 of the 500 steps that GO needs." in out

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from tercet.errors import TercetError
 from tercet.report.commands import report, watch
 from watched import copy, corpus, even_clock, run
 
@@ -59,8 +58,3 @@ def test_control_characters_of_a_run_do_not_reach_the_terminal(finished, tmp_pat
     assert "\\x1b[2Ja|b" in out
     assert "a\\|b: " in page
     assert not {"\x1b", "\x9b"} & set(out + page)
-
-
-def test_a_folder_without_events_is_an_error(tmp_path):
-    with pytest.raises(TercetError, match="has no events"):
-        watch(tmp_path, once=True)

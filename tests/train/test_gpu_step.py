@@ -23,21 +23,11 @@ pytestmark = pytest.mark.gpu
 
 # Kernel sizes: heads of 64, blocks of 64.
 SIZES: dict[str, Any] = {
-    "model__dim": 128,
-    "model__layers": 3,
-    "model__heads": 2,
-    "model__kv_heads": 1,
-    "model__head_dim": 64,
-    "model__ffn_dim": 256,
-    "model__nsa__compress_block": 32,
-    "model__nsa__compress_stride": 16,
-    "model__nsa__select_block": 64,
-    "model__nsa__select_count": 4,
-    "model__nsa__window": 128,
-    "data__seq_len": 1024,
-    "train__tokens_per_step": 4096,
-    "run__device": "cuda",
-}
+    "model__dim": 128, "model__layers": 3, "model__heads": 2, "model__kv_heads": 1, "model__head_dim": 64,
+    "model__ffn_dim": 256, "model__nsa__compress_block": 32, "model__nsa__compress_stride": 16,
+    "model__nsa__select_block": 64, "model__nsa__select_count": 4, "model__nsa__window": 128, "data__seq_len": 1024,
+    "train__tokens_per_step": 4096, "run__device": "cuda",
+}  # fmt: skip
 
 
 class Setting:
@@ -55,16 +45,9 @@ class Setting:
 
     def step(self, number: int) -> StepResult:
         return train_step(
-            self.model,
-            self.optimizer,
-            [self.batch, self.batch],
-            step=number,
-            lr=1e-3,
-            clip=1.0,
-            precision="bf16",
-            guard=self.guard,
-            strategy=Single(),
-        )
+            self.model, self.optimizer, [self.batch, self.batch], step=number, lr=1e-3, clip=1.0, precision="bf16",
+            guard=self.guard, strategy=Single(),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

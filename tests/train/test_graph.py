@@ -275,13 +275,9 @@ def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
 def test_a_run_with_graphs_equals_an_eager_run_and_resumes(tmp_path: Path, graphs_anywhere: None) -> None:
     """With statistics, validation, samples and saves in between; the resumed process captures again."""
     several = {
-        "train__tokens_per_step": 256,
-        "train__val_tokens": 128,
-        "train__val_every": 2,
-        "train__sample_tokens": 4,
-        "train__sample_every": 3,
-        "log__every": 2,
-    }
+        "train__tokens_per_step": 256, "train__val_tokens": 128, "train__val_every": 2, "train__sample_tokens": 4,
+        "train__sample_every": 3, "log__every": 2,
+    }  # fmt: skip
     told = {}
     for how in ("off", "on"):
         folder = tmp_path / how

@@ -34,20 +34,11 @@ pytestmark = pytest.mark.gpu
 SEQUENCES, LENGTH = 2, 2048
 # M7C's heads and blocks: kernels that other tests and benches compile as well.
 SIZES: dict[str, Any] = {
-    "model__dim": 768,
-    "model__layers": 2,
-    "model__heads": 12,
-    "model__kv_heads": 2,
-    "model__head_dim": 64,
-    "model__ffn_dim": 2048,
-    "model__nsa__compress_block": 32,
-    "model__nsa__compress_stride": 16,
-    "model__nsa__select_block": 64,
-    "model__nsa__select_count": 16,
-    "model__nsa__window": 128,
-    "data__seq_len": LENGTH,
-    "run__device": "cuda",
-}
+    "model__dim": 768, "model__layers": 2, "model__heads": 12, "model__kv_heads": 2, "model__head_dim": 64,
+    "model__ffn_dim": 2048, "model__nsa__compress_block": 32, "model__nsa__compress_stride": 16,
+    "model__nsa__select_block": 64, "model__nsa__select_count": 16, "model__nsa__window": 128,
+    "data__seq_len": LENGTH, "run__device": "cuda",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +50,9 @@ def same_bits() -> Iterator[None]:
 
 def on_gpu(*, graphs: bool, compiled: bool = True, mode: str = "none", attention: str = "nsa") -> SteppedModel:
     config = small(
-        **SIZES,
-        model__attention=attention,
-        train__tokens_per_step=SEQUENCES * LENGTH,
-        train__activation_checkpointing=mode,
-        train__lr=1e-3,
-        train__precision="bf16",
-    )
+        **SIZES, model__attention=attention, train__tokens_per_step=SEQUENCES * LENGTH,
+        train__activation_checkpointing=mode, train__lr=1e-3, train__precision="bf16",
+    )  # fmt: skip
     run = SteppedModel(config, seed=0, compiled=compiled)
     if graphs:
         run.use_graphs()
@@ -248,13 +235,9 @@ def test_graphs_do_not_double_the_memory() -> None:
 def test_a_run_with_graphs_resumes_to_the_same_losses(tmp_path: Path) -> None:
     """One document per sequence: four, so that empty documents do not change how sums are split."""
     sizes = SIZES | {
-        "train__tokens_per_step": 2 * 4 * LENGTH,
-        "train__micro_batch": 4,
-        "train__val_tokens": 4 * LENGTH,
-        "train__val_every": 3,
-        "log__every": 2,
-        "run__deterministic": True,
-    }
+        "train__tokens_per_step": 2 * 4 * LENGTH, "train__micro_batch": 4, "train__val_tokens": 4 * LENGTH,
+        "train__val_every": 3, "log__every": 2, "run__deterministic": True,
+    }  # fmt: skip
     told = {}
     for name, how in (("off", "off"), ("on", "on"), ("resumed", "on")):
         folder = tmp_path / name

@@ -18,14 +18,8 @@ from tercet.config.schema import RunConfig
 
 # What `tercet train --help` shows besides the command's own options.
 COMMON_KEYS = (
-    "run.dir",
-    "data.source",
-    "data.path",
-    "data.seq_len",
-    "train.steps",
-    "train.lr",
-    "train.micro_batch",
-)
+    "run.dir", "data.source", "data.path", "data.seq_len", "train.steps", "train.lr", "train.micro_batch",
+)  # fmt: skip
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _MAX_LEFT = 36  # longer flags have their text on the next line
 

@@ -15,39 +15,41 @@ if TYPE_CHECKING:  # these import torch
     from tercet.inference.ruler import RulerResult
 
 
+Curves = Mapping[str, Sequence[tuple[int, float]]]
+"""(x, y) of each model."""
+
+
 def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
     """Loss against position in the context, one line per model."""
     points = {name: [(b.last + 1, b.loss) for b in buckets] for name, buckets in curves.items()}
     context_plot(points, path)
 
 
-def context_plot(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+def context_plot(curves: Curves, path: Path) -> None:
     """Loss against tokens of context, one line per model."""
-    figure, axis = _figure(5.6, 3.2)
-    for name, points in curves.items():
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
-    axis.set_xscale("log", base=2)
+    figure, axis = _draw_curves(curves)
     axis.set(xlabel="tokens of context", ylabel="loss (nats per token)")
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
     _save(figure, path)
 
 
-def recall_plot(
-    curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, *, window_reach: int | None = None
-) -> None:
+def recall_plot(curves: Curves, path: Path, *, window_reach: int | None = None) -> None:
     """Accuracy against distance to the fact, one line per model; marks how far the windows alone reach."""
-    figure, axis = _figure(5.6, 3.2)
-    for name, points in curves.items():
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
+    figure, axis = _draw_curves(curves)
     if window_reach is not None:
         axis.axvline(window_reach, color="0.5", lw=1, ls="--")
         axis.text(window_reach, 1.02, " reach of the windows", fontsize=8, color="0.4")
-    axis.set_xscale("log", base=2)
     axis.set(xlabel="distance to the fact (tokens)", ylabel="answers right", ylim=(-0.02, 1.08))
+    _save(figure, path)
+
+
+def _draw_curves(curves: Curves) -> tuple[Any, Any]:
+    figure, axis = _figure(5.6, 3.2)
+    for name, points in curves.items():
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
+    axis.set_xscale("log", base=2)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
-    _save(figure, path)
+    return figure, axis
 
 
 def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False) -> None:

@@ -24,7 +24,6 @@ from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, Rotary, rotate_first
 
 SELECTORS = ("compressed", "learned", "random")
-TEACHERS = ("all", "selected")
 
 
 class TaughtQueries(NamedTuple):

@@ -24,17 +24,6 @@ from tercet.telemetry.events import (
 )
 
 BRANCHES = ("compressed", "selected", "window")
-RULES = (
-    "gate_collapse",
-    "dead_branch",
-    "selection_stuck",
-    "loss_spike",
-    "nonfinite",
-    "zero_grad",
-    "throughput_drop",
-    "data_starvation",
-    "fallback",
-)
 # Values needed before a median means anything.
 _MIN_LOSSES = 8
 _MIN_SPEEDS = 3

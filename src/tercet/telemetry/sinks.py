@@ -49,35 +49,15 @@ from tercet.telemetry.events import (
 )
 
 TRAINING_COLUMNS = (
-    "step",
-    "loss",
-    "lr",
-    "tokens_per_s",
-    "grad_norm",
-    "tokens",
-    "step_seconds",
-    "data_seconds",
-    "mfu",
-    "memory_gib",
-    "skipped",
-    "epoch",
-    "bad_records",
-    "time",
-)
+    "step", "loss", "lr", "tokens_per_s", "grad_norm", "tokens", "step_seconds", "data_seconds", "mfu", "memory_gib",
+    "skipped", "epoch", "bad_records", "time",
+)  # fmt: skip
 VALIDATION_COLUMNS = ("step", "loss", "tokens", "seconds", "time")
 # Per-layer statistics, as LayersObserved names them.
 STATISTICS = (
-    "gate_share_compressed",
-    "gate_share_selected",
-    "gate_share_window",
-    "gate_entropy",
-    "gate_max_share",
-    "gate_collapse",
-    "selected_blocks",
-    "selected_distance",
-    "selected_forced",
-    "selected_overlap",
-)
+    "gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_entropy", "gate_max_share",
+    "gate_collapse", "selected_blocks", "selected_distance", "selected_forced", "selected_overlap",
+)  # fmt: skip
 LAYER_COLUMNS = ("step", "layer", "attention", *STATISTICS)
 ROUTE_COLUMNS = ("layer", "branch", "route", "reason", "fallback", "calls")
 EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "before")

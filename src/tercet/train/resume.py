@@ -35,29 +35,11 @@ from tercet.train.run_folder import RunFolder, locate
 
 # Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
 MAY_CHANGE = (
-    "run.name",
-    "run.dir",
-    "run.device",
-    "run.threads",
-    "log.",
-    "health.",
-    "profile.",
-    "checkpoint.",
-    "parallel.",
-    "data.prefetch",
-    "data.bad_records",
-    "data.accept_changes",
-    "data.max_lost_text",
-    "train.steps",
-    "train.micro_batch",
-    "train.compile",
-    "train.cuda_graph",
-    "train.activation_checkpointing",
-    "train.val_",
-    "train.sample_",
-    "train.max_skipped",
-    "train.init_",
-)
+    "run.name", "run.dir", "run.device", "run.threads", "log.", "health.", "profile.", "checkpoint.", "parallel.",
+    "data.prefetch", "data.bad_records", "data.accept_changes", "data.max_lost_text", "train.steps",
+    "train.micro_batch", "train.compile", "train.cuda_graph", "train.activation_checkpointing", "train.val_",
+    "train.sample_", "train.max_skipped", "train.init_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
