@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: PYTHON=python3.12 make")
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup setup-dev train recall test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
@@ -10,7 +11,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c
 setup: $(VENV)/.setup-done
 $(VENV)/.setup-done: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (one to two minutes)…"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 	@$(PIP) -e ".[report]"
 	@touch $@
 

@@ -237,14 +237,19 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _presets(arguments: list[str]) -> int:
+    """List the presets: configurations to start from."""
     from tercet.config.load import preset_about, preset_names
 
-    if arguments and arguments[0] not in ("-h", "--help"):
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(f"usage: tercet presets\n\n{_presets.__doc__}")
+        return 0
+    if arguments:
         raise _usage(f"tercet presets takes no arguments, got {arguments[0]}: print one with `{hints.show_preset()}`")
     names = preset_names()
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
-    print(f"\nUse one:  {hints.train_preset('NAME')}     See one:  {hints.show_preset()}")
+    print("\nAll but tiny stream FineWeb-Edu from the Hugging Face Hub, unless --data.source names other data.")
+    print(f"Use one:  {hints.train_preset('NAME')}     See one:  {hints.show_preset()}")
     return 0
 
 

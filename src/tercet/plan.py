@@ -244,9 +244,7 @@ def _step_line(config: RunConfig) -> str:
 def _attention_line(plan: CostPlan) -> str:
     if plan.pairs == plan.dense_pairs:
         return "dense: every query reads all earlier tokens"
-    ratio = plan.dense_pairs / plan.pairs
-    compared = f"{ratio:.1f}× fewer" if ratio >= 1 else f"{1 / ratio:.2f}× more"
-    return f"{compared} query-key pairs than dense attention at this length"
+    return f"{plan.pairs / plan.dense_pairs:.0%} of the query-key pairs of dense attention at this length"
 
 
 def _device_line(plan: CostPlan) -> str:

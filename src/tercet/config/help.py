@@ -69,7 +69,8 @@ def function_help(function: Callable[..., Any], *, prog: str, positional: bool =
     lines = [_usage(" ".join([prog, *names]), about, width)]
     if operands:
         lines += ["Arguments:", *_rows(operands, width), ""]
-    return "\n".join([*lines, "Options:", *_rows(flags, width)])
+    lines += ["Options:", *_rows(flags, width)] if flags else []
+    return "\n".join(lines).rstrip("\n")
 
 
 def _usage(prog: str, about: str, width: int) -> str:

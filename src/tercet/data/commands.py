@@ -33,8 +33,8 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
     def print_progress(now: Progress) -> None:
         speed = f", {now.tokens / now.seconds:,.0f} tokens/s" if now.seconds > 1 else ""
         print(
-            f"{now.shards} shards, {now.documents:,} documents, {now.tokens:,} tokens, {now.skipped} skipped, "
-            f"{now.left_out} empty, {now.seconds:.0f} s{speed}",
+            f"{now.shards} shard{'s' * (now.shards != 1)}, {now.documents:,} documents, {now.tokens:,} tokens, "
+            f"{now.skipped} skipped, {now.left_out} empty, {now.seconds:.0f} s{speed}",
             flush=True,
         )
 

@@ -125,7 +125,8 @@ def check_paths(paths: Sequence[str]) -> None:
     """Raise for a path that does not exist, as `find_files` would after listing the folders before it."""
     for given in paths:
         if not glob.has_magic(given) and not Path(given).expanduser().exists():
-            raise DataUsageError(f"path={given} matches no file: check the spelling and the current folder")
+            fix = "check the spelling and the current folder" + ", and put spaces between paths" * ("," in given)
+            raise DataUsageError(f"path={given} matches no file: {fix}")
 
 
 def _expand(given: str, kind: str) -> list[tuple[str, Path]]:

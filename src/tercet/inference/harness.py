@@ -127,7 +127,8 @@ def evaluate(
         )
     except OSError as error:  # a dataset that cannot be fetched
         text = " ".join(str(error).split())[:300]
-        raise TercetError(f"lm-eval could not read its data ({text}): check the network, or the task's paths") from None
+        fix = "check the network (HF_HUB_OFFLINE=1 reads what was downloaded before), or the task's paths"
+        raise TercetError(f"lm-eval could not read its data ({text}): {fix}") from None
     assert results is not None
     return dict(results)
 
