@@ -139,11 +139,11 @@ def test_block_settings_cannot_change_inside_a_block(configs, read):
     data = shuffled(configs["jsonl"])
     state = read(data, 1, sequences=4)[-1].state
     with pytest.raises(DataError, match=r"data\.shuffle_sequences was 12 and is 7"):
-        read(shuffled(data, block=7), 1, sequences=4, state=state)
-    with pytest.raises(DataError, match=r"set data\.shuffle_sequences back to 12"):
-        read(configs["jsonl"], 1, sequences=4, state=state)
+        read(shuffled(data, block=7), 0, sequences=4, state=state)  # before the first batch is read
+    with pytest.raises(DataError, match=r"data\.shuffle_sequences was 12 and is 0"):
+        read(configs["jsonl"], 0, sequences=4, state=state)
     with pytest.raises(DataError, match=r"data\.seq_len was \d+ and is 160"):
-        read(shuffled(data, seq_len=160), 1, sequences=4, state=state)
+        read(shuffled(data, seq_len=160), 0, sequences=4, state=state)
     plain = read(configs["jsonl"], 2, sequences=4)[-1].state
     assert len(read(data, 2, sequences=4, state=plain)) == 2
 

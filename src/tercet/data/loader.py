@@ -17,7 +17,16 @@ import torch
 
 from tercet.config.data import DataConfig
 from tercet.data.files import FileSet, describe_changes
-from tercet.data.packing import LoaderStats, PackedBatches, Packing, block_dtype, check_identity, pack, pack_shuffled
+from tercet.data.packing import (
+    LoaderStats,
+    PackedBatches,
+    Packing,
+    block_dtype,
+    check_block,
+    check_identity,
+    pack,
+    pack_shuffled,
+)
 from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError, DataUsageError, DocumentStream
@@ -145,6 +154,7 @@ def build_loader(
     if state is not None:
         with one_line_errors(DataError, DAMAGED_CURSOR):
             state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
+            check_block(state, data.shuffle_sequences, data.seq_len)
     share = batch_sequences // world_size
     packing = Packing(
         seq_len=data.seq_len,

@@ -113,11 +113,6 @@ class _Packer:
         self._identity = stream.identity
         if state is not None:
             check_identity(state, self._identity)
-            if "cursor" not in state:
-                raise DataError(
-                    "the checkpoint's data cursor is inside a block of shuffled sequences: set data.shuffle_sequences "
-                    f"back to {state['shuffle']['block']}, or start from the weights alone with train.init_from"
-                )
         self._packing = packing
         self._cursor: Cursor | None = state["cursor"] if state else None  # before the current document
         self._offset: int = state["offset"] if state else 0  # tokens already taken from the current document
@@ -316,7 +311,7 @@ def _shuffled_sequences(
     limit: int | None,
 ) -> Generator[_Sequence, None, None]:
     identity = stream.identity  # once: for files it stats every file
-    start, index, done, handed = _resume_point(identity, packing, block, state)
+    start, index, done, handed = _resume_point(identity, state)
     end = None if limit is None else handed + limit
     # The block that the state is in keeps its size, even if the limit has changed since.
     size = state["shuffle"].get("size", block) if state is not None and done else _block_size(block, handed, end)
@@ -356,7 +351,7 @@ def _block_size(block: int, handed: int, end: int | None) -> int:
 
 
 def _resume_point(
-    identity: dict[str, Any], packing: Packing, block: int, state: dict[str, Any] | None
+    identity: dict[str, Any], state: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, int, int, int]:
     """(packing state at the block's start, block number, sequences delivered from it, sequences delivered in all)."""
     if state is None:
@@ -365,14 +360,19 @@ def _resume_point(
     shuffle = state.get("shuffle")
     if shuffle is None:  # saved without shuffling: a block starts at its cursor
         return state, 0, 0, state["sequences"]
-    for name, now in (("block", block), ("seq_len", packing.seq_len)):
-        if shuffle[name] != now and shuffle["done"]:
+    return shuffle["start"], shuffle["index"], shuffle["done"], shuffle["handed"]
+
+
+def check_block(state: dict[str, Any], block: int, seq_len: int) -> None:
+    """Reject a state inside a block of shuffled sequences if blocks have another size or length now, or none."""
+    shuffle: dict[str, Any] = state.get("shuffle") or {}
+    for name, now in (("block", block), ("seq_len", seq_len)) if shuffle else ():
+        if shuffle[name] != now and (shuffle["done"] or not block):
             key = "data.shuffle_sequences" if name == "block" else "data.seq_len"
             raise DataError(
                 f"{key} was {shuffle[name]} and is {now}, but the checkpoint is inside a block of shuffled sequences: "
                 "set it back, or start from the weights alone with train.init_from"
             )
-    return shuffle["start"], shuffle["index"], shuffle["done"], shuffle["handed"]
 
 
 def _non_padding(packed: PackedBatch, packing: Packing) -> list[int]:

@@ -56,7 +56,8 @@ def weight_files(folder: Path) -> list[Path]:
         if not os.path.isfile(folder / name):  # False for impossible names too, which Path.is_file raises for
             others = sorted(p.name for p in folder.glob("*.bin"))
             pickles = f"; {others[0]} is a pickle, which is not supported: convert it to safetensors" if others else ""
-            raise FolderError(f"{folder} has no {name}: it is incomplete; export or copy it again{pickles}")
+            shards = f" and no {INDEX}" if name == WEIGHTS else ""
+            raise FolderError(f"{folder} has no {name}{shards}: it is incomplete; download or copy it again{pickles}")
     return [folder / name for name in names]
 
 
