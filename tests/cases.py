@@ -131,6 +131,15 @@ def wrong_sets(answer: oracle.Answer, block_indices: Tensor, relative: float) ->
     ]
 
 
+def assert_matches_oracle(case: Case, backend: str, *, near: float = 1e-9, error: float = 1e-10) -> None:
+    """The operator selects and computes what the oracle does."""
+    bounds = cu(case.documents)
+    out, aux = attend(case.x, case.cfg, backend, cu_seqlens=bounds, return_aux=True)
+    answer = judge(case.x, case.cfg, bounds, aux.block_indices)
+    assert wrong_sets(answer, aux.block_indices, near) == []
+    torch.testing.assert_close(out.double(), torch.from_numpy(answer.out), rtol=error, atol=error)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> tercet.NSAConfig:
     stride = draw(st.integers(1, 4))

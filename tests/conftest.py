@@ -26,6 +26,10 @@ LONGEST = ("kernels", "parallel", "resume", "train")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {folder: place for place, folder in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 COUNTS = pytest.StashKey[list[str]]()

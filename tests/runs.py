@@ -6,10 +6,14 @@ import csv
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors.torch import load_file
+
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import Event, StepLogged
+from tercet.train.manifest import complete_checkpoints
 
 E = TypeVar("E", bound=Event)
 
@@ -71,3 +75,22 @@ def losses(run: Path) -> dict[int, str]:
     logged = rows(run / "training.csv")
     assert len({r["step"] for r in logged}) == len(logged)
     return {int(r["step"]): r["loss"] for r in logged}
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint."""
+    return complete_checkpoints(run / "checkpoints")[-1]
+
+
+def tensors(run: Path, part: str = "") -> dict[str, torch.Tensor]:
+    """Weights and optimizer moments of the newest checkpoint, whose names begin with `part`."""
+    files = sorted(newest(run).glob("*.safetensors"))
+    return {k: v for f in files for k, v in load_file(f).items() if k.startswith(part)}
+
+
+def assert_same_run(expected: Path, got: Path) -> None:
+    """The same losses, weights and optimizer moments, to the bit."""
+    assert losses(got) == losses(expected)
+    ours, theirs = tensors(expected), tensors(got)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours)

@@ -50,14 +50,6 @@ def test_without_a_command_it_prints_an_introduction(capsys):
         assert text in out
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "config show"])
-def test_help_lists_every_section_with_the_presets_values(capsys, command):
-    code, out, _ = run(capsys, *command.split(), "--preset", "m7c", "--help", "all")
-    assert code == 0
-    for text in ("--train.warmup_steps INT", "(default: 2000)", "--model.nsa.window INT", "--preset", "--data.seq_len"):
-        assert text in out
-
-
 def test_plan_shows_parameters_memory_and_time(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
     assert (code, err) == (0, "")
@@ -113,13 +105,6 @@ def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones(capsys):
 def test_control_characters_in_an_error_are_escaped(capsys):
     code, _, err = run(capsys, "config", "show", "--config", "\x1b[2Jno.toml")
     assert (code, err) == (2, "error: config file \\x1b[2Jno.toml does not exist\n")
-
-
-def test_a_world_size_that_is_not_a_number_is_one_line(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "x")
-    code, _, err = run(capsys, "train", "--preset", "tiny")
-    assert code == 2
-    assert err.startswith("error: WORLD_SIZE='x' must be an integer from 1")
 
 
 def test_with_debug_an_error_has_its_traceback_and_the_same_exit_code(capsys):
@@ -180,86 +165,13 @@ def test_config_show_prints_the_settings_of_a_run(capsys, tmp_path):
     assert "train.warmup_steps = 40" in out
 
 
-def test_config_diff_has_a_help_text(capsys):
-    code, out, err = run(capsys, "config", "diff", "--help")
-    assert (code, err) == (0, "")
-    assert "usage: tercet config diff A B" in out
-
-
-def test_arguments_are_checked_before_torch_is_loaded(tmp_path):
-    for name in ("config.toml", "model.safetensors"):
-        (tmp_path / name).touch()
-    commands = [
-        "generate nowhere --prompt a",
-        f"generate {tmp_path} --prompt a --temperature -1",
-        f"generate {tmp_path} --prompt a --max-new-tokens 0",
-        f"generate {tmp_path}",
-        f"eval perplexity {tmp_path} --sequences 0",
-        f"eval perplexity {tmp_path} --plot {tmp_path}/config.toml/p.svg",
-        f"eval needle {tmp_path} --depths 2",
-        f"eval recall {tmp_path} --documents 0",
-        f"eval lm-eval {tmp_path}",
-        f"eval selection-map {tmp_path} out.html",
-        "train --preset tiny --train.init_from nowhere",
-        f"export hf nowhere {tmp_path}/out",
-        f"export hf {tmp_path} {tmp_path}",
-        f"import hf nowhere {tmp_path}/out",
-        f"import hf {tmp_path} {tmp_path}",
-    ]
-    script = (
-        "import sys\nfrom tercet.cli import main\nfor line in sys.argv[1:]:\n"
-        "    assert main(line.split()) == 2, line\n    assert 'torch' not in sys.modules, line\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *commands], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: ") == len(commands)
-
-
 def test_config_diff_names_what_differs(capsys, tmp_path):
     code, out, _ = run(capsys, "config", "diff", "m7c", "m7c-64k")
     assert code == 0
     assert "data.seq_len: 2048 -> 65536" in out
     (tmp_path / "config.toml").write_text('preset = "m7c"\n')
     assert "are the same" in run(capsys, "config", "diff", "m7c", str(tmp_path))[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("trian", "unknown command trian: did you mean train?"),
-        ("config shwo", "unknown command config shwo: did you mean show?"),
-        ("train", "tercet train --preset tiny` ("),
-        ("train --preset tinny", "unknown preset tinny: did you mean tiny?"),
-        ("train --preset tiny --train.lrr 1", "unknown option --train.lrr: did you mean --train.lr"),
-        ("train --preset tiny --lr 1", "unknown option --lr: did you mean --train.lr?"),
-        ("train --preset tiny --resum auto", "unknown option --resum: did you mean --resume?"),
-        ("train --preset tiny --train.lr", "--train.lr needs a value: expected a number, such as 0.003"),
-        ("train --preset tiny --train.lr fast", "--train.lr fast is not a number: give one, such as 0.003"),
-        ("train --preset tiny --model.attention flash", "'flash' is unknown: pick from nsa, dense, window"),
-        ("train --preset m7c --model.kv_heads 5", "heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3"),
-        ("train --preset tiny --train.tokens_per_step 1000", "is not a multiple of"),
-        ("train --preset tiny --data.mixture x", "data.mixture is a table and has no flag"),
-        ("train --preset tiny stray", "unexpected argument stray"),
-        ("plan --config nowhere.toml", "config file nowhere.toml does not exist"),
-        ("config diff tiny", "compares two presets, TOML files or run folders"),
-        ("config diff tiny nothing", "nothing is not a preset, a TOML file or a run folder"),
-        ("presets tiny", "tercet presets takes no arguments"),
-        ("bench train --lengths abc", "--lengths abc: abc is not an integer: give numbers, such as 2048 4096"),
-        ("bench train --batches 1,0", "batches=0 must be at least 1"),
-        ("bench train --preset tinny", "unknown preset tinny: did you mean tiny?"),
-        ("sweep --strategies bogus", "--strategies bogus: bogus is unknown: pick from single, ddp, fsdp, hsdp, cp"),
-        ("sweep --checkpointing some", "--checkpointing some: some is unknown: pick from none, full, selective"),
-    ],
-)
-def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, said):
-    code, out, err = run(capsys, *arguments.split())
-    assert code == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert said in err
+    assert "usage: tercet config diff A B" in run(capsys, "config", "diff", "--help")[1]
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
@@ -306,27 +218,59 @@ def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):
         assert run(capsys, "presets")[2].count("NSA_ACCUM=4") == said
 
 
-def test_wrong_commands_are_refused_before_torch_is_loaded(tmp_path):
-    run_folder = tmp_path / "run"
+def test_commands_are_refused_before_torch_is_loaded(tmp_path):
+    run_folder, bare = tmp_path / "run", tmp_path / "bare"
     shutil.copytree(Path(__file__).parent / "fixtures" / "run-0.1", run_folder)
+    bare.mkdir()
+    for name in ("config.toml", "model.safetensors"):
+        (bare / name).touch()
     commands = {
+        "train --preset tiny --train.steps x": "x is not an integer",
+        "train --preset tiny --train.init_from nowhere": "nowhere does not exist",
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
         f"train --preset tiny --train.init_from {run_folder} --model.vocab_size 512": "train with its tokenizer",
+        "sweep --steps x": "x is not an integer",
+        "flight": "needs RUN",
+        "doctor --what": "unknown option --what",
+        "watch x --every x": "x is not a number",
+        "data prepare --workers x": "x is not an integer",
+        "bench train --steps x": "x is not an integer",
+        "generate nowhere --prompt a": "nowhere does not exist",
+        f"generate {bare}": "no prompt given",
+        f"generate {bare} --prompt a --temperature -1": "temperature=-1",
+        f"generate {bare} --prompt a --max-new-tokens 0": "max_new_tokens=0",
         f"generate {run_folder} --prompt {'a' * 999}": "the prompt has 999 tokens",
-        f"export hf {run_folder} {tmp_path / 'out'} --format llama": "cannot be exported with --format llama",
+        f"eval perplexity {bare} --sequences 0": "sequences=0",
+        f"eval perplexity {bare} --plot {bare}/config.toml/p.svg": "p.svg",
+        f"eval needle {bare} --depths 2": "depths=(2.0,) must be",
+        f"eval recall {bare} --documents 0": "documents=0",
         f"eval recall {run_folder}": "not on the recall task",
         f"eval ruler {run_folder} --tasks nothing": "nothing is unknown",
-        f"import hf {tmp_path} {tmp_path / 'out'} --attention nothing": "'nothing' is unknown",
+        f"eval lm-eval {bare}": "no task given",
+        f"eval selection-map {bare} out.html": "no prompt given",
+        f"export hf nowhere {tmp_path / 'out'}": "nowhere does not exist",
+        f"export hf {bare} {bare}": "exists and is not empty",
+        f"export hf {run_folder} {tmp_path / 'out'} --format llama": "cannot be exported with --format llama",
+        f"import hf nowhere {tmp_path / 'out'}": "nowhere is not a folder",
+        f"import hf {bare} {bare}": "exists and is not empty",
+        f"import hf {bare} {tmp_path / 'out'} --attention nothing": "'nothing' is unknown",
     }
-    calls = f"codes = [main(line.split()) for line in {list(commands)}]"
-    code = f"import sys; from tercet.cli import main; {calls}; print(codes, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == f"{[2] * len(commands)} False"
+    script = (
+        "import sys\nfrom tercet.cli import main\n"
+        "assert main(['train', '--help', 'all']) == main(['generate', '--help']) == 0\n"
+        "for line in sys.argv[1:]:\n"
+        "    assert main(line.split()) == 2, line\n    assert 'torch' not in sys.modules, line\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *commands], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     for line, said in zip(done.stderr.splitlines(), commands.values(), strict=True):
         assert said in line
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "bare"}
 
 
 def test_the_first_import_that_takes_seconds_is_announced(capsys, monkeypatch):
@@ -420,9 +364,6 @@ def test_a_failed_run_is_one_line_and_exit_code_1(capsys, monkeypatch):
     assert (code, err) == (1, "error: disk full: free 3 GiB\n")
     assert out.startswith(f"tercet {tercet.__version__}: run tiny")  # the sign of life before torch is loaded
     assert out.count("\n") == 1
-    code, _, err = run(capsys, "train", "--preset", "tiny", "--debug")
-    assert code == 1
-    assert err.startswith("Traceback")
 
 
 def test_python_dash_m_is_the_same_command_and_the_first_line_comes_within_a_second():

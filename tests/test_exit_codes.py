@@ -44,6 +44,25 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
 
 
 WRONG = """
+trian                                                                        unknown command trian: did you mean train?
+config shwo                                                              unknown command config shwo: did you mean show?
+train                                                                        tercet train --preset tiny` (
+train --preset tinny                                                         unknown preset tinny: did you mean tiny?
+train --preset tiny --train.lrr 1                                    unknown option --train.lrr: did you mean --train.lr
+train --preset tiny --lr 1                                                 unknown option --lr: did you mean --train.lr?
+train --preset tiny --resum auto                                          unknown option --resum: did you mean --resume?
+train --preset tiny --model.attention flash                             'flash' is unknown: pick from nsa, dense, window
+train --preset m7c --model.kv_heads 5                      heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3
+train --preset tiny --train.tokens_per_step 1000                             is not a multiple of
+train --preset tiny --data.mixture x                                         data.mixture is a table and has no flag
+plan --config nowhere.toml                                                   config file nowhere.toml does not exist
+config diff tiny                                                         compares two presets, TOML files or run folders
+config diff tiny nothing                                            nothing is not a preset, a TOML file or a run folder
+presets tiny                                                                 tercet presets takes no arguments
+bench train --batches 1,0                                                    batches=0 must be at least 1
+bench train --preset tinny                                                   unknown preset tinny: did you mean tiny?
+sweep --strategies bogus                     --strategies bogus: bogus is unknown: pick from single, ddp, fsdp, hsdp, cp
+sweep --checkpointing some                        --checkpointing some: some is unknown: pick from none, full, selective
 plan --preset tiny --gpu RX1                                                 --gpu RX1 is unknown
 config diff tiny empty                                                       empty/config.toml does not exist
 train --preset tiny --data.source text --data.path nowhere --run.dir new     nowhere matches no file

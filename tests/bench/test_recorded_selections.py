@@ -146,7 +146,6 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [attention.Shape(1, 8192, 12, 2, 64), attention.Shape(2, 4096, 16, 4, 128)], ids=str)
 def test_the_kernels_are_correct_and_timed_with_recorded_blocks(shape, tmp_path: Path, monkeypatch) -> None:
     recorded_text(8192, tmp_path / "s.npz", layers=2, config=tercet.NSAConfig())

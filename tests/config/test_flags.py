@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -273,27 +271,6 @@ def test_errors_name_the_option_its_value_the_rule_and_the_fix(capsys, flags, me
 )
 def test_errors_of_other_commands(capsys, command, message):
     assert error(capsys, *command.split()).startswith(f"error: {message}")
-
-
-WITHOUT_TORCH = [
-    "train --preset tiny --train.steps x", "plan --train.steps x", "sweep --steps x", "flight", "doctor --what",
-    "generate x --top_k x", "watch x --every x", "data prepare --workers x", "bench train --steps x",
-    "eval needle x --trials x", "export hf x", "import hf x", "train --help all", "generate --help",
-]  # fmt: skip
-
-
-def test_arguments_are_checked_before_torch_is_loaded():
-    """In one process: the first command that loads torch is reported."""
-    code = f"""
-import sys
-from tercet.cli import main
-for command in {WITHOUT_TORCH!r}:
-    main(command.split())
-    if "torch" in sys.modules:
-        sys.exit(command)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_key_that_may_be_empty_takes_none(capsys):

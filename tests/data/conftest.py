@@ -144,7 +144,7 @@ def same_batch(one: Batch, other: Batch) -> bool:
 
 def _without_library_state(state: dict[str, Any]) -> dict[str, Any]:
     """The datasets library represents one position in several ways."""
-    place = state["cursor"].get("place") if state["cursor"] else None
+    place = (state.get("cursor") or {}).get("place")
     if isinstance(place, dict):
         return {**state, "cursor": {**state["cursor"], "place": place["read"]}}
     return state
@@ -153,6 +153,40 @@ def _without_library_state(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def same() -> Callable[[Batch, Batch], bool]:
     return same_batch
+
+
+@pytest.fixture(scope="session")
+def assert_resumes(read: Read) -> Callable[..., list[Batch]]:
+    """Resuming after any of the batches, or any `every`th, gives those that follow; returns them all."""
+
+    def check(data: DataConfig, count: int, *, sequences: int = 8, every: int = 1) -> list[Batch]:
+        straight = read(data, count, sequences=sequences)
+        for k in range(0, count - 3, every):
+            state = json.loads(json.dumps(straight[k].state))
+            resumed = read(data, 3, sequences=sequences, state=state)
+            assert all(map(same_batch, straight[k + 1 : k + 4], resumed)), f"after batch {k}"
+            assert len(resumed) == 3
+        return straight
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def assert_ranks_share(read: Read) -> Callable[[DataConfig, int], None]:
+    """Ranks together read what one rank reads."""
+
+    def check(data: DataConfig, world: int) -> None:
+        ranks = [read(data, 8, sequences=8, rank=rank, world_size=world) for rank in range(world)]
+        for step, batch in enumerate(read(data, 8, sequences=8)):
+            shares = [rank[step] for rank in ranks]
+            assert np.array_equal(np.concatenate([s.tokens for s in shares]), batch.tokens)
+            assert np.array_equal(np.concatenate([s.targets for s in shares]), batch.targets)
+            assert all(s.state == batch.state and s.stats == batch.stats for s in shares)
+            size = shares[0].tokens.numel()
+            bounds = sorted({b + r * size for r, s in enumerate(shares) for b in s.cu_seqlens.tolist()})
+            assert bounds == batch.cu_seqlens.tolist()
+
+    return check
 
 
 @pytest.fixture(scope="session")

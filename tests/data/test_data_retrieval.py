@@ -51,15 +51,8 @@ def is_inside(part, whole) -> bool:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mixture", "whole", "shuffled"])
-def test_resuming_after_any_batch_is_exact(kind, lessons, read):
-    straight = read(lessons[kind], 24, sequences=3)
-    assert straight[-1].stats.exercises > 12
-    for k in range(22):
-        state = json.loads(json.dumps(straight[k].state))
-        for before, after in zip(straight[k + 1 :], read(lessons[kind], 2, sequences=3, state=state), strict=False):
-            assert np.array_equal(before.tokens, after.tokens), f"after batch {k}"
-            assert np.array_equal(before.targets, after.targets)
-            assert (before.state, before.stats) == (after.state, after.stats)
+def test_resuming_after_any_batch_is_exact(kind, lessons, assert_resumes):
+    assert assert_resumes(lessons[kind], 24, sequences=3)[-1].stats.exercises > 12
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "mixture"])
@@ -76,12 +69,8 @@ def test_reopening_at_any_cursor_gives_the_same_rest(kind, lessons):
                 assert np.array_equal(expected.segment(0, 700).tokens, document.segment(0, 700).tokens)
 
 
-def test_ranks_together_read_what_one_rank_reads(lessons, read):
-    alone = read(lessons["jsonl"], 6)
-    ranks = [read(lessons["jsonl"], 6, rank=r, world_size=2) for r in range(2)]
-    for step, batch in enumerate(alone):
-        assert np.array_equal(np.concatenate([rank[step].tokens for rank in ranks]), batch.tokens)
-        assert all(rank[step].state == batch.state for rank in ranks)
+def test_ranks_together_read_what_one_rank_reads(lessons, assert_ranks_share):
+    assert_ranks_share(lessons["jsonl"], 2)
 
 
 def test_all_text_is_read_once_and_in_order(lessons, read):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
@@ -38,16 +37,8 @@ def test_every_block_is_a_permutation_of_its_sequences(kind, configs, read):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "mixture"])
-def test_resuming_after_any_batch_is_exact(kind, configs, read):
-    data = shuffled(configs[kind], block=5)  # batches span blocks
-    straight = read(data, 40, sequences=8)
-    for k in range(0, 37, 3):
-        resumed = read(data, 3, sequences=8, state=json.loads(json.dumps(straight[k].state)))
-        for expected, got in zip(straight[k + 1 :], resumed, strict=False):
-            assert np.array_equal(expected.tokens, got.tokens), f"after batch {k}"
-            assert np.array_equal(expected.targets, got.targets)
-            assert np.array_equal(expected.cu_seqlens, got.cu_seqlens)
-            assert (expected.state, expected.stats) == (got.state, got.stats)
+def test_resuming_after_any_batch_is_exact(kind, configs, assert_resumes):
+    assert_resumes(shuffled(configs[kind], block=5), 40, every=3)  # batches span blocks
 
 
 def test_a_run_resumes_at_another_world_size_and_batch_size(configs, read):
@@ -59,17 +50,8 @@ def test_a_run_resumes_at_another_world_size_and_batch_size(configs, read):
     assert first + then == straight[: len(first) + len(then)]
 
 
-def test_ranks_together_read_what_one_rank_reads(configs, read):
-    data = shuffled(configs["jsonl"])
-    alone = read(data, 8, sequences=8)
-    ranks = [read(data, 8, sequences=8, rank=r, world_size=4) for r in range(4)]
-    for step, batch in enumerate(alone):
-        shares = [rank[step] for rank in ranks]
-        assert np.array_equal(np.concatenate([s.tokens for s in shares]), batch.tokens)
-        assert all(s.state == batch.state and s.stats == batch.stats for s in shares)
-        size = shares[0].tokens.numel()
-        bounds = sorted({b + r * size for r, s in enumerate(shares) for b in s.cu_seqlens.tolist()})
-        assert bounds == batch.cu_seqlens.tolist()
+def test_ranks_together_read_what_one_rank_reads(configs, assert_ranks_share):
+    assert_ranks_share(shuffled(configs["jsonl"]), 4)
 
 
 def test_every_sequence_is_delivered_once_by_the_end_of_the_data(configs, read):

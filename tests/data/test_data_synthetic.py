@@ -83,21 +83,21 @@ def test_the_copy_equals_the_original_and_is_far_away():
         assert ask - (begin + 19) > 100
 
 
-def test_a_document_too_short_for_its_task_names_the_required_length():
-    config = SyntheticConfig(task="recall", min_distance=500)
-    with pytest.raises(DataError, match=r"room for 0 of 8 pairs before min_distance=500: .*>= (\d+)") as error:
+@pytest.mark.parametrize(
+    ("task", "said"), [("recall", "room for 0 of 8 pairs before min_distance=500"), ("copy", "min_distance=500")]
+)
+def test_a_document_too_short_for_its_task_names_the_required_length(task, said):
+    config = SyntheticConfig(task=task, min_distance=500)
+    with pytest.raises(DataError, match=rf"{said}.*>= (\d+)") as error:
         make_task(config, 300, 256, 0)
     need = int(re.search(r">= (\d+)", str(error.value)).group(1))
     make_task(config, need, 256, 0)
     with pytest.raises(DataError):
         make_task(config, need - 1, 256, 0)
-    copy = SyntheticConfig(task="copy", min_distance=500)
-    with pytest.raises(DataError, match="min_distance=500") as error:
-        make_task(copy, 300, 256, 0)
-    need = int(re.search(r">= (\d+)", str(error.value)).group(1))
-    make_task(copy, need, 256, 0)
-    with pytest.raises(DataError):
-        make_task(copy, need - 1, 256, 0)
+
+
+def test_a_vocabulary_without_the_letters_of_a_task_is_refused():
+    config = SyntheticConfig(task="recall", min_distance=500)
     with pytest.raises(DataError, match="vocab_size=64 is below 128"):
         make_task(config, 2000, 64, 0)
     with pytest.raises(DataError, match="EOS is 65"):

@@ -6,6 +6,7 @@ import logging
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -89,29 +90,30 @@ def test_the_library_log_is_in_the_traceback(offline, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_after_a_successful_retry_the_log_appears():
-    heard = []
-    logger = logging.getLogger("huggingface_hub")
-    handler = logging.Handler()
+@contextmanager
+def listening(logger):
+    """Messages that the logger's handlers get; afterwards it is as it was before."""
+    heard, handler = [], logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     logger.addHandler(handler)
     before = (list(logger.handlers), logger.propagate)
     try:
-        with library_logs_attached():
-            complain()
-            assert heard == []
-        assert heard == [RETRY]
+        yield heard
         assert (logger.handlers, logger.propagate) == before
     finally:
         logger.removeHandler(handler)
 
 
+def test_after_a_successful_retry_the_log_appears():
+    with listening(logging.getLogger("huggingface_hub")) as heard:
+        with library_logs_attached():
+            complain()
+            assert heard == []
+        assert heard == [RETRY]
+
+
 def test_overlapping_threads_do_not_lose_log_lines():
-    logger, heard = logging.getLogger("datasets"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logger.addHandler(handler)
-    before = (list(logger.handlers), logger.propagate)
+    logger = logging.getLogger("datasets")
     first_in, second_in, logged, first_out = (threading.Event() for _ in range(4))
 
     def first():
@@ -130,7 +132,7 @@ def test_overlapping_threads_do_not_lose_log_lines():
             first_out.wait(10)
             assert heard == ["meanwhile", "first"]
 
-    try:
+    with listening(logger) as heard:
         with ThreadPoolExecutor(2) as threads:
             done = [threads.submit(first), threads.submit(second)]
             second_in.wait(10)
@@ -140,9 +142,6 @@ def test_overlapping_threads_do_not_lose_log_lines():
                 thread.result(10)
         logger.warning("after")
         assert heard == ["meanwhile", "first", "second", "after"]
-        assert (logger.handlers, logger.propagate) == before
-    finally:
-        logger.removeHandler(handler)
 
 
 def test_an_unreachable_hub_falls_back_to_the_cached_file(offline, monkeypatch, tmp_path, caplog):

@@ -32,15 +32,9 @@ def results(x: Inputs, backend: str, config: tercet.NSAConfig = CONFIG, **option
     return out.detach(), torch.autograd.grad(out, leaves, dout), aux
 
 
-@pytest.mark.parametrize(
-    ("documents", "dense_below"),
-    [(DOCUMENTS, 0), (None, 53), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((DOCUMENTS, 53), (None, 0)))],
-)
-def test_outputs_and_gradients_equal_the_references(documents: tuple[int, ...] | None, dense_below: int) -> None:
-    x = sample(documents=documents)
-    options = {"cu_seqlens": cu(documents), "dense_below": dense_below}
-    out, grads, aux = results(x, "triton", **options)
-    right, right_grads, right_aux = results(x, "reference", **options)
+def assert_equals_reference(x: Inputs, config: tercet.NSAConfig = CONFIG, **options: object) -> None:
+    out, grads, aux = results(x, "triton", config, **options)
+    right, right_grads, right_aux = results(x, "reference", config, **options)
     assert aux.routes == {"selected": "triton"}
     assert torch.equal(aux.block_indices, right_aux.block_indices)
     torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
@@ -48,26 +42,25 @@ def test_outputs_and_gradients_equal_the_references(documents: tuple[int, ...] |
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    ("documents", "dense_below"),
+    [(DOCUMENTS, 0), (None, 53), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((DOCUMENTS, 53), (None, 0)))],
+)
+def test_outputs_and_gradients_equal_the_references(documents: tuple[int, ...] | None, dense_below: int) -> None:
+    assert_equals_reference(sample(documents=documents), cu_seqlens=cu(documents), dense_below=dense_below)
+
+
 @pytest.mark.usefixtures("as_on_a_device")
 def test_documents_whose_bounds_the_host_does_not_know() -> None:
-    x = sample(documents=DOCUMENTS)
-    options = {"cu_seqlens": cu(DOCUMENTS), "dense_below": 53}
-    for found, right in zip(results(x, "triton", **options)[1], results(x, "reference", **options)[1], strict=True):
-        assert (found - right).norm() <= 1e-5 * right.norm()
+    assert_equals_reference(sample(documents=DOCUMENTS), cu_seqlens=cu(DOCUMENTS), dense_below=53)
 
 
 def test_blocks_of_128_with_a_selector() -> None:
     config = tercet.NSAConfig(
         compress_block=128, compress_stride=128, select_block=128, select_count=2, select_initial=0, select_local=1
     )
-    x = sample(400, config, groups=1)
     selector = torch.randn(1, 400, 1, 32), torch.randn(1, 400, 1, 32)
-    out, grads, aux = results(x, "triton", config, selector=selector)
-    right, right_grads, right_aux = results(x, "reference", config, selector=selector)
-    assert torch.equal(aux.block_indices, right_aux.block_indices)
-    torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(grads, right_grads, strict=True):
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert_equals_reference(sample(400, config, groups=1), config, selector=selector)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])

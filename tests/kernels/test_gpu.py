@@ -15,16 +15,17 @@ from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Layout, Packing, Span
 from tercet.bench.attention import Shape, check_rows, make_inputs, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CONFIG = tercet.NSAConfig()
 NAMES = ("q", "kc", "vc", "ks", "vs", "kw", "vw", "gates")
 
 
 def leaves(shape: Shape, kind: str = "random", dtype: torch.dtype = torch.bfloat16, seed: int = 0):
     return [x.requires_grad_() for x in make_inputs(shape, CONFIG, kind, 0.996, dtype=dtype, seed=seed).all()]
+
+
+def call(*tensors: torch.Tensor) -> torch.Tensor:
+    return tercet.nsa_attention(*tensors, config=CONFIG, backend="triton")
 
 
 def both(x, dout=None, **options):
@@ -206,10 +207,6 @@ def test_compiled_whole_it_gives_the_same_bits() -> None:
     x = leaves(Shape(1, 2048, 12, 2, 64))
     dout = torch.randn(1, 2048, 12, 64, device="cuda", dtype=torch.bfloat16)
     out, _, grads = both(x, dout)
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return tercet.nsa_attention(*tensors, config=CONFIG, backend="triton")
-
     compiled = torch.compile(call, fullgraph=True)(*x)
     assert torch.equal(compiled, out)
     assert all(torch.equal(p, q) for p, q in zip(torch.autograd.grad(compiled, x, dout), grads, strict=True))
@@ -226,9 +223,6 @@ def test_checkpointing_keeps_the_selection() -> None:
             ran.append(str(op))
         keep = op in (torch.ops.tercet.keep_selection.default, torch.ops.tercet.nsa_select.default)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return tercet.nsa_attention(*tensors, config=CONFIG, backend="triton")
 
     again = checkpoint(call, *x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
     assert "tercet.nsa_select.default" in ran

@@ -17,10 +17,7 @@ from tercet.bench.attention import relative_error
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rope_cache
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BOUNDS = [0, 13, 2000, 2000, 4111, 5000]
 
 

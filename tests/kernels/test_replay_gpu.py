@@ -14,10 +14,7 @@ import tercet
 from tercet.attention.kernels import launch, replay
 from tercet.bench.attention import Shape, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CONFIG = tercet.NSAConfig(window=128)
 SHAPE = Shape(2, 2048, 12, 2, 64)
 

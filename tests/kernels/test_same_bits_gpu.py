@@ -17,10 +17,7 @@ from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import Shape, make_inputs
 
 sel = import_module("tercet.attention.kernels.selected.launch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CONFIG = tercet.NSAConfig(window=128)
 NAMES = ("out", "blocks", "q", "kc", "vc", "ks", "vs", "kw", "vw", "gates")
 SCATTERED = {

@@ -59,7 +59,6 @@ def test_no_step_reads_values_on_the_host(documents, backend: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_no_synchronisation_on_a_device(documents, backend: str):
     cfg = config()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import tercet
-from cases import Case, Inputs, attend, cases, compressed_length, config, cu, inputs, judge, wrong_sets
+from cases import Case, Inputs, assert_matches_oracle, attend, cases, compressed_length, config, cu, inputs
 
 
 def document(x: Inputs, rows: slice, compressed: slice) -> Inputs:
@@ -42,11 +42,7 @@ def test_packed_documents_equal_documents_one_by_one(case: Case, backend: str):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(packed=True))
 def test_documents_are_separated_without_reading_bounds_on_the_host(case: Case, backend: str, as_on_a_device: None):
-    bounds = cu(case.documents)
-    out, aux = attend(case.x, case.cfg, backend, cu_seqlens=bounds, return_aux=True)
-    answer = judge(case.x, case.cfg, bounds, aux.block_indices)
-    assert wrong_sets(answer, aux.block_indices, 1e-9) == []
-    torch.testing.assert_close(out, torch.from_numpy(answer.out), rtol=1e-10, atol=1e-10)
+    assert_matches_oracle(case, backend)
 
 
 @pytest.mark.parametrize("documents", [(17, 0, 2, 26), (1, 1, 1), (0, 30, 0), (45,)], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from cases import Case, attend, cases, config, cu, inputs, judge, wrong_sets
+from cases import Case, assert_matches_oracle, attend, cases, config, cu, inputs
 
 DOCUMENTS = [None, (3, 41, 26), (70,)]
 
@@ -20,11 +20,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_small_tiles_equal_the_oracle(case: Case, backend: str, small_tiles: None):
-    bounds = cu(case.documents)
-    out, aux = attend(case.x, case.cfg, backend, cu_seqlens=bounds, return_aux=True)
-    answer = judge(case.x, case.cfg, bounds, aux.block_indices)
-    assert wrong_sets(answer, aux.block_indices, 1e-9) == []
-    torch.testing.assert_close(out, torch.from_numpy(answer.out), rtol=1e-10, atol=1e-10)
+    assert_matches_oracle(case, backend)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)

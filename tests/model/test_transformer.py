@@ -73,16 +73,6 @@ def test_packed_documents_equal_documents_one_by_one(kind):
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_documents_do_not_see_each_other(kind):
-    config = small(kind)
-    model, tokens = lively(config), tokens_of(config, 1, 60)
-    bounds = torch.tensor([0, 21, 60], dtype=torch.int32)
-    other = tokens.clone()
-    other[:, :21] = (other[:, :21] + 5) % config.vocab_size
-    assert torch.equal(model(tokens, bounds)[:, 21:], model(other, bounds)[:, 21:])
-
-
 def test_attention_can_differ_per_layer():
     for attention in ("dense,nsa,window", ("dense", "nsa", "window")):
         model = Transformer(small(attention))

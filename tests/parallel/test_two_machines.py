@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ class Machine(TorchrunRun):
         self.process.wait()
 
 
+def starter(folder: Path) -> Callable[[str, int], Machine]:
+    """Starts one of the two machines of a run; what it prints goes to a file of the given name."""
+    port = free_port()
+    command = arguments(folder / "run", parallel__strategy="fsdp", checkpoint__async_save=False)
+    return lambda name, number: Machine(folder / name, number, port, *command)
+
+
 def until(machines: list[Machine], said: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not any(said in machine.text for machine in machines):
@@ -48,14 +56,13 @@ def until(machines: list[Machine], said: str, seconds: float = 120) -> None:
 
 @pytest.mark.slow
 def test_a_lost_machine_rejoins_when_it_is_started_again(tmp_path, alone):  # noqa: F811
-    port = free_port()
-    command = arguments(tmp_path / "run", parallel__strategy="fsdp", checkpoint__async_save=False)
-    with Machine(tmp_path / "0", 0, port, *command) as first, Machine(tmp_path / "1", 1, port, *command) as second:
+    start = starter(tmp_path)
+    with start("0", 0) as first, start("1", 1) as second:
         until([first, second], "step 3/6")
         rank = 1 if "rank 1 of 2" in second.text else 0
         victim = second.pid(rank)
         second.lose(rank)
-        with Machine(tmp_path / "1 again", 1, port, *command) as again:
+        with start("1 again", 1) as again:
             assert first.wait() == 0, first.text + again.text
             assert again.wait() == 0, again.text
     assert f"error: rank {rank} (pid {victim} on " in first.text
@@ -68,15 +75,14 @@ def test_a_lost_machine_rejoins_when_it_is_started_again(tmp_path, alone):  # no
 
 @pytest.mark.slow
 def test_after_the_loss_of_the_rendezvous_host_all_are_started_again(tmp_path, alone):  # noqa: F811
-    port = free_port()
-    command = arguments(tmp_path / "run", parallel__strategy="fsdp", checkpoint__async_save=False)
-    with Machine(tmp_path / "0", 0, port, *command) as first, Machine(tmp_path / "1", 1, port, *command) as second:
+    start = starter(tmp_path)
+    with start("0", 0) as first, start("1", 1) as second:
         until([first, second], "step 3/6")
         rank = 0 if "rank 0 of 2" in first.text else 1
         first.lose(rank)
         assert second.wait() != 0
     assert f"error: rank {rank} (pid " in second.text
-    again = [Machine(tmp_path / f"{i} again", i, port, *command) for i in range(2)]
+    again = [start(f"{i} again", i) for i in range(2)]
     with again[0], again[1]:
         assert [machine.wait() for machine in again] == [0, 0], again[0].text + again[1].text
     assert_same(tmp_path / "run", alone)

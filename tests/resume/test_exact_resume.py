@@ -11,11 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from fork_server import Child, ForkServer
-from runs import events_of, losses, small
+from runs import assert_same_run, events_of, losses, small
 from tercet.config.schema import RunConfig
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted, StepLogged
@@ -26,19 +24,6 @@ def config_of(folder: Path, **changes: object) -> RunConfig:
     """Saves every step and accumulates, so that kills hit saves and fall between micro-batches."""
     changes = {"train__steps": 14, "train__tokens_per_step": 256, "checkpoint__every": 1} | changes
     return small(run__dir=str(folder), **changes)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer moments of the newest checkpoint."""
-    newest = complete_checkpoints(folder / "checkpoints")[-1]
-    return {k: v for file in sorted(newest.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def assert_same_run(straight: Path, other: Path) -> None:
-    assert losses(other) == losses(straight)
-    expected, got = weights(straight), weights(other)
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[k], expected[k]) for k in expected)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fork_server import ForkServer
-from runs import events_of, losses, rows, small
+from runs import assert_same_run, events_of, losses, rows, small
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import load_tokenizer
 from tercet.inference.load import load_model
@@ -35,16 +34,6 @@ def config_of(folder: Path, stages: str = STAGES, steps: int = 9, **changes: obj
     return small(run__dir=str(folder), train__stages=stages, train__steps=steps, **changes)
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def assert_same_checkpoint(expected: Path, got: Path) -> None:
-    a, b = weights(expected), weights(got)
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[k], b[k]) for k in a)
-
-
 @pytest.fixture(scope="module")
 def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run with shuffled sequences, saved at every step."""
@@ -66,9 +55,7 @@ def test_a_kill_within_and_between_stages_resumes_to_the_same_bits(
     config = config_of(folder, data__shuffle_sequences=5, train__val_tokens=128, log__every=5)
     child = fork_server.run(config, resume="auto")
     assert child.code == 0, child.output
-    assert losses(folder) == losses(straight)
-    last = [complete_checkpoints(run / "checkpoints")[-1] for run in (straight, folder)]
-    assert_same_checkpoint(*last)
+    assert_same_run(straight, folder)
 
 
 def test_steps_and_tokens_count_over_the_whole_run(straight: Path) -> None:

@@ -140,6 +140,16 @@ def test_a_foreign_pickle_in_the_folder_is_not_executed(tmp_path: Path) -> None:
     assert not Path("/tmp/tercet-was-here").exists()
 
 
+def assert_damaged(newest: Path, older: Path, said: str) -> None:
+    """`newest` is refused by name, and `auto` takes the one before it."""
+    with pytest.raises(CheckpointError, match=said):
+        resume.find_checkpoint(str(newest), newest.parent, verify=True)
+    found = resume.find_checkpoint("auto", newest.parent, verify=True)
+    assert found is not None
+    assert found.path == older
+    assert newest.name in found.messages[0]
+
+
 @pytest.mark.parametrize("which", ["model-00001", "model-00002", "run.json", "rank-00000", "manifest"])
 def test_a_flipped_byte_anywhere_is_found_before_anything_is_loaded(tmp_path: Path, which: str) -> None:
     net, optimizer = build()
@@ -150,12 +160,7 @@ def test_a_flipped_byte_anywhere_is_found_before_anything_is_loaded(tmp_path: Pa
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"step-00000002"):
-        resume.find_checkpoint(str(newest), tmp_path, verify=True)
-    found = resume.find_checkpoint("auto", tmp_path, verify=True)
-    assert found is not None
-    assert found.path == older
-    assert "step-00000002" in found.messages[0]
+    assert_damaged(newest, older, "step-00000002")
 
 
 @pytest.mark.parametrize("mask", [1, 2, 16, 128])
@@ -188,11 +193,7 @@ def test_a_manifest_with_a_malformed_file_list_is_skipped(tmp_path: Path, files:
     net, optimizer = build()
     older, newest = (save(tmp_path, step, net, optimizer) for step in (1, 2))
     write_json(newest / "manifest.json", manifest.read_json(newest / "manifest.json") | {"files": files})
-    with pytest.raises(CheckpointError, match=r"step-00000002: manifest\.json is damaged"):
-        resume.find_checkpoint(str(newest), tmp_path, verify=True)
-    found = resume.find_checkpoint("auto", tmp_path, verify=True)
-    assert found is not None
-    assert found.path == older
+    assert_damaged(newest, older, r"step-00000002: manifest\.json is damaged")
 
 
 @pytest.mark.parametrize("which", ["model-00001", "model-00002", "run.json", "rank-00000", "manifest.json"])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from runs import events_of, losses, rows, small, train_small
+from runs import events_of, losses, newest, rows, small, tensors, train_small
 from tercet import cli
 from tercet.config.load import load
 from tercet.errors import TercetError
@@ -25,15 +25,6 @@ from tercet.train.dump import replay
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.state import build_state
 from tercet.train.trainer import train
-
-
-def newest(folder: Path) -> Path:
-    return complete_checkpoints(folder / "checkpoints")[-1]
-
-
-def tensors(folder: Path, part: str = "") -> dict[str, torch.Tensor]:
-    files = sorted(newest(folder).glob("*.safetensors"))
-    return {k: v for f in files for k, v in load_file(f).items() if k.startswith(part)}
 
 
 @pytest.fixture(scope="module")

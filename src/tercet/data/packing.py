@@ -10,7 +10,7 @@ sequences within blocks.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +35,6 @@ class LoaderStats:
     padding: int
     sequences: int
     exercises: int = 0  # pieces of text with facts and questions (data.retrieval)
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class SequenceEnd(NamedTuple):
