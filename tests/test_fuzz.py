@@ -39,16 +39,8 @@ from tercet.terminal import printable
 
 MUTATIONS = int(os.environ.get("TERCET_FUZZ", "300"))
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "rope_scaling": {
         "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
@@ -196,6 +188,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
                 next(loader, None)
         list(describe(data, split="train", sequences=2, seed=1))
 
+    def read_model(folder: Path) -> None:
+        shutil.rmtree(root / "imported", ignore_errors=True)
+        import_model(folder, root / "imported")
+
     def config() -> Format:
         folder = root / "config"
         folder.mkdir()
@@ -229,23 +225,15 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
             json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")})
         )
 
-        def read(folder: Path) -> None:
-            shutil.rmtree(root / "imported", ignore_errors=True)
-            import_model(folder, root / "imported")
-
         changes = dict.fromkeys(("config.json", "*.index.json", "tokenizer*.json", "config.*"), mutate_json)
-        return Format(folder, changes | {"model.safetensors": damage}, read)
+        return Format(folder, changes | {"model.safetensors": damage}, read_model)
 
     def exported() -> Format:
         run = root / "exported run"
         assert train_small(run, train__steps=1) == 0
         export(run, root / "export")
 
-        def read(folder: Path) -> None:
-            shutil.rmtree(root / "imported", ignore_errors=True)
-            import_model(folder, root / "imported")
-
-        return Format(root / "export", {"config.json": mutate_json, "*.safetensors": damage}, read)
+        return Format(root / "export", {"config.json": mutate_json, "*.safetensors": damage}, read_model)
 
     def bpe() -> Path:
         path = root / "tokenizer.json"

@@ -34,6 +34,15 @@ RECALL = {
 }
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A model of the recall task, as a folder that the commands read."""
+    folder, model = tmp_path_factory.mktemp("model"), language_model(**RECALL)
+    write_config(model.run, {}, folder)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
 class Knowing(torch.nn.Module):
     """A model that finds every fact up to `sight` tokens back, and none beyond."""
 
@@ -110,16 +119,15 @@ def test_invalid_needle_options_are_refused(options, said):
         list(find_needles(language_model(**RECALL), **{"lengths": (32,), "depths": (0.5,), **options}))
 
 
-@pytest.mark.parametrize("name", ["sequences", "seq_len", "batch"])
-def test_empty_validation_data_is_refused_by_name(name):
+@pytest.mark.parametrize(
+    ("measure", "name"),
+    [*((held_out, name) for name in ("sequences", "seq_len", "batch")),
+     *((recall_by_distance, name) for name in ("length", "documents", "batch"))],
+)  # fmt: skip
+def test_zero_sizes_are_refused_by_name(measure, name):
+    sizes = {"sequences": 1} if measure is held_out else {"length": 128, "documents": 1}
     with pytest.raises(TercetError, match=f"{name}=0 must be at least 1"):
-        list(held_out(language_model(), **{"sequences": 1, name: 0}))
-
-
-@pytest.mark.parametrize("name", ["length", "documents", "batch"])
-def test_recall_with_zero_sizes_is_refused_by_name(name):
-    with pytest.raises(TercetError, match=f"{name}=0 must be at least 1"):
-        recall_by_distance(language_model(**RECALL), **{"length": 128, "documents": 1, name: 0})
+        list(measure(language_model(**RECALL), **{**sizes, name: 0}))
 
 
 def test_no_targets_to_measure_is_a_usage_error():
@@ -197,13 +205,9 @@ def test_longer_sequences_than_in_training_can_be_measured():
         ("recall {} --documents 1", "--length", "128", "256"),
     ],
 )
-def test_lengths_beyond_training_are_measured_with_a_warning(tmp_path, capsys, command, flag, usual, beyond):
-    model = language_model(**RECALL)
-    write_config(model.run, {}, tmp_path)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-
+def test_lengths_beyond_training_are_measured_with_a_warning(stored, capsys, command, flag, usual, beyond):
     def measured(*more: str) -> tuple[str, dict]:
-        assert main(["eval", *command.format(tmp_path).split(), *more]) == 0
+        assert main(["eval", *command.format(stored).split(), *more]) == 0
         out, err = capsys.readouterr()
         record = json.loads(out.splitlines()[-1])
         return err, record["runs"][0] if "runs" in record else record
@@ -213,18 +217,15 @@ def test_lengths_beyond_training_are_measured_with_a_warning(tmp_path, capsys, c
         assert (err, record["warning"], record["trained_length"]) == ("", None, 128)
     err, record = measured(flag, *beyond.split())
     longer = beyond.removeprefix("64 ")
-    assert err.startswith(f"warning: {flag} {longer} is beyond the 128 tokens that {tmp_path} was trained with")
+    assert err.startswith(f"warning: {flag} {longer} is beyond the 128 tokens that {stored} was trained with")
     assert err.count("\n") == 1
     assert err == f"warning: {record['warning']}\n"
 
 
 @pytest.mark.parametrize("command", ["perplexity {} --sequences 2", "context {} --sequences 2", "recall {}"])
-def test_a_long_evaluation_shows_how_far_it_is(tmp_path, capsys, monkeypatch, command):
-    model = language_model(**RECALL)
-    write_config(model.run, {}, tmp_path)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
+def test_a_long_evaluation_shows_how_far_it_is(stored, capsys, monkeypatch, command):
     monkeypatch.setattr(terminal, "SECONDS_PER_LINE", 0)
-    assert main(["eval", *command.format(tmp_path).split()]) == 0
+    assert main(["eval", *command.format(stored).split()]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "100%"
     assert all(re.fullmatch(r"\d+%, about \d+ (s|min) left", line) for line in lines[:-1])
@@ -310,11 +311,8 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("style", ["perplexity {} --sequences 2", "needle {} --depths 0.5 --trials 1", "recall {}"])
-def test_every_evaluation_reports_bits_per_byte(tmp_path, capsys, style):
-    model = language_model(**RECALL)
-    write_config(model.run, {}, tmp_path)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    assert main(["eval", *style.format(tmp_path).split()]) == 0
+def test_every_evaluation_reports_bits_per_byte(stored, capsys, style):
+    assert main(["eval", *style.format(stored).split()]) == 0
     out = capsys.readouterr().out
     assert "bits per byte" in out
     record = json.loads(out.splitlines()[-1])

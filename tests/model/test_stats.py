@@ -16,6 +16,12 @@ from tercet.model.stats import COLLAPSE_SHARE, AttentionStats
 CFG = config()
 
 
+def counting() -> AttentionStats:
+    stats = AttentionStats(CFG)
+    stats.enabled = True
+    return stats
+
+
 def packing_of(documents, tokens: int):
     from tercet.attention.layout import Packing
 
@@ -75,8 +81,7 @@ def counted_selection(indices: torch.Tensor, documents) -> dict[str, float]:
 def test_every_statistic_equals_a_count_by_loops(documents):
     x = inputs(CFG, 63, batch=1 if documents else 2, documents=documents, dtype=torch.float32)
     _, aux = attend(x, CFG, cu_seqlens=cu(documents), return_aux=True)
-    stats = AttentionStats(CFG)
-    stats.enabled = True
+    stats = counting()
     stats.update(x.gates, aux.block_indices, packing_of(documents, 63))
     expected = {**counted_gates(x.gates), **counted_selection(aux.block_indices, documents)}
     assert stats.read() == pytest.approx(expected, rel=1e-5)
@@ -88,8 +93,7 @@ def test_statistics_of_a_small_example():
     indices[..., 0] = 0
     indices[0, 4:, 0, 1] = 1
     gates = torch.tensor([0.2, 0.2, 0.6]).expand(1, 8, 2, 3)
-    stats = AttentionStats(CFG)
-    stats.enabled = True
+    stats = counting()
     stats.update(gates, indices)
     read = stats.read()
     assert read["selected_blocks"] == pytest.approx((4 * 1 + 4 * 2) / 8)
@@ -115,8 +119,7 @@ def test_overlap_counts_freely_selected_blocks_only():
     gates = torch.full((1, length, 2, 3), 0.5)
 
     def overlap(indices: torch.Tensor) -> float:
-        stats = AttentionStats(CFG)
-        stats.enabled = True
+        stats = counting()
         stats.update(gates, indices)
         return stats.read()["selected_overlap"]
 
@@ -130,16 +133,14 @@ def test_overlap_counts_freely_selected_blocks_only():
 def test_a_dominant_branch_counts_as_collapsed():
     gates = torch.tensor([1.0, 1e-6, 1e-6]).expand(1, 4, 2, 3).clone()
     gates[0, 0] = 1 / 3
-    stats = AttentionStats(CFG)
-    stats.enabled = True
+    stats = counting()
     stats.update(gates, None)
     assert stats.read()["gate_collapse"] == pytest.approx(0.75)
     assert stats.read()["gate_share_compressed"] == pytest.approx(0.25 / 3 + 0.75, rel=1e-4)
 
 
 def test_updates_add_up_and_reset_clears_them():
-    stats = AttentionStats(CFG)
-    stats.enabled = True
+    stats = counting()
     assert stats.read() == {}
     parts = [inputs(CFG, 40, seed=s, dtype=torch.float32) for s in (1, 2)]
     both = []
@@ -157,8 +158,7 @@ def test_updates_add_up_and_reset_clears_them():
 def test_distances_fall_into_doubling_bins():
     indices = torch.full((1, 64, 1, CFG.select_count), -1, dtype=torch.int32)
     indices[0, 63, 0] = torch.tensor([0, 10, 14, 15])
-    stats = AttentionStats(CFG)
-    stats.enabled = True
+    stats = counting()
     stats.update(torch.ones(1, 64, 1, 3), indices)
     bins = stats.distances(stats.sums().tolist())
     # 15, 5, 1 and 0 blocks back fall into 8-15, 4-7, 1 and 0.
@@ -173,8 +173,7 @@ def test_updating_never_reads_values_on_the_host():
     x = inputs(CFG, 40, dtype=torch.float32)
     _, aux = attend(x, CFG, return_aux=True)
     with mode:
-        stats = AttentionStats(CFG)
-        stats.enabled = True
+        stats = counting()
         stats.update(mode.from_tensor(x.gates), mode.from_tensor(aux.block_indices))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +12,6 @@ import oracle
 import tercet
 from cases import config
 from layer_oracle import linear, rms_norm
-from tercet.model.config import ModelConfig
-from tercet.model.transformer import Transformer
 
 CFG = config()
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -47,10 +44,9 @@ def looped(layer, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
         for t in range(tokens):
             for h in range(heads):
                 g = h // (heads // groups)
-                first = max(t - positions[t], t - layer.config.window + 1)
-                weights = [math.exp(float(q[b, t, h] @ k[b, s, g]) / math.sqrt(size)) for s in range(first, t + 1)]
-                for weight, s in zip(weights, range(first, t + 1), strict=True):
-                    out[b, t, h] += weight / sum(weights) * v[b, s, g]
+                seen = range(max(t - positions[t], t - layer.config.window + 1), t + 1)
+                keys, values = ([x[b, s, g] for s in seen] for x in (k, v))
+                out[b, t, h], _ = oracle.softmax_attend(q[b, t, h], keys, values, value_size)
     return torch.from_numpy(linear(layer.o_proj, out.reshape(batch, tokens, -1)))
 
 
@@ -136,10 +132,3 @@ def test_the_route_says_why_the_kernels_did_not_run():
     assert "CUDA" in layer.routes["window"].reason or "Triton" in layer.routes["window"].reason
     with pytest.raises(RuntimeError, match='backend="triton" cannot run'):
         make(backend="triton")(torch.randn(1, 9, 12, dtype=torch.float64))
-
-
-def test_a_pattern_builds_the_layers_it_names():
-    sizes = {"dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn_dim": 24, "vocab_size": 29}
-    model = Transformer(ModelConfig(**sizes, layers=6, attention="window,nsa,dense", selector="learned"))
-    assert [layer.kind for layer in model.attention_layers()] == ["window", "nsa", "dense"] * 2
-    assert {name.split(".")[1] for name, _ in model.named_parameters() if "selector" in name} == {"1", "4"}

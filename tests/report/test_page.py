@@ -130,15 +130,12 @@ def test_a_loss_on_the_page_names_its_steps(healthy):
 def test_a_run_that_ends_in_nan_shows_its_last_finite_losses(healthy):
     whole = healthy.steps[-1]
     cut = dataclasses.replace(whole, losses=[*whole.losses[:-1], float("nan")])
-    healthy = dataclasses.replace(healthy, events={**healthy.events, 0: swapped(healthy.events[0], whole, cut)})
+    events = [cut if event is whole else event for event in healthy.events[0]]
+    healthy = dataclasses.replace(healthy, events={**healthy.events, 0: events})
     (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
     finite = [x for e in healthy.steps for x in e.losses][:-1]
     assert figure.value == f"{sum(finite[-5:]) / 5:.4f}"
     assert figure.note.startswith("mean of the last 5 steps; nan in the last")
-
-
-def swapped(events, old, new):
-    return [new if event is old else event for event in events]
 
 
 def test_untested_gates_are_listed_at_the_top(page, healthy):
@@ -162,6 +159,7 @@ def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plo
         assert text.lower().index(reason.lower()) < text.index("Not tested, and how to test it")
         assert fix in text
         assert fix.replace("`", "\\`") in render.markdown(found, judged)
+    assert "died after step" in text
     assert "Failed, and how to fix it" not in Tags(render.html_page(healthy, verdict(healthy))).text
 
 
@@ -202,12 +200,6 @@ def test_losses_of_differently_trained_runs_are_not_compared(healthy, tmp_path, 
     drawn = loss_plot(healthy, (), baseline).svg
     assert "dense baseline" not in drawn
     assert "baseline dense" in drawn
-
-
-def test_a_crashed_run_gets_a_page(healthy, tmp_path, no_plots):
-    found = copy(healthy, tmp_path / "run", lambda lines: lines.pop())
-    page = render.html_page(found, verdict(found))
-    assert "died after step" in Tags(page).text
 
 
 def test_a_run_that_has_only_started_gets_a_page(healthy, tmp_path):
@@ -326,11 +318,6 @@ def test_a_run_is_not_compared_with_itself_under_any_path(healthy, tmp_path):
 
 
 def test_the_axes_of_a_comparison_fit_all_runs(healthy, tmp_path, monkeypatch):
-    def faster(lines):
-        for line in lines:
-            if line["kind"] == "step":
-                line["tokens_per_s"] *= 10
-
     limits, true = {}, side_by_side.draw
 
     def spied(paint, **size):
@@ -341,7 +328,7 @@ def test_the_axes_of_a_comparison_fit_all_runs(healthy, tmp_path, monkeypatch):
         return true(both, **size)
 
     monkeypatch.setattr(side_by_side, "draw", spied)
-    fast = copy(healthy, tmp_path / "fast", faster)
+    fast = copy(healthy, tmp_path / "fast", each("step", tokens_per_s=lambda speed: 10 * speed))
     read = [healthy, fast]
     pages = [tmp_path / "a", tmp_path / "b"]
     side_by_side.comparison_page(side_by_side.columns(read, [verdict(r) for r in read], pages, tmp_path), "now")

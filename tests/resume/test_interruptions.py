@@ -336,11 +336,15 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_the_last_checkpoint(
     assert list(losses(folder)) == list(range(1, int(kept[-1] or 0) + 5))
 
 
+def unsavable(run: Path, step: int) -> Path:
+    """A run folder with a file where the checkpoint of this step would be written."""
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / f".writing-step-{step:08d}").write_text("")
+    return run
+
+
 def test_failed_saves_are_tolerated_if_allowed_and_counted(fork_server: ForkServer, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    # A file where the folder of this step would be written.
-    (folder / "checkpoints" / ".writing-step-00000002").write_text("")
+    folder = unsavable(tmp_path / "run", 2)
     config = small(run__dir=str(folder), checkpoint__every=2, checkpoint__failures_allowed=1)
     child = fork_server.run(config)
     assert child.code == 0, child.output
@@ -392,9 +396,7 @@ def test_a_deleted_event_log_is_noticed(copied: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_failed_save_stops_the_run_by_default(fork_server: ForkServer, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / ".writing-step-00000004").write_text("")
+    folder = unsavable(tmp_path / "run", 4)
     child = fork_server.run(small(run__dir=str(folder), checkpoint__every=2))
     assert child.code == 1
     assert "checkpoint of step 4 could not be written" in child.output

@@ -160,20 +160,23 @@ def launcher(strategy: str, preset: str, ranks: int, device: str) -> list[str]:
 
 def settings(point: Point, ranks: int, steps: int) -> dict[str, Any]:
     """The configuration of a cell: no accumulation, validation, samples or checkpoints."""
-    data_ranks = 1 if point.strategy in ("single", "cp") else ranks
-    keys: dict[str, Any] = {
-        "data.seq_len": point.length,
+    return _point_settings(point, _pass_tokens(point, ranks)) | {
         "data.shuffle_sequences": 0,  # the preset's shuffle buffer may not fit in memory at this length
-        "train.micro_batch": point.batch,
-        "train.tokens_per_step": point.batch * point.length * data_ranks,
+        "train.steps": steps, "train.val_tokens": 0, "train.sample_tokens": 0, "checkpoint.every": 0, "log.every": 1,
+    }  # fmt: skip
+
+
+def _pass_tokens(point: Point, ranks: int) -> int:
+    """Tokens of a pass, on all ranks."""
+    return point.batch * point.length * (1 if point.strategy in ("single", "cp") else ranks)
+
+
+def _point_settings(point: Point, tokens_per_step: int) -> dict[str, Any]:
+    keys = {
+        "data.seq_len": point.length, "train.micro_batch": point.batch, "train.tokens_per_step": tokens_per_step,
         "train.activation_checkpointing": point.checkpointing,
-        "train.steps": steps,
-        "train.val_tokens": 0,
-        "train.sample_tokens": 0,
-        "checkpoint.every": 0,
-        "log.every": 1,
-    }
-    return keys if point.bucket_mb is None else {**keys, "parallel.bucket_mb": point.bucket_mb}
+    }  # fmt: skip
+    return keys if point.bucket_mb is None else keys | {"parallel.bucket_mb": point.bucket_mb}
 
 
 def _learning_rate_command(
@@ -188,15 +191,9 @@ def _learning_rate_command(
         raise UsageError(f"--lrs with {len(grid)} combinations of other settings: give one length, batch size, …")
     (point,) = grid
     base = load(preset=preset).config
-    pass_tokens = point.batch * point.length * (1 if point.strategy in ("single", "cp") else ranks)
-    keys = {
-        "data.seq_len": point.length,
-        "train.micro_batch": point.batch,
-        # As many tokens as in the preset, in whole passes.
-        "train.tokens_per_step": pass_tokens * max(1, base.train.tokens_per_step // pass_tokens),
-        "train.activation_checkpointing": point.checkpointing,
-    }
-    keys |= {} if point.bucket_mb is None else {"parallel.bucket_mb": point.bucket_mb}
+    pass_tokens = _pass_tokens(point, ranks)
+    # As many tokens as in the preset, in whole passes.
+    keys = _point_settings(point, pass_tokens * max(1, base.train.tokens_per_step // pass_tokens))
     flags = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
     return [*launcher(point.strategy, preset, ranks, device), *flags], base
 

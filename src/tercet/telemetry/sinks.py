@@ -288,20 +288,19 @@ def scalars(event: Event) -> dict[str, float]:
     if isinstance(event, Validated):
         return {"validation/loss": event.loss}
     if isinstance(event, LayersObserved):
-        columns = {name: getattr(event, name) for name in STATISTICS}
-        rows = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}
-        return {name: v for name, v in rows.items() if v is not None}
+        return _by_layer("layers", event, STATISTICS, range(len(event.attention)))
     if isinstance(event, SelectorsObserved):
-        columns = {name: getattr(event, name) for name in ("kl", "mass", "best", "random")}
-        named = {
-            f"selectors/{n}/{i}": v for n, column in columns.items() for i, v in zip(event.layer, column, strict=True)
-        }
-        return {name: v for name, v in named.items() if v is not None}
+        return _by_layer("selectors", event, ("kl", "mass", "best", "random"), event.layer)
     if isinstance(event, ResourcesObserved):
         values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
         named = {k: v for k, v in values.items() if k.endswith(("_seconds", "_gib")) and v is not None}
         return {f"resources/{k}": v for k, v in named.items()}
     return {f"health/{event.rule}": event.value} if isinstance(event, HealthFired) else {}
+
+
+def _by_layer(group: str, event: Event, names: Iterable[str], layers: Iterable[int]) -> dict[str, float]:
+    columns = {name: zip(layers, getattr(event, name), strict=True) for name in names}
+    return {f"{group}/{name}/{i}": v for name, column in columns.items() for i, v in column if v is not None}
 
 
 class BackgroundSink:
