@@ -138,7 +138,9 @@ def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
     kinds = model.attention_kinds
     memory = step_memory(config, precision)
     fit = None if device.memory is None else fits(memory.total, device.memory)
-    fixes = find_fixes(config, precision, device.memory) if device.memory is not None and not fit else []
+    fixes: list[Fix] = []
+    if device.memory is not None and not fit:
+        fixes = find_fixes(config, precision, device.memory, on_gpu=device.is_gpu)
     return CostPlan(
         parameters=cost.parameters(model),
         tokens_per_step=config.train.tokens_per_step,

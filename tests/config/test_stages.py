@@ -124,7 +124,9 @@ def test_the_plan_has_a_row_for_each_stage_and_their_sums() -> None:
 
 
 def test_a_stage_that_does_not_fit_is_named_with_its_own_fields() -> None:
-    warning = shortage(with_stages("1024:5,65536:5:micro_batch=2:tokens_per_step=131072"), "bf16", 40 << 30)
+    warning = shortage(
+        with_stages("1024:5,65536:5:micro_batch=2:tokens_per_step=131072"), "bf16", 40 << 30, on_gpu=True
+    )
     assert warning is not None
     assert warning.startswith("a step of stage 2 needs about")
     assert "micro_batch=1 in stage 2 or" in warning

@@ -75,18 +75,19 @@ def fits(needed: int, available: int) -> bool:
     return needed <= usable(available)
 
 
-def find_fixes(config: RunConfig, precision: str, available: int, count: int = 3) -> list[Fix]:
+def find_fixes(config: RunConfig, precision: str, available: int, *, on_gpu: bool, count: int = 3) -> list[Fix]:
     """Up to `count` different ways to make a step fit, those that change the least first."""
-    return list(islice(_fixes(config, precision, available), count))
+    return list(islice(_fixes(config, precision, available, on_gpu), count))
 
 
-def shortage(run: RunConfig, precision: str, available: int) -> str | None:
+def shortage(run: RunConfig, precision: str, available: int, *, on_gpu: bool) -> str | None:
     """One sentence for a step that does not fit, with the settings that would make it fit; None if it fits."""
     index, config = largest_stage(run, precision)
     needed = step_memory(config, precision).total
     if fits(needed, available):
         return None
-    fixes = as_stage_fields(" or ".join(map(str, find_fixes(config, precision, available))), run, index)
+    fixes = " or ".join(map(str, find_fixes(config, precision, available, on_gpu=on_gpu)))
+    fixes = as_stage_fields(fixes, run, index)
     fix = f"{fixes} would make it fit" if fixes else "use a smaller model, or a device with more memory"
     step = f"a step of stage {index + 1}" if run.train.stages else "a step"
     return f"{step} needs about {size(needed)}, and {size(usable(available))} of {size(available)} are usable: {fix}"
@@ -101,14 +102,14 @@ def memory(config: RunConfig) -> Finding:
     if not total:
         return Finding("memory", NOT_TESTED, "the memory of this machine is unknown")
     precision = resolved_precision(config.train.precision, "cuda" if cuda else "cpu")
-    if (problem := shortage(config, precision, total)) is not None:
+    if (problem := shortage(config, precision, total, on_gpu=cuda)) is not None:
         finding, _, fix = problem.partition(": ")
         return Finding("memory", WARNING, finding, fix)
     needed = step_memory(largest_stage(config, precision)[1], precision).total
     return Finding("memory", OK, f"a step needs about {size(needed)} of {size(total)}")
 
 
-def _fixes(config: RunConfig, precision: str, available: int) -> Iterator[Fix]:
+def _fixes(config: RunConfig, precision: str, available: int, on_gpu: bool) -> Iterator[Fix]:
     batch, mode = config.train.micro_batch, config.train.activation_checkpointing
     sequences = config.accumulation * batch  # of a step, per rank
     batches = [{"train.micro_batch": n} for n in range(batch - 1, 0, -1) if sequences % n == 0]
@@ -122,9 +123,10 @@ def _fixes(config: RunConfig, precision: str, available: int) -> Iterator[Fix]:
     if not alone:
         yield from _first_that_fits(config, [m | b for m in modes for b in batches], precision, available)
     length, layers, parallel = config.data.seq_len, config.model.layers, config.parallel
+    sharded = "fsdp" if parallel.strategy in ("single", "ddp") else parallel.strategy
     for group in (
-        _more_ranks(parallel, "fsdp" if parallel.strategy in ("single", "ddp") else parallel.strategy),
-        _more_ranks(parallel, "cp") if parallel.strategy != "cp" else [],
+        _more_ranks(parallel, sharded) if on_gpu else [],  # ranks on a CPU share its memory
+        _more_ranks(parallel, "cp") if on_gpu and parallel.strategy != "cp" else [],
         [{"data.seq_len": length >> n} for n in range(1, length.bit_length()) if length >> n >= 256],
         [{"model.layers": n} for n in range(layers - 1, 0, -1)],
     ):

@@ -84,7 +84,7 @@ def header_lines(
     if state.parent:
         lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
     if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
-        warning = shortage(config, precision_of(config, device), available)
+        warning = shortage(config, precision_of(config, device), available, on_gpu=device.type == "cuda")
         lines += [] if warning is None else [("warning", warning)]
     if (warning := config.largest_shuffle.shuffle_warning(vocab_size, _host_memory())) is not None:
         lines.append(("warning", warning))
@@ -282,7 +282,7 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
     step = step_memory(largest, precision_of(config, device)).total
     if device.type == "cpu" and available is not None and step > 1.5 * available:
         missing = "" if torch.cuda.is_available() else "no GPU was found, and on this CPU "
-        raise UsageError(missing + (shortage(config, precision_of(config, device), available) or ""))
+        raise UsageError(missing + (shortage(config, precision_of(config, device), available, on_gpu=False) or ""))
 
 
 @contextmanager
