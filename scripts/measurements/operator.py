@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,14 +36,11 @@ def _rows(
     graph: time random inputs as a CUDA graph too.
     """
     torch.autograd.set_multithreading_enabled(False)  # as in `tercet bench attention`
-    options = argparse.Namespace(
-        correlation=CORRELATION, rows=8, budget=0.25, profile=False, dense_limit=dense_limit,
-        dense="math" if quick else "cudnn",
-    )  # fmt: skip
+    options = attention.Options(CORRELATION, ("math" if quick else "cudnn",), dense_limit, rows=8, budget=0.25)
     dense: dict[str, dict[str, Any] | None] = {}
     raise_clocks()
     for kind in kinds:
-        options.graph = graph and kind == "random"
+        options = replace(options, graph=graph and kind == "random")
         for name in shapes:
             row = attention.bench(name, kind, NSAConfig(), options, dense.get(name))
             row["tokens"] = attention.SHAPES[name].T

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 from dataclasses import replace
@@ -23,9 +22,7 @@ from tercet.inference.recorded_selections import check_fits, load, make_recordin
 from tercet.inference.selection_map import LayerSelection, record_selections
 
 NSA = tercet.NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=5, window=8)
-OPTIONS = argparse.Namespace(
-    correlation=0.9, rows=4, budget=0.0, profile=False, graph=False, dense_limit=0, dense="", dense_once=False
-)
+OPTIONS = attention.Options(correlation=0.9, dense=(), dense_limit=0, rows=4, budget=0.0, graph=False)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +147,7 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
 def test_the_kernels_are_correct_and_timed_with_recorded_blocks(shape, tmp_path: Path, monkeypatch) -> None:
     recorded_text(8192, tmp_path / "s.npz", layers=2, config=tercet.NSAConfig())
     monkeypatch.setitem(attention.SHAPES, "toy", shape)
-    options = argparse.Namespace(**{**vars(OPTIONS), "graph": True, "budget": 0.01})
+    options = replace(OPTIONS, graph=True, budget=0.01)
     row = attention.bench("toy", f"recorded:{tmp_path / 's.npz'}", tercet.NSAConfig(), options)
     assert row["correct"], row
     assert 0.8 < row["agreement"] < 0.95

@@ -14,7 +14,6 @@ reads the recorded blocks instead. Times are means over the recorded layers; `la
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -32,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import compressed_attention, nsa_attention
 from tercet.bench.timing import measure, print_profile
-from tercet.errors import EXIT_FAILURE, EXIT_USAGE
+from tercet.errors import TercetError
+from tercet.inference.arguments import check_known
 from tercet.inference.recorded_selections import Recording, check_fits
 from tercet.inference.recorded_selections import load as load_recording
 
@@ -47,6 +47,19 @@ class Shape:
     G: int
     D: int
     Dv: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to check and time a shape; commands.py describes the fields."""
+
+    correlation: float = 0.996
+    dense: Sequence[str] = ("cudnn", "flash")
+    dense_limit: int = 65536
+    rows: int = 24
+    budget: float = 0.6
+    profile: bool = False
+    graph: bool = True
 
 
 def _shapes() -> dict[str, Shape]:
@@ -273,21 +286,21 @@ def choice_pass(x: Inputs, config: NSAConfig) -> Callable[[], Any]:
 
 
 def _check(
-    x: Inputs, shape: Shape, config: NSAConfig, kind: str, args: argparse.Namespace, given: Tensor | None = None
+    x: Inputs, shape: Shape, config: NSAConfig, kind: str, options: Options, given: Tensor | None = None
 ) -> dict[str, Any]:
     """Errors of the operator on these inputs. given: blocks to read instead of selecting."""
     if given is None:
-        errors = _gradients_at(replace(shape, B=1, T=min(shape.T, 4096)), config, kind, args.correlation)
+        errors = _gradients_at(replace(shape, B=1, T=min(shape.T, 4096)), config, kind, options.correlation)
     else:
         errors = check_gradients(
-            shape, config, kind, args.correlation, backend=_backend(), device=_device(), given=given
+            shape, config, kind, options.correlation, backend=_backend(), device=_device(), given=given
         )
     with torch.no_grad():
         out, aux = nsa_attention(
             *x.all(), config=config, backend=_backend(), return_aux=True, block_indices=given
         )  # fmt: skip
     assert aux.block_indices is not None
-    rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, args.rows).long().tolist()]
+    rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, options.rows).long().tolist()]
     row_error, same = check_rows(x, config, out, aux.block_indices, rows)
     found: dict[str, Any] = {"worst_error": max(errors.values()), "row_error": row_error}
     found |= {"slots_equal": same} if given is None else {}
@@ -299,25 +312,25 @@ def _check(
 
 
 def bench(
-    name: str, kind: str, config: NSAConfig, args: argparse.Namespace, known: dict[str, Any] | None = None
+    name: str, kind: str, config: NSAConfig, options: Options, known: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Check and time one shape with one kind of inputs: random, smooth, recorded or recorded:FILE.
 
     known: dense timings of this shape to copy instead of measuring dense again.
     """
     shape, (kind, _, file) = SHAPES[name], kind.partition(":")
-    graph = args.graph and shape.D <= 64 and torch.cuda.is_available()
+    graph = options.graph and shape.D <= 64 and torch.cuda.is_available()
     drawn = "random" if kind == "recorded" else kind
-    x = make_inputs(shape, config, drawn, args.correlation, device=_device())
-    row: dict[str, Any] = {"shape": name, "inputs": kind, **_check(x, shape, config, drawn, args)}
+    x = make_inputs(shape, config, drawn, options.correlation, device=_device())
+    row: dict[str, Any] = {"shape": name, "inputs": kind, **_check(x, shape, config, drawn, options)}
     if not row["correct"]:
         return row
     leaves = [t.detach().requires_grad_() for t in x.all()]
     dout = torch.randn_like(x.q)
 
     def times(forward: Callable[[], Tensor]) -> dict[str, float]:
-        found = measure(forward, leaves, dout, graph, args.budget)
-        if args.profile:
+        found = measure(forward, leaves, dout, graph, options.budget)
+        if options.profile:
             print_profile(forward, leaves, dout)
         return {f"nsa_{key}": value for key, value in found.items()}
 
@@ -328,7 +341,7 @@ def bench(
         row["layers"] = []
         for i, layer in enumerate(recording(file).layers):
             given = recording(file).block_indices(i, shape.T, shape.G, shape.B).to(x.q.device)
-            found = {"layer": layer, **_check(x, shape, config, drawn, args, given)}
+            found = {"layer": layer, **_check(x, shape, config, drawn, options, given)}
             row["layers"].append(found)
             if not found["correct"]:
                 return row | {"correct": False, "worst_error": found["worst_error"], "errors": found["errors"]}
@@ -343,11 +356,9 @@ def bench(
         row |= known
     else:
         for label, backend in _DENSE.items():
-            if label in args.dense.split(",") and args.dense_limit >= shape.T:
-                row |= {
-                    f"{label}_{key}": value
-                    for key, value in (dense(x, backend, dout, graph, args.budget) or {}).items()
-                }
+            if label in options.dense and options.dense_limit >= shape.T:
+                times_of = dense(x, backend, dout, graph, options.budget) or {}
+                row |= {f"{label}_{key}": value for key, value in times_of.items()}
     fastest = min((row[f"{n}_both_ms"] for n in _DENSE if f"{n}_both_ms" in row), default=None)
     if fastest is not None:
         row["speedup"] = fastest / row["nsa_both_ms"]
@@ -388,35 +399,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tercet bench attention", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--shapes", default="P8k,P64k,C8x2k,C4x4k,C1x16k", help=f"any of {', '.join(SHAPES)}")
-    parser.add_argument("--inputs", default="random,smooth", help="any of random, smooth, recorded, recorded:FILE")
-    parser.add_argument("--correlation", type=float, default=0.996, help="of successive queries in smooth inputs")
-    parser.add_argument("--dense", default="cudnn,flash", help="cudnn, flash or both; empty for none")
-    parser.add_argument("--dense-once", action="store_true", help="time dense once per shape, not once per input kind")
-    parser.add_argument("--dense-limit", type=int, default=65536, help="skip dense beyond this length")
-    parser.add_argument("--rows", type=int, default=24, help="rows to check against fp64 at full length")
-    parser.add_argument("--budget", type=float, default=0.6, help="seconds per timing; at least 3 calls are timed")
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
-    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs at head 64")
-    args = parser.parse_args(argv)
-    names, kinds = args.shapes.split(","), args.inputs.split(",")
-    dense_kinds = [name for name in args.dense.split(",") if name]
+def main(names: Sequence[str], kinds: Sequence[str], options: Options, dense_once: bool) -> int:
+    """names: of SHAPES. kinds: of inputs. dense_once: time dense once per shape, not once per kind of inputs."""
     named = ["recorded" if kind.startswith("recorded:") else kind for kind in kinds]
-    asked = {"--shapes": (names, SHAPES), "--inputs": (named, ("random", "smooth", "recorded"))}
-    for flag, (given, known) in (asked | {"--dense": (dense_kinds, ("cudnn", "flash"))}).items():
-        if unknown := [name for name in given if name not in known]:
-            print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
-            return EXIT_USAGE
+    check_known("--shapes", names, SHAPES)
+    check_known("--inputs", named, ("random", "smooth", "recorded"))
+    check_known("--dense", options.dense, ("cudnn", "flash"), may_be_empty=True)
     config = NSAConfig()
     recorded = {kind: kind.partition(":")[2] for kind in kinds if kind.startswith("recorded")}
     for file in recorded.values():
         for name in names:
             check_fits(recording(file), Path(file) if file else RECORDED, config, SHAPES[name].T, f"--shapes {name}")
     if not torch.cuda.is_available():
-        print("error: tercet bench attention needs a CUDA device and none is visible", file=sys.stderr)
-        return EXIT_FAILURE
+        raise TercetError("tercet bench attention needs a CUDA device and none is visible")
     device = torch.cuda.get_device_name()
     # A model's backward switches to autograd's thread once, not once per operator.
     torch.autograd.set_multithreading_enabled(False)
@@ -427,16 +422,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         for kind in kinds:
             known = None
-            if args.dense_once and results and results[-1]["shape"] == name and results[-1]["correct"]:
+            if dense_once and results and results[-1]["shape"] == name and results[-1]["correct"]:
                 known = {k: v for k, v in results[-1].items() if k.startswith(("cudnn_", "flash_"))}
-            results.append(bench(name, kind, config, args, known))
+            results.append(bench(name, kind, config, options, known))
             torch.cuda.empty_cache()
             print(table(results[-1:]).splitlines()[-1], flush=True)
     print(table(results))
     correct = all(r["correct"] for r in results)
     print(json.dumps({"bench": "attention", "device": device, "correct": correct, "results": results}))
     return 0 if correct else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tercet.inference.arguments import at_least_one
+from tercet.inference.arguments import at_least_one, check_known
 
 
 def attention(
@@ -37,14 +37,9 @@ def attention(
         graph: Also time CUDA graphs, at head size 64.
         dense_once: Time dense attention once per shape, not once per kind of inputs.
     """
-    from tercet.bench.attention import main
+    from tercet.bench.attention import Options, main
 
-    arguments = ["--shapes", ",".join(shapes), "--inputs", ",".join(inputs), "--dense", ",".join(dense)]
-    arguments += ["--correlation", str(correlation)]
-    arguments += ["--dense-limit", str(dense_limit), "--rows", str(rows), "--budget", str(budget)]
-    arguments += ["--graph" if graph else "--no-graph"]
-    arguments += ["--dense-once"] if dense_once else []
-    return main(arguments + (["--profile"] if profile else []))
+    return main(shapes, inputs, Options(correlation, dense, dense_limit, rows, budget, profile, graph), dense_once)
 
 
 def layer(
@@ -81,10 +76,9 @@ def tune(*, shapes: tuple[str, ...] = ("P64k", "C1x16k"), kernels: tuple[str, ..
 
     if not TRITON_INSTALLED:
         raise TercetError("tercet bench tune times Triton's kernels and Triton is not installed: pip install triton")
-    from tercet.bench.tune import main
+    from tercet.bench.tune import CANDIDATES, main
 
-    chosen = ["--kernels", ",".join(kernels)] if kernels else []
-    return main(["--shapes", ",".join(shapes), "--workers", str(workers), *chosen])
+    return main(shapes, kernels or tuple(CANDIDATES), workers)
 
 
 def decode(
@@ -118,10 +112,8 @@ def decode(
     """
     _check_sizes(batches=batches, contexts=contexts, model_batches=model_batches, model_contexts=model_contexts)
     from tercet.bench.decode import HEADS, main
-    from tercet.errors import UsageError
 
-    if heads not in HEADS:
-        raise UsageError(f"--heads {heads} is unknown: pick from {', '.join(HEADS)}")
+    check_known("--heads", [heads], HEADS)
     return main(
         batches=batches, contexts=contexts, heads=heads, attention=attention, preset=preset,
         model_batches=model_batches, model_contexts=model_contexts, steps=steps, profile=profile, selector=selector,

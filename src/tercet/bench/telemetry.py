@@ -72,17 +72,9 @@ class Bench:
         self.behind = [BackgroundSink("a sink", sink, print) for sink in slow]
         self.log.readers += [*csv_sinks(folder, []), *self.behind]
         self.observer = Observer(
-            config,
-            folder,
-            0,
-            self.device,
-            self.state.model,
-            self.state.optimizer,
-            self.log,
-            precision_of(config, self.device),
-            self.strategy.all_sum,
-            held_bytes=lambda: self.state.held_bytes,
-        )
+            config, folder, 0, self.device, self.state.model, self.state.optimizer, self.log,
+            precision_of(config, self.device), self.strategy.all_sum, held_bytes=lambda: self.state.held_bytes,
+        )  # fmt: skip
 
     def interval(self, *, watched: bool, steps: int | None = None) -> float:
         """Seconds per step over one log interval (or `steps`), device synchronised before and after."""
@@ -101,18 +93,11 @@ class Bench:
                     beat.at(step, "training")
                     self.observer.before_step(step)
                 result = train_step(
-                    self.state.model,
-                    self.state.optimizer,
-                    self.batches,
-                    step=step,
+                    self.state.model, self.state.optimizer, self.batches, step=step,
                     lr=learning_rate(self.config.train, min(step, self.config.train.steps)),
-                    clip=self.config.train.clip,
-                    precision=self.config.train.precision,
-                    guard=self.state.guard,
-                    strategy=self.strategy,
-                    observer=self.observer if watched else None,
-                    executor=self.state.graph,
-                )
+                    clip=self.config.train.clip, precision=self.config.train.precision, guard=self.state.guard,
+                    strategy=self.strategy, observer=self.observer if watched else None, executor=self.state.graph,
+                )  # fmt: skip
                 if watched:
                     self.observer.after_step(step)
                 self.state.step = step
@@ -133,22 +118,11 @@ class Bench:
     def _emit(self, measured: list[Any], seconds: float) -> None:
         per_step = self.config.train.tokens_per_step
         logged = StepLogged(
-            step=self.state.step,
-            loss=measured[-1].loss,
-            lr=0.0,
-            grad_norm=measured[-1].grad_norm,
-            tokens=self.state.step * per_step,
-            tokens_per_s=per_step / seconds,
-            step_seconds=seconds,
-            data_seconds=0.0,
-            mfu=None,
-            memory_gib=peak_memory_gib(self.device, self.state.held_bytes),
-            skipped=0,
-            epoch=0,
-            first_step=measured[0].step,
-            losses=[m.loss for m in measured],
-            grad_norms=[m.grad_norm for m in measured],
-        )
+            step=self.state.step, loss=measured[-1].loss, lr=0.0, grad_norm=measured[-1].grad_norm,
+            tokens=self.state.step * per_step, tokens_per_s=per_step / seconds, step_seconds=seconds, data_seconds=0.0,
+            mfu=None, memory_gib=peak_memory_gib(self.device, self.state.held_bytes), skipped=0, epoch=0,
+            first_step=measured[0].step, losses=[m.loss for m in measured], grad_norms=[m.grad_norm for m in measured],
+        )  # fmt: skip
         self.log.emit(logged)
         self.observer.after_log(logged)
 

@@ -28,6 +28,7 @@ from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.config.sections import ActivationCheckpointing
 from tercet.errors import TercetError, UsageError
+from tercet.inference.arguments import check_known
 
 KINDS = ("nsa", "dense")
 PICTURES = (".svg", ".png")
@@ -45,21 +46,16 @@ def cells_of(
 
     packed: kinds whose documents are packed into one row. plain: packed kinds to measure with one row per document too.
     """
-    modes = get_args(ActivationCheckpointing)
-    for flag, given, known in (
-        ("--kinds", kinds, KINDS), ("--packed", packed, KINDS), ("--plain", plain, KINDS),
-        ("--checkpointing", [checkpointing], modes),
-    ):  # fmt: skip
-        if unknown := [name for name in given if name not in known]:
-            raise UsageError(f"{flag} {unknown[0]} is unknown: pick from {', '.join(known)}")
+    check_known("--kinds", kinds, KINDS)
+    check_known("--packed", packed, KINDS, may_be_empty=True)
+    check_known("--plain", plain, KINDS, may_be_empty=True)
+    check_known("--checkpointing", [checkpointing], get_args(ActivationCheckpointing))
     if wrong := [length for length in lengths if tokens % length]:
         raise UsageError(f"--tokens {tokens} is not a multiple of length {wrong[0]}: pick a multiple")
     settings = [(tokens // length, length) for length in lengths]
     settings += [(b, batch_length) for b in batches if (b, batch_length) not in settings]
     if not settings:
         raise UsageError("neither --lengths nor --batches given: nothing to measure")
-    if not kinds:
-        raise UsageError(f"--kinds is empty: pick from {', '.join(KINDS)}")
     return [
         {
             "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",

@@ -7,7 +7,6 @@ setting's are skipped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -29,7 +28,8 @@ from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import SHAPES, Shape, make_inputs, relative_error
 from tercet.bench.timing import graphed, milliseconds
-from tercet.errors import EXIT_FAILURE, EXIT_USAGE
+from tercet.errors import TercetError
+from tercet.inference.arguments import check_known
 
 SELECTOR_SIZE = 32  # of a learned selector's queries and keys
 
@@ -131,34 +131,25 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['shape']:>8} {row['kernel']:<26} {row['launch'].removeprefix('Launch'):<80} {outcome}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tercet bench tune", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--shapes", default="P64k,C1x16k", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--kernels", default=",".join(CANDIDATES), help=f"of {', '.join(CANDIDATES)}")
-    parser.add_argument("--workers", type=int, default=8, help="processes that fill Triton's cache before timing")
-    parser.add_argument("--share", help=argparse.SUPPRESS)  # "i/n": this process only compiles its share
-    args = parser.parse_args(argv)
-    names, kernels = args.shapes.split(","), args.kernels.split(",")
-    for flag, given, known in (("--shapes", names, list(SHAPES)), ("--kernels", kernels, list(CANDIDATES))):
-        if unknown := [name for name in given if name not in known]:
-            print(f"error: {flag} {unknown[0]} is unknown: pick from {', '.join(known)}", file=sys.stderr)
-            return EXIT_USAGE
+def compile_share(names: Sequence[str], kernels: Sequence[str], share: tuple[int, int]) -> None:
+    """Compile a share of all candidates, (i, n), into Triton's cache."""
+    # Compiled code depends on head count and sizes, not on the number of tokens.
+    alike = {(SHAPES[n].H, SHAPES[n].G, SHAPES[n].D): n for n in reversed(names)}
+    for name in alike.values():
+        tune(name, kernels, NSAConfig(), share)
+
+
+def main(names: Sequence[str], kernels: Sequence[str], processes: int) -> int:
+    """names: of attention.SHAPES. processes: how many compile before timing starts."""
+    check_known("--shapes", names, SHAPES)
+    check_known("--kernels", kernels, CANDIDATES)
     if not torch.cuda.is_available():
-        print("error: tercet bench tune needs a CUDA device and none is visible", file=sys.stderr)
-        return EXIT_FAILURE
-    config = NSAConfig()
-    if args.share:
-        mine, of = map(int, args.share.split("/"))
-        # Compiled code depends on head count and sizes, not on the number of tokens.
-        alike = {(SHAPES[n].H, SHAPES[n].G, SHAPES[n].D): n for n in reversed(names)}
-        for name in alike.values():
-            tune(name, kernels, config, (mine, of))
-        return 0
-    command = [sys.executable, "-m", "tercet.bench.tune", "--shapes", args.shapes, "--kernels", args.kernels, "--share"]
-    workers = [subprocess.Popen([*command, f"{i}/{args.workers}"]) for i in range(args.workers)]
+        raise TercetError("tercet bench tune needs a CUDA device and none is visible")
+    command = [sys.executable, "-m", "tercet.bench.tune", ",".join(names), ",".join(kernels)]
+    workers = [subprocess.Popen([*command, str(i), str(processes)]) for i in range(processes)]
     for worker in workers:
         worker.wait()
-    rows = [row for name in names for row in tune(name, kernels, config, None)]
+    rows = [row for name in names for row in tune(name, kernels, NSAConfig(), None)]
     timed = [row for row in rows if "ms" in row and row["error"] < 1e-2]
     best: list[dict[str, Any]] = []
     for name in names:
@@ -172,4 +163,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    compile_share(sys.argv[1].split(","), sys.argv[2].split(","), (int(sys.argv[3]), int(sys.argv[4])))

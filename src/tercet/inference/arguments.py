@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -71,6 +71,14 @@ def at_least_one(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
             raise UsageError(f"{name}={value} must be at least 1")
+
+
+def check_known(flag: str, given: Sequence[str], known: Iterable[str], *, may_be_empty: bool = False) -> None:
+    """Raise for the first name that is not one of the known ones, and if there is none."""
+    if unknown := [name for name in given if name not in known]:
+        raise UsageError(f"{flag} {unknown[0]} is unknown: pick from {', '.join(known)}")
+    if not given and not may_be_empty:
+        raise UsageError(f"{flag} is empty: pick from {', '.join(known)}")
 
 
 def check_depths(depths: Sequence[float]) -> None:
