@@ -16,6 +16,20 @@ from tercet.train.state import compile_blocks
 from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step
 
 
+def compile_counted(model: Transformer) -> list[object]:
+    """Compile each block to one graph. Returns the list of graphs that were compiled, which grows as the model runs."""
+    compiled: list[object] = []
+
+    def count(module, inputs):  # type: ignore[no-untyped-def]
+        compiled.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=count, fullgraph=True)
+    return compiled
+
+
 class SimulatedClock:
     """A clock for GraphChoice. A step takes `host` seconds to launch and `device` seconds to run; the host is ahead of
     the device by at most `queue` seconds of work. A mark is the time at which the device reaches it."""

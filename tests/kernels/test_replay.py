@@ -138,15 +138,12 @@ def check(function: Any, x: Tensor, y: Tensor, factor: float = 3.0) -> None:
 
 
 def test_later_calls_replay_the_first_with_their_own_tensors(function: Any) -> None:
-    first = function(*_list(pair(0)), 3.0)
+    x, y = pair(0)
+    first = function(x, [y], 3.0)
     for seed in range(1, 4):
         check(function, *pair(seed))
     assert function.ran == 1
-    torch.testing.assert_close(first.total, expected(*pair(0), 3.0).total)  # its tensors are its own
-
-
-def _list(given: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    return given[0], [given[1]]
+    torch.testing.assert_close(first.total, expected(x, y, 3.0).total)  # its tensors are its own
 
 
 def test_another_layout_another_number_and_the_same_tensor_twice_have_their_own_tapes(function: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tercet
+from stepping import compile_counted
 from tercet.attention import dispatch, layout
 from tercet.attention.layout import Packing
 from tercet.model.transformer import ModelConfig, Transformer
@@ -85,15 +86,7 @@ def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 16}
     model = Transformer(ModelConfig(**sizes, nsa=CONFIG))
     model.compiled = True
-    compiled = []
-
-    def count(module, inputs):  # type: ignore[no-untyped-def]
-        compiled.append(module)
-        return module.forward
-
-    torch._dynamo.reset()
-    for block in model.blocks:
-        block.compile(backend=count, fullgraph=True)
+    compiled = compile_counted(model)
     for bounds in ([0, 30, 70], [0, 10, 20, 50, 70], [0, 70], [0, 1, 2, 3, 4, 5, 6, 70]):
         model.hidden(torch.zeros(1, 70, dtype=torch.int64), torch.tensor(bounds, dtype=torch.int32))
     assert len(compiled) == 1  # for both layers, too

@@ -10,6 +10,7 @@ import torch
 
 import tercet
 from runs import losses, train_small
+from stepping import compile_counted
 from tercet.attention import dispatch
 from tercet.config.schema import RunConfig
 from tercet.model.decode import why_not_kernels
@@ -98,16 +99,10 @@ def test_layers_share_compiled_code_and_choose_differently(monkeypatch: pytest.M
 
     monkeypatch.setattr(dispatch, "why_not_triton", lambda tensors, config: None)
     monkeypatch.setattr(kernels, "nsa", fake_kernels)
-    model, tokens, compiled = make_model(), torch.randint(0, 256, (1, 160)), []
+    model, tokens = make_model(), torch.randint(0, 256, (1, 160))
     expected = model(tokens)
-
-    def count(module, inputs):  # type: ignore[no-untyped-def]
-        compiled.append(module)
-        return module.forward
-
-    torch._dynamo.reset()
+    compiled = compile_counted(model)
     for block in model.blocks:
-        block.compile(backend=count, fullgraph=True)
         block.attention.random_blocks.layer = -1  # must come from outside of the compiled code
     torch.testing.assert_close(model(tokens), expected)
     assert len(compiled) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.world import TorchrunRun, flags, run_torchrun
+from parallel.world import TorchrunRun, assert_below, flags, run_torchrun
 from runs import GPU_SIZES, SMALL, losses
 from tercet.config.load import load
 from tercet.train.trainer import train
@@ -33,25 +33,17 @@ def results_of(cases: list[str], steps: int) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_two_ranks_on_one_gpu_train_like_one(strategy: str):
-    for t in results_of(CASES[strategy], 20):
-        assert t["loss"] < 1e-6, t
-        assert t["gradient"] < 1e-5, t
-        assert t["losses"] < 1e-4, t
-        assert t["stats"] < 1e-9, t
+    assert_below(results_of(CASES[strategy], 20), loss=1e-6, gradient=1e-5, losses=1e-4, stats=1e-9)
 
 
 def test_two_ranks_on_one_gpu_train_like_one_in_bf16():
-    for t in results_of(BF16, 3):
-        assert t["loss"] < 1e-2, t
-        assert t["gradient"] < 5e-2, t
+    assert_below(results_of(BF16, 3), loss=1e-2, gradient=5e-2)
 
 
 def test_one_rank_on_nccl_trains_like_one_process_and_keeps_a_record_of_its_collectives():
     """What one GPU can show of NCCL: groups, mixed transports, sharding, the flight recorder."""
     results = run_torchrun(1, "strategies_ranks", "--cuda", "--nccl", "3:ddp", "3:fsdp", seconds=300)
-    for t in results[:2]:
-        assert t["loss"] < 1e-5, t
-        assert t["gradient"] < 1e-4, t
+    assert_below(results[:2], loss=1e-5, gradient=1e-4)
     assert results[2]["recorded"] > 0
     assert any(kind.startswith("nccl:") for kind in results[2]["kinds"])
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.world import TorchrunRun, flags, run_torchrun
+from parallel.world import TorchrunRun, assert_below, flags, run_torchrun
 from runs import GPU_SIZES, SMALL, losses
 from tercet.config.load import load
 from tercet.train.trainer import train
@@ -49,26 +49,18 @@ def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict
     ids=["ddp", "fsdp", "cp"],
 )
 def test_two_ranks_train_like_one(backend: str, cases: list[str]):
-    for t in compare(backend, 2, 20, cases):
-        assert t["loss"] < 1e-5, t
-        assert t["gradient"] < 1e-4, t
-        assert t["losses"] < 1e-3, t
-        assert t["stats"] < 1e-9, t
+    assert_below(compare(backend, 2, 20, cases), loss=1e-5, gradient=1e-4, losses=1e-3, stats=1e-9)
 
 
 @over(4)
 def test_four_ranks_train_like_one_with_hsdp_and_with_data_parallel_sequences(backend: str):
-    for t in compare(backend, 4, 20, ["hsdp, plain", "cp with data"]):
-        assert t["loss"] < 1e-5, t
-        assert t["gradient"] < 1e-4, t
-        assert t["losses"] < 1e-3, t
+    results = compare(backend, 4, 20, ["hsdp, plain", "cp with data"])
+    assert_below(results, loss=1e-5, gradient=1e-4, losses=1e-3)
 
 
 @over()
 def test_two_ranks_train_like_one_in_bf16(backend: str):
-    for t in compare(backend, 2, 3, ["ddp, bf16", "fsdp, bf16", "cp, bf16"]):
-        assert t["loss"] < 1e-2, t
-        assert t["gradient"] < 5e-2, t
+    assert_below(compare(backend, 2, 3, ["ddp, bf16", "fsdp, bf16", "cp, bf16"]), loss=1e-2, gradient=5e-2)
 
 
 def settings(backend: str, folder: Path, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fork_server import ForkServer
-from parallel.world import run_ranks
+from parallel.world import assert_below, run_ranks
 from tercet.config.sections import ParallelConfig, TrainConfig
 from tercet.errors import UsageError
 from tercet.parallel.distributed import FullySharded
@@ -52,11 +52,7 @@ def check(server: ForkServer, ranks: int, cases: list[str], seconds: float = 600
             # not exactly zero: gradients really are communicated in half precision
             assert t["gradient"] > 0 or t["case"] == "ddp, bf16", t
             continue
-        assert t["loss"] < 1e-6, t
-        assert t["gradient"] < 1e-5, t
-        assert t["norm"] < 1e-6, t
-        assert t["stats"] < 1e-9, t
-        assert t["choice"] < 1e-6, t
+        assert_below([t], loss=1e-6, gradient=1e-5, norm=1e-6, stats=1e-9, choice=1e-6)
         assert t["steps"] < 20 or t["fell"] > 0.5, t
 
 

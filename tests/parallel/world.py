@@ -37,6 +37,12 @@ def _results(output: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix(RESULT)) for line in output.splitlines() if line.startswith(RESULT)]
 
 
+def assert_below(results: list[dict[str, Any]], **limits: float) -> None:
+    """The differences of these names are below their limits in every result."""
+    for result in results:
+        assert all(result[name] < limit for name, limit in limits.items()), (limits, result)
+
+
 def run_ranks(server: ForkServer, ranks: int, script: str, *arguments: str, seconds: float = 120) -> list[dict]:
     """Run `main` of tests/parallel/SCRIPT.py on forked ranks. Returns what rank 0 reported, in order."""
     children = start_ranks(server, ranks, f"parallel.{script}:main", *arguments)

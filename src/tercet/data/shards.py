@@ -95,20 +95,7 @@ class ShardStream:
         self.files = {name: FileSet((file, folder / file) for file in names)}
         self._tokens = [_open(folder, entry, "tokens") for entry in entries]
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
-        documents = [np.asarray(_open(folder, entry, "documents")) for entry in entries]
-        for entry, shard in zip(entries, documents, strict=True):
-            ends = shard["end"].astype(np.int64)
-            if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != entry["tokens"]:
-                raise DataError(
-                    f"{folder / entry['name']}.documents.npy does not fit its tokens: the end of a document is not "
-                    "after the one before; prepare the shards again or restore it"
-                )
-        hashes = np.concatenate([shard["hash"] for shard in documents] or [np.empty(0, np.uint64)])
-        # [documents of the split]: shard, first token, length
-        ends = np.concatenate([shard["end"].astype(np.int64) for shard in documents] or [np.empty(0, np.int64)])
-        shard = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
-        starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-        starts[np.flatnonzero(np.diff(shard, prepend=-1))] = 0
+        shard, starts, ends, hashes = _documents(folder, entries)
         in_split = np.ones(len(hashes), dtype=bool)
         validation = in_validation(hashes, options.validation_fraction)
         total = int((ends - starts).sum())
@@ -250,6 +237,23 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): prepare the shards again into a new folder") from error
     return value
+
+
+def _documents(folder: Path, entries: list[dict[str, Any]]) -> tuple[np.ndarray, ...]:
+    """Shard, first token, end and hash of each document, of all shards."""
+    found = [_open(folder, entry, "documents") for entry in entries]
+    for entry, shard in zip(entries, found, strict=True):
+        ends = shard["end"].astype(np.int64)
+        if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != entry["tokens"]:
+            raise DataError(
+                f"{folder / entry['name']}.documents.npy does not fit its tokens: the end of a document is not after "
+                "the one before; prepare the shards again or restore it"
+            )
+    documents = np.concatenate([np.empty(0, DOCUMENT), *found])
+    number = np.repeat(np.arange(len(found), dtype=np.int32), [len(shard) for shard in found])
+    ends = documents["end"].astype(np.int64)
+    starts = np.where(np.diff(number, prepend=-1) > 0, 0, np.roll(ends, 1))
+    return number, starts, ends, documents["hash"]
 
 
 def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
