@@ -205,7 +205,7 @@ def _shapes(given: tuple[Tensor | None, ...], config: NSAConfig, branches: tuple
 
 
 def _without_autocast(device: str) -> AbstractContextManager[None]:
-    """Where it is off, entering it would take as long as two launches."""
+    """Autocast off. Does nothing if it is off already: entering the context takes as long as two launches."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()

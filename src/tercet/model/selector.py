@@ -1,9 +1,10 @@
-"""Other choices of blocks than the paper's: learned projections with the loss that teaches them, and random blocks.
+"""Ways to choose blocks that the paper does not have: learned projections, with their loss, and random blocks.
 
 BlockSelector (docs/nsa.md, "Learned selection"): small projections of the layer's input score the blocks in place of
 the compressed branch. They learn from the selected branch itself: the teacher is the attention that its queries and
-keys would put on every block of the past, and the student's scores follow it by a KL divergence, on a sample of the
-queries. The input is detached and the teacher has no gradient, so the rest of the model never feels this loss.
+keys would put on every block of the past, and the loss is the KL divergence of the student's scores from it, on a
+sample of the queries. The input is detached and the teacher has no gradient: the rest of the model does not learn from
+this loss.
 
 Axes: a selector's queries and keys [B, T, G, size]; S sampled queries, h query heads per group, NB blocks.
 """
@@ -153,7 +154,7 @@ class BlockSelector(nn.Module):
         # a finite mask: a query without such blocks has no teacher either
         student = scores.masked_fill(~taught, -1e30).log_softmax(-1)
         kl = (torch.special.xlogy(teacher.mass, teacher.mass) - teacher.mass * student).sum()
-        # over all sampled queries, also those without a choice: ranks and micro-batches then weigh the same
+        # a mean over all sampled queries, even those without a choice, so that ranks and micro-batches weigh the same
         loss = kl / teacher.counted.numel()
         if not measure or chosen is None:
             return loss, None

@@ -84,7 +84,7 @@ class AttentionStats:
 
     @torch.no_grad()
     def update_choice(self, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor, packing: Packing | None) -> None:
-        """Count the attention that a choice captures which was not learned. See `selector.measure_choice`."""
+        """Count the attention captured by a choice that was not learned. See `selector.measure_choice`."""
         if not self.enabled or _recomputing():
             return
         with _hidden_from_checkpointing():

@@ -28,7 +28,7 @@ from tercet.model.window import WindowAttention
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
 
-# Queries of a sequence, at least, on which statistics measure how well blocks are chosen.
+# Statistics measure how well blocks are chosen on at least this many queries per sequence.
 MEASURED_QUERIES = 8
 
 
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         # Tied: no head at all rather than one parameter with two names, so that checkpoints, shards and weight-decay
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.compiled = False  # whether the blocks are compiled; the loss then is too
+        self.compiled = False  # whether the blocks are compiled, and with them the loss
         for i, layer in enumerate(self.attention_layers()):
             if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
                 layer.random_blocks.layer = i
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal weights; smaller by √(2·layers) where a block writes into the residual stream, where they add up.
+        """Normal weights; smaller by √(2·layers) in projections whose outputs add up in the residual stream.
 
         Draws from torch's global generator. Gates and the last layer of φ start at zero.
         """

@@ -25,7 +25,7 @@ from tercet.errors import TercetError
 SELECTION_OP = "tercet::keep_selection"
 
 # Saved in selective mode: matmuls with weights, and attention in any implementation. Norms, RoPE and SwiGLU are cheap
-# to recompute. Most batched matmuls are not saved either: in attention written in PyTorch they are all the scores.
+# to recompute. Most batched matmuls are not saved either: in attention written in PyTorch they compute the scores.
 SAVED_OPS = frozenset(
     {
         "aten::mm",

@@ -318,7 +318,7 @@ def _teach(
     """The loss of a learned selector, chunk by chunk: each has its own range of the fetched keys."""
     assert layer.selector is not None
     packing, losses = shard.packing, []
-    # the configuration makes every chunk have as many of the sampled queries
+    # the configuration ensures that all chunks have equally many of the sampled queries
     for i, own in enumerate(taught.chunk(len(shard.chunks))):
         first, part, start = shard.chunks[i][0], *_buffer_rows(shard, "selected", i)
         row = own - shard.chunk_rows(i).start

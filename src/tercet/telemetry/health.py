@@ -141,7 +141,7 @@ class HealthMonitor:
         return found
 
     def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
-        """Whether a gate has closed. One that an import closed counts from when it has opened."""
+        """Whether a gate has closed. One that an import closed counts only after it has opened once."""
         if not closed:
             self._opened.add(key)
         return closed and (not self._imported or key in self._opened or math.isnan(share))

@@ -131,7 +131,7 @@ class Saved:
     step: int
     bytes: int
     seconds: float  # from the start of the save until it was complete
-    blocked_seconds: float  # how long of that training waited
+    blocked_seconds: float  # how much of that time training waited
 
 
 class Checkpointer:

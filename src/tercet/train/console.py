@@ -277,7 +277,8 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
             f"{size(state)} per rank, and {device_name(device)} has {size(available)}: use a smaller model, or shard "
             "it over more ranks with --parallel.strategy fsdp"
         )
-    # a GPU out of memory raises an error, but a host kills processes: refuse what no error of the estimate explains
+    # A GPU that runs out of memory raises an error, a host kills processes: refuse what cannot fit even if the estimate
+    # is far too high.
     _, largest = largest_stage(config, precision_of(config, device))
     step = step_memory(largest, precision_of(config, device)).total
     if device.type == "cpu" and available is not None and step > 1.5 * available:

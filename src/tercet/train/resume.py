@@ -72,7 +72,7 @@ def check_start(config: RunConfig, resume: str | None) -> None:
 
 
 def _check_vocabulary(size: int, source: Path) -> None:
-    """Raise for another vocabulary than the run's that train.init_from names: the usual reason why weights differ."""
+    """Raise if train.init_from names a run with another vocabulary, the usual reason why weights do not fit."""
     if source.suffix == ".safetensors":
         return
     found = find_checkpoint(str(source), source, verify=False)
@@ -252,7 +252,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     selector_only = () if learned else ("selector_dim", "selector_rotary")
     unused_keys = {f"model.{key}" for key in ("backend", *nsa_only, *selector_only)}
     unused = [k for k in changed if ".".join(k.split(".")[:2]) in unused_keys]
-    extension = ("model.rope_scaling", "model.rope.")  # of a model to longer sequences
+    extension = ("model.rope_scaling", "model.rope.")  # these extend a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
         raise WrongCheckpoint(
