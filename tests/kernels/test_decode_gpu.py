@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import tercet
 from kernels.caches import filled
 from tercet.attention.kernels import table
-from tercet.attention.reference import block_importance
+from tercet.attention.reference import block_importance, selector_weight
 from tercet.config.load import load
 from tercet.inference.decoder import CachedDecoder, UncachedDecoder
 from tercet.model.transformer import Transformer
@@ -165,7 +165,8 @@ def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: 
             scores = block_importance(p, 0, CONFIG.num_blocks(t + 1), CONFIG)
         else:
             q, k = layer.selector(x, at)[0][0, 0].double(), cache._stores["selector"][0, : current * 64].double()
-            scores = torch.einsum("gd,sgd->gs", q, k).mul(32**-0.5).unflatten(1, (-1, 64)).logsumexp(2).exp()
+            logits = torch.einsum("gd,sgd->gs", q, k).mul(32**-0.5)
+            scores = selector_weight(logits).unflatten(1, (-1, 64)).sum(2)
     for g, blocks in enumerate(cache.block_indices[0].tolist()):
         assert blocks == sorted(set(blocks))
         assert {0, current - 1, current} <= set(blocks)

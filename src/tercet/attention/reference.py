@@ -190,9 +190,10 @@ def _logits_by_block(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks
 def selector_weight(logits: Tensor) -> Tensor:
     """exp of a selector's logits as it is computed in choosing blocks; NaN counts as 0.
 
-    2^y, y = logit · log2(e) between -127 and 119, linear between integers.
+    2^y, y = logit · log2(e) between -127 and 119, in steps of 2^-13, linear between integers.
     """
     y = (logits * math.log2(math.e)).nan_to_num(nan=-torch.inf).clamp(-127, 119)
+    y = (y * 8192).round() / 8192
     below = y.floor()
     return torch.ldexp(1 + y - below, below)
 
