@@ -41,13 +41,13 @@ def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
         "NSA, learned selectors": FOLDER / "learned-needle.txt",
-        "dense": FOLDER / "dense-needle.txt",
         "NSA, earlier exercises": FOLDER / "earlier-needle.txt",
+        "dense, earlier exercises": FOLDER / "dense-needle.txt",
         "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",
         "dense, no exercises": QUALITY / "needle-dense.txt",
     }
     records = {name: _last_line(path)["found"] for name, path in files.items()}
-    lengths = sorted({f["length"] for f in records["dense"]})
+    lengths = sorted({f["length"] for f in records["NSA, learned selectors"]})
     rows = []
     for name, found in records.items():
         right = [sum(f["right"] for f in found if f["length"] == length) for length in lengths]
@@ -64,8 +64,8 @@ def single() -> str:
     """Single needles by length."""
     files = {
         "NSA, learned selectors": "learned-single-training.json",
-        "dense": "dense-single-training.json",
-        "NSA, earlier exercises": "earlier-single.json",
+        "NSA, earlier exercises": "earlier-single-training.json",
+        "dense, earlier exercises": "dense-single-training.json",
         "NSA, held-out wording": "learned-single-held-out.json",
     }
     records = {label: _whole(name) for label, name in files.items()}
@@ -79,7 +79,7 @@ def single() -> str:
 
 def probe() -> str:
     """The layers and KV heads that attend to the needle's block at some length, and whether they choose it."""
-    found = json.loads((FOLDER / "earlier-probe.json").read_text(encoding="utf-8"))["found"]
+    found = json.loads((FOLDER / "learned-probe.json").read_text(encoding="utf-8"))["found"]
     rows = []
     for cells in zip(*(record["cells"] for record in found), strict=True):  # one layer and KV head at every length
         if max(cell["mass"] for cell in cells) > 0.2:
@@ -92,7 +92,12 @@ def losses() -> str:
     """Held-out loss at the same step of the same run through the data, and the time that the steps of a stage took."""
     ends = {1700: "8k", 2000: "32k", 2500: "64k"}
     rows = []
-    for kind, name in {"learned": "NSA, learned selectors", "dense": "dense"}.items():
+    kinds = {
+        "learned": "NSA, learned selectors",
+        "earlier": "NSA, earlier exercises",
+        "dense": "dense, earlier exercises",
+    }
+    for kind, name in kinds.items():
         with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
             loss = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
         with (FOLDER / f"{kind}-training.csv").open(encoding="utf-8") as stream:
@@ -120,7 +125,7 @@ def tasks() -> str:
 
 def context() -> str:
     """Loss of the same last tokens with more context."""
-    kinds = {"learned": "NSA", "dense": "dense"}
+    kinds = ("learned", "dense")
     found = {kind: _last_line(FOLDER / f"{kind}-context.txt")["by_context"] for kind in kinds}
     rows = []
     for cells in zip(*found.values(), strict=True):
@@ -139,18 +144,6 @@ def _gain(losses: list[float], base: list[float]) -> str:
     return f"{statistics.fmean(differences):+.4f} ± {statistics.stdev(differences) / len(differences) ** 0.5:.4f}"
 
 
-def selectors() -> str:
-    """Share of the attention to free blocks that the chosen blocks receive, mean over layers."""
-    with (FOLDER / "learned-selectors.csv").open(encoding="utf-8") as stream:
-        read = list(csv.DictReader(stream))
-    rows = []
-    for step in sorted({int(row["step"]) for row in read}):
-        layers = [row for row in read if int(row["step"]) == step]
-        means = (statistics.fmean(float(row[key]) for row in layers) for key in ("mass", "best", "random"))
-        rows.append([f"{step:,}", *(f"{mean:.2f}" for mean in means)])
-    return _rows(["step", "captured", "best possible", "at random"], rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "retrieval-needles": needles,
     "retrieval-single": single,
@@ -158,5 +151,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "retrieval-losses": losses,
     "retrieval-tasks": tasks,
     "retrieval-context": context,
-    "retrieval-selectors": selectors,
 }

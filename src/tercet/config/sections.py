@@ -54,7 +54,7 @@ class SelectorConfig(Section):
     read."""
     all_until: int = Field(default=0, ge=0)
     """With teacher=selected: the selector learns from all blocks before this step."""
-    every: int = Field(default=256, ge=1)
+    every: int = Field(default=128, ge=1)
     """Compute the selector's loss on one query in this many."""
     weight: float = Field(default=1.0, ge=0)
     """Weight of the selector's loss; 0: the selector keeps its initial weights."""

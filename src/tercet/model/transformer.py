@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.attention_layers()):
             if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
                 layer.random_blocks.layer = i
-        self.taught_every = 256  # in training, the loss of learned selectors is computed on one query in this many
+        self.taught_every = 128  # in training, the loss of learned selectors is computed on one query in this many
         self.init_weights()
 
     @torch.no_grad()
