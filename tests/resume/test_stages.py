@@ -133,3 +133,10 @@ def test_a_stage_trains_with_its_rope_theta(tmp_path: Path) -> None:
         assert train(config_of(folder, stages, 4)) == 0
         told.append(losses(folder))
     assert [told[0][step] == told[1][step] for step in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+def test_selectors_learn_in_stages_whose_steps_are_shorter_than_one_pass_at_the_configured_length(
+    tmp_path: Path,
+) -> None:
+    learned = {"model__selector": "learned", "train__selector__every": 4, "train__tokens_per_step": 32}
+    assert train(config_of(tmp_path, "16:1,32:1", 2, **learned)) == 0

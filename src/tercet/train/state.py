@@ -87,7 +87,7 @@ def build_state(
     if uses_compile(config, device):
         compile_blocks(model, config.train.activation_checkpointing)
     model = strategy.prepare(model)
-    _configure_selectors(model, config)
+    _configure_selectors(model, config.stages[0])
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
