@@ -53,9 +53,10 @@ def test_a_recording_holds_what_evenly_spaced_layers_selected(run: Path, tmp_pat
 
 
 def test_fewer_kv_heads_can_be_recorded_but_not_more(run: Path, tmp_path: Path, capsys) -> None:
-    command = ["eval", "selections", str(run), str(tmp_path / "s.npz"), "--length", "64"]
+    command = ["eval", "selections", str(run), str(tmp_path / "s.npz")]  # of the length it was trained with
     assert main([*command, "--kv-heads", "1"]) == 0
     assert load(tmp_path / "s.npz").bits.shape[:2] == (4, 1)
+    assert load(tmp_path / "s.npz").tokens == 64
     (tmp_path / "s.npz").unlink()
     for flag, most in (("--kv-heads", 2), ("--layers", 4)):
         assert main([*command, flag, "5"]) == 2

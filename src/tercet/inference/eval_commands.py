@@ -440,8 +440,8 @@ def selection_map(
 def selections(
     run: Run,
     out: Path,
-    length: int = 65536,
-    layers: int = 4,
+    length: int | None = None,
+    layers: int | None = None,
     kv_heads: int | None = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -450,8 +450,8 @@ def selections(
 
     Args:
         out: The file to write, .npz.
-        length: Tokens of the sequence; shorter benchmarks read its beginning.
-        layers: Number of layers to record, evenly spaced.
+        length: Tokens of the sequence; shorter benchmarks read its beginning. Default: what the model was trained with.
+        layers: Number of layers to record, evenly spaced; default: 4, or all if there are fewer.
         kv_heads: Number of KV heads to record in each; default: all.
     """
     check_model(run)
@@ -461,6 +461,7 @@ def selections(
     from tercet.inference.recorded_selections import record, save
 
     model = load_model(run, device=device, dtype=dtype)
+    length = length or model.context
     warning = _warn_beyond_training(model, run, "--length", [length])
     recording = record(model, length, layers, kv_heads)
     save(recording, out)

@@ -52,9 +52,11 @@ class Recording:
         return torch.from_numpy(np.stack(chosen)).unflatten(0, (batch, groups)).transpose(1, 2).contiguous()
 
 
-def record(model: LanguageModel, length: int, layers: int, kv_heads: int | None = None) -> Recording:
-    """Read one validation sequence, and keep the selection of this many layers, evenly spaced; kv_heads: of each."""
+def record(model: LanguageModel, length: int, layers: int | None = None, kv_heads: int | None = None) -> Recording:
+    """Read one validation sequence, and keep the selection of this many layers (none: at most 4), evenly spaced;
+    kv_heads: of each."""
     found = record_selections(model, _sequence(model, length).tokens[0].tolist())
+    layers = layers or min(4, len(found))
     for name, given, most in (("layers", layers, len(found)), ("kv-heads", kv_heads or 1, model.config.kv_heads)):
         if given > most:
             raise UsageError(f"--{name} {given} is more than the {most} that select blocks: give at most that")
