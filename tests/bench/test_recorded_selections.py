@@ -56,7 +56,7 @@ def test_fewer_kv_heads_can_be_recorded_but_not_more(run: Path, tmp_path: Path, 
     command = ["eval", "selections", str(run), str(tmp_path / "s.npz")]  # of the length it was trained with
     assert main([*command, "--kv-heads", "1"]) == 0
     assert load(tmp_path / "s.npz").bits.shape[:2] == (4, 1)
-    assert load(tmp_path / "s.npz").tokens == 64
+    assert load(tmp_path / "s.npz").tokens == 128
     (tmp_path / "s.npz").unlink()
     for flag, most in (("--kv-heads", 2), ("--layers", 4)):
         assert main([*command, flag, "5"]) == 2
