@@ -25,8 +25,8 @@ from tercet.attention.first_order import first_order
 from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
 
-_BLOCKS = 16  # per program: one program for a whole document would take as long as all the others together
-_TILE = 64  # rows per program: heads of a group, times queries
+_BLOCKS, _RANGES = 16, 32  # most blocks per program, and how many programs share a document if they can have fewer
+_TILE = 128  # rows per program: queries times heads of a group
 _ROWS, _QUERIES = 64, 32  # keys and queries of a product for dk
 _DQ_QUERIES = 16  # for dq, which holds two products: more would not fit the registers
 
@@ -34,45 +34,52 @@ _DQ_QUERIES = 16  # for dq, which holds two products: more would not fit the reg
 @triton.jit(do_not_specialize=["queries", "blocks"])
 def block_lse_kernel(
     Q, K, ROWS, POSITIONS, OUT, queries, blocks, q_s, q_h, k_t, k_h, scale,
-    HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr,
     BP: tl.constexpr, BLOCKS: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(1)
     begin = tl.program_id(2) * BLOCKS
-    row = tl.arange(0, QT * HP)
-    s = (tl.program_id(0) * QT + row // HP).to(tl.int64)
-    h = row % HP
-    inside = (s < queries) & (h < HEADS)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    s = (row // HEADS).to(tl.int64)
+    h = row % HEADS
+    inside = s < queries
     position = tl.load(POSITIONS + s, mask=inside, other=-1)
     first = tl.load(ROWS + s, mask=inside, other=0) - position
-    d = tl.arange(0, DKP)
+    position = position.to(tl.int32)
+    d, t, c = tl.arange(0, DKP), tl.arange(0, BP), tl.arange(0, BLOCKS)
     q = tl.load(
         Q + (s * q_s + (g * HEADS + h) * q_h)[:, None] + d[None, :],
         mask=inside[:, None] & (d < DK)[None, :], other=0.0,
     )  # fmt: skip
     K += g.to(tl.int64) * k_h
-    out = OUT + ((s * tl.num_programs(1) + g) * HEADS + h) * blocks
-    t = tl.arange(0, BP)
+    # of every block: the highest logit, and the sum of exponentials relative to it
+    highs = tl.zeros([TILE, BLOCKS], tl.float32)
+    sums = tl.zeros([TILE, BLOCKS], tl.float32)
     # one document after another: the queries of a tile usually belong to one
     NONE: tl.constexpr = 1 << 60
     start = tl.min(tl.where(inside, first, NONE), 0)
     while start < NONE:
-        mine = inside & (first == start)
-        last = tl.max(tl.where(mine, position, -1), 0)
+        mine = tl.where(inside & (first == start), position, -1)
+        last = tl.max(mine, 0)
         # `blocks` are fewer if a packed document is longer than the caller's upper bound
-        end = tl.minimum(tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS), blocks)
+        end = tl.minimum(tl.minimum(last // BLOCK + 1, begin + BLOCKS), blocks)
         for j in tl.range(begin, end):
-            token = j * BLOCK + t
-            there = (t < BLOCK) & (token <= last)
             k = tl.load(
-                K + ((start + token) * k_t)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0
-            )
-            x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            x = tl.where((t < BLOCK)[None, :] & (token[None, :] <= position[:, None]), x, float("-inf"))
-            highest = tl.max(x, 1)
-            lse = (highest + tl.log2(tl.sum(tl.exp2(x - highest[:, None]), 1))) * LN2
-            tl.store(out + j, lse, mask=mine & (j * BLOCK <= position))
+                K + (start + j * BLOCK) * k_t + (t * k_t)[:, None] + d[None, :],
+                mask=(t <= tl.minimum(last - j * BLOCK, BLOCK - 1))[:, None] & (d < DK)[None, :], other=0.0,
+            )  # fmt: skip
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            newest = tl.minimum(mine - j * BLOCK, BLOCK - 1)
+            x = tl.where(t[None, :] <= newest[:, None], x, float("-inf"))
+            highest = tl.max(x, 1) * scale
+            total = tl.sum(tl.exp2(x * scale - highest[:, None]), 1)
+            here = (c == j - begin)[None, :] & (newest >= 0)[:, None]
+            highs = tl.where(here, highest[:, None], highs)
+            sums = tl.where(here, total[:, None], sums)
         start = tl.min(tl.where(inside & (first > start), first, NONE), 0)
+    out = OUT + ((s * tl.num_programs(1) + g) * HEADS + h) * blocks + begin
+    lse = (highs + tl.log2(sums)) * LN2  # -inf for blocks after the query: their sum is 0
+    tl.store(out[:, None] + c[None, :], lse, mask=inside[:, None] & (begin + c < blocks)[None, :])
 
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
@@ -199,14 +206,14 @@ def nsa_block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: i
     S, H, DK = q.shape
     G = k.shape[1]
     q, k = _rows(q), _rows(k)
-    out = torch.full((S, G, H // G, blocks), -math.inf, dtype=torch.float32, device=q.device)
-    heads = power_of_2(H // G)
-    per_tile = max(_TILE, heads) // heads
+    out = torch.empty(S, G, H // G, blocks, dtype=torch.float32, device=q.device)
+    heads, span = H // G, _span(blocks)
+    tile = _TILE // 4 if q.dtype.itemsize > 2 else _TILE if heads > 1 else _TILE // 2  # fp32: as many registers
     call(
-        block_lse_kernel, (-(-S // per_tile), G, -(-blocks // _BLOCKS)), (q, k, rows, position, out), (S, blocks),
-        (q.stride(0), q.stride(1), k.stride(0), k.stride(1), DK**-0.5 * LOG2E, H // G, heads, per_tile, DK, padded(DK),
-         block, max(16, power_of_2(block)), _BLOCKS, math.log(2.0)),
-        num_warps=4, num_stages=3,
+        block_lse_kernel, (-(-S * heads // tile), G, -(-blocks // span)), (q, k, rows, position, out), (S, blocks),
+        (q.stride(0), q.stride(1), k.stride(0), k.stride(1), DK**-0.5 * LOG2E, heads, tile, DK, padded(DK),
+         block, padded(block), span, math.log(2.0)),
+        num_warps=max(4, tile // 16), num_stages=3,
     )  # fmt: skip
     return out
 
@@ -238,6 +245,11 @@ def nsa_block_lse_backward(
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return (dq.sum(0) * scale).to(q.dtype), dk
+
+
+def _span(blocks: int) -> int:
+    """Blocks per program."""
+    return min(_BLOCKS, max(4, power_of_2(blocks) // _RANGES))
 
 
 def _rows(x: Tensor) -> Tensor:
