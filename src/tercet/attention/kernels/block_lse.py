@@ -27,8 +27,7 @@ from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
 
 _BLOCKS, _RANGES = 16, 32  # most blocks per program, and how many programs share a document if they can have fewer
 _TILE = 128  # rows per program: queries times heads of a group
-_ROWS, _QUERIES = 64, 32  # keys and queries of a product for dk
-_DQ_QUERIES = 16  # for dq, which holds two products: more would not fit the registers
+_QUERIES, _ROWS = 64, 64  # queries of a product of the backward pass, and keys of one for dk
 
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
@@ -95,6 +94,7 @@ def block_lse_dq_kernel(
     inside = s < queries
     position = tl.load(POSITIONS + s, mask=inside, other=-1)
     first = tl.load(ROWS + s, mask=inside, other=0) - position
+    position = position.to(tl.int32)
     d, t = tl.arange(0, DKP), tl.arange(0, BP)
     q = tl.load(Q + (s * q_s + g * q_g)[:, None] + d[None, :], mask=inside[:, None] & (d < DK)[None, :], other=0.0)
     K += g.to(tl.int64) * k_g
@@ -103,21 +103,20 @@ def block_lse_dq_kernel(
     NONE: tl.constexpr = 1 << 60
     start = tl.min(tl.where(inside, first, NONE), 0)
     while start < NONE:
-        mine = inside & (first == start)
-        last = tl.max(tl.where(mine, position, -1), 0)
+        mine = tl.where(inside & (first == start), position, -1)
+        last = tl.max(mine, 0)
         # `blocks` are fewer if a packed document is longer than the caller's upper bound
-        end = tl.minimum(tl.minimum((last // BLOCK).to(tl.int32) + 1, begin + BLOCKS), blocks)
+        end = tl.minimum(tl.minimum(last // BLOCK + 1, begin + BLOCKS), blocks)
         for j in tl.range(begin, end):
-            met = mine & (j * BLOCK <= position)
-            grad = tl.load(GRAD + at + j, mask=met, other=0.0)
-            lse = tl.load(LSE + at + j, mask=met, other=0.0)
-            token = j * BLOCK + t
-            there = (t < BLOCK) & (token <= last)
+            newest = tl.minimum(mine - j * BLOCK, BLOCK - 1)
+            grad = tl.load(GRAD + at + j, mask=newest >= 0, other=0.0)
+            lse = tl.load(LSE + at + j, mask=newest >= 0, other=0.0)
             k = tl.load(
-                K + ((start + token) * k_t)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0
-            )
+                K + (start + j * BLOCK) * k_t + (t * k_t)[:, None] + d[None, :],
+                mask=(t <= tl.minimum(last - j * BLOCK, BLOCK - 1))[:, None] & (d < DK)[None, :], other=0.0,
+            )  # fmt: skip
             x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            w = _weights(x, grad[:, None], lse[:, None], there[None, :] & (token[None, :] <= position[:, None]))
+            w = _weights(x, grad[:, None], (lse * 1.4426950408889634)[:, None], t[None, :] <= newest[:, None])
             total = _product(w, k, total)
         start = tl.min(tl.where(inside & (first > start), first, NONE), 0)
     to = DQ + (((part * queries + s) * tl.num_programs(1) + g) * DK)[:, None] + d[None, :]
@@ -126,9 +125,8 @@ def block_lse_dq_kernel(
 
 @triton.jit
 def _weights(x, grad, lse, seen):
-    """Gradients of logits x, in base 2, from those of the log-sum-exps of their blocks."""
-    used = seen & (grad != 0)
-    return tl.where(used, grad * tl.exp2(tl.where(used, x - lse * 1.4426950408889634, 0.0)), 0.0)
+    """Gradients of logits x from those of the log-sum-exps of their blocks; x and lse in base 2."""
+    return grad * tl.exp2(tl.where(seen, x - lse, float("-inf")))
 
 
 @triton.jit
@@ -149,8 +147,8 @@ def block_lse_dk_kernel(
     begin, g = tl.program_id(0).to(tl.int64) * KEYS, tl.program_id(1)
     r, d = tl.arange(0, KP), tl.arange(0, DKP)
     row = begin + r
-    there = (r < KEYS) & (row < rows)
-    k = tl.load(K + (row * k_t + g * k_g)[:, None] + d[None, :], mask=there[:, None] & (d < DK)[None, :], other=0.0)
+    there = ((r < KEYS) & (row < rows))[:, None] & (d < DK)[None, :]
+    k = tl.load(K + (row * k_t + g * k_g)[:, None] + d[None, :], mask=there, other=0.0)
     total = tl.zeros([KP, DKP], tl.float32)
     # queries that may see a row: usually neighbours, as they are sampled in order
     lowest, highest = queries, 0
@@ -162,35 +160,35 @@ def block_lse_dk_kernel(
         lowest = tl.minimum(lowest, tl.min(tl.where(near, s, queries), 0))
         highest = tl.maximum(highest, tl.max(tl.where(near, s + 1, 0), 0))
     for tile in tl.range(lowest, highest, QT):
-        s = tile + tl.arange(0, QT).to(tl.int64)
+        s = tile + tl.arange(0, QT)
         inside = s < queries
-        position = tl.load(POSITIONS + s, mask=inside, other=-1)
-        first = tl.load(ROWS + s, mask=inside, other=0) - position
-        at = (s * tl.num_programs(1) + g) * blocks
+        q = tl.load(
+            Q + (s.to(tl.int64) * q_s + g * q_g)[:, None] + d[None, :],
+            mask=inside[:, None] & (d < DK)[None, :], other=0.0,
+        )  # fmt: skip
+        position = tl.load(POSITIONS + s, mask=inside, other=-1).to(tl.int32)
+        own = (tl.load(ROWS + s, mask=inside, other=0) - begin).to(tl.int32)  # counted from `begin`, as r
         # the block of a query's document that holds the first row, and the next one, which may begin within the rows
-        j = (begin - first + BLOCK) // BLOCK - 1
+        j = (position - own + BLOCK) // BLOCK - 1
+        at = (s.to(tl.int64) * tl.num_programs(1) + g) * blocks
         one, lse_one = _load_block(GRAD, LSE, at, j, position, inside, blocks, BLOCK)
         two, lse_two = _load_block(GRAD, LSE, at, j + 1, position, inside, blocks, BLOCK)
-        if tl.max(((one != 0) | (two != 0)).to(tl.int32), 0) > 0:
-            q = tl.load(
-                Q + (s * q_s + g * q_g)[:, None] + d[None, :], mask=inside[:, None] & (d < DK)[None, :], other=0.0
-            )
-            x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-            token = row[:, None] - first[None, :]
-            second = token >= ((j + 1) * BLOCK)[None, :]
-            grad = tl.where(second, two[None, :], one[None, :])
-            lse = tl.where(second, lse_two[None, :], lse_one[None, :])
-            seen = there[:, None] & (token >= 0) & (token <= position[None, :])
-            total = _product(_weights(x, grad, lse, seen), q, total)
+        second = r[None, :] >= (own - position + (j + 1) * BLOCK)[:, None]
+        x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        grad = tl.where(second, two[:, None], one[:, None])
+        lse = tl.where(second, lse_two[:, None], lse_one[:, None])
+        w = _weights(x, grad, lse, r[None, :] <= own[:, None])
+        total = _product(tl.trans(w), q, total)
     to = DK_ + ((row * tl.num_programs(1) + g) * DK)[:, None] + d[None, :]
-    tl.store(to, (total * dk_scale).to(DK_.dtype.element_ty), mask=there[:, None] & (d < DK)[None, :])
+    tl.store(to, (total * dk_scale).to(DK_.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _load_block(GRAD, LSE, at, j, position, inside, blocks, BLOCK: tl.constexpr):
-    """Gradients and log-sum-exps of blocks j, one per query; 0 for blocks that it does not see."""
+    """Gradients and log-sum-exps, in base 2, of blocks j, one per query; such that unseen blocks have weights 0."""
     met = inside & (j >= 0) & (j < blocks) & (j * BLOCK <= position)
-    return tl.load(GRAD + at + j, mask=met, other=0.0), tl.load(LSE + at + j, mask=met, other=0.0)
+    grad, lse = tl.load(GRAD + at + j, mask=met, other=0.0), tl.load(LSE + at + j, mask=met, other=float("inf"))
+    return grad, lse * 1.4426950408889634
 
 
 # ------------------------------------------------------------ ops; `block_lse` has their gradient
@@ -226,23 +224,25 @@ def nsa_block_lse_backward(
     S, G, DK = q.shape
     blocks = lse.shape[-1]
     q, k, grad = _rows(q), _rows(k), grad.contiguous()
-    scale, ranges = DK**-0.5, -(-blocks // _BLOCKS)
+    scale, span = DK**-0.5, _span(blocks)
+    ranges = -(-blocks // span)
     dq = torch.empty(ranges, S, G, DK, dtype=torch.float32, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    per_product = _QUERIES if k.dtype.itemsize == 2 else _QUERIES // 2  # fp32: as many registers
+    tile = _QUERIES if k.dtype == torch.bfloat16 else _QUERIES // 4  # as many registers
+    dq_tile = tile if block <= 64 else max(16, tile // 2)
     owned = min(block, _ROWS)  # more than a block could meet more than two of a document
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call(
-        block_lse_dq_kernel, (-(-S // _DQ_QUERIES), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
-        (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), _DQ_QUERIES, _BLOCKS),
-        num_warps=4, num_stages=2,
+        block_lse_dq_kernel, (-(-S // dq_tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
+        (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), dq_tile, span),
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     call(
         block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
         (S, k.shape[0], blocks),
-        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), per_product,
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), tile,
          min(512, power_of_2(S))),
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return (dq.sum(0) * scale).to(q.dtype), dk
 
