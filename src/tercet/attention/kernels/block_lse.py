@@ -83,7 +83,7 @@ def block_lse_kernel(
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
 def block_lse_dq_kernel(
-    GRAD, LSE, Q, K, ROWS, POSITIONS, DQ, queries, blocks, q_s, q_g, k_t, k_g, scale,
+    GRAD, LSE, Q, K, ROWS, POSITIONS, DQ, queries, blocks, q_s, q_g, k_t, k_g, scale, dq_scale,
     DK: tl.constexpr, DKP: tl.constexpr, BLOCK: tl.constexpr, BP: tl.constexpr, QT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """dq of one head per group, of a range of blocks; DQ: [ranges, S, G, Dk]."""
@@ -120,7 +120,7 @@ def block_lse_dq_kernel(
             total = _product(w, k, total)
         start = tl.min(tl.where(inside & (first > start), first, NONE), 0)
     to = DQ + (((part * queries + s) * tl.num_programs(1) + g) * DK)[:, None] + d[None, :]
-    tl.store(to, total, mask=inside[:, None] & (d < DK)[None, :])
+    tl.store(to, total * dq_scale, mask=inside[:, None] & (d < DK)[None, :])
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def nsa_block_lse_backward(
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call(
         block_lse_dq_kernel, (-(-S // dq_tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
-        (*strides, scale * LOG2E, DK, padded(DK), block, padded(block), dq_tile, span),
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, padded(block), dq_tile, span),
         num_warps=4, num_stages=3,
     )  # fmt: skip
     call(
@@ -244,7 +244,7 @@ def nsa_block_lse_backward(
          min(512, power_of_2(S))),
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    return (dq.sum(0) * scale).to(q.dtype), dk
+    return dq.sum(0).to(q.dtype), dk
 
 
 def _span(blocks: int) -> int:
