@@ -206,12 +206,12 @@ def nsa_block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: i
     q, k = _rows(q), _rows(k)
     out = torch.empty(S, G, H // G, blocks, dtype=torch.float32, device=q.device)
     heads, span = H // G, _span(blocks)
-    tile = _TILE // 4 if q.dtype.itemsize > 2 else _TILE if heads > 1 else _TILE // 2  # fp32: as many registers
+    tile = _TILE // 8 if q.dtype.itemsize > 2 else _TILE if heads > 1 else _TILE // 2  # fp32: as many registers
     call(
         block_lse_kernel, (-(-S * heads // tile), G, -(-blocks // span)), (q, k, rows, position, out), (S, blocks),
         (q.stride(0), q.stride(1), k.stride(0), k.stride(1), DK**-0.5 * LOG2E, heads, tile, DK, padded(DK),
          block, padded(block), span, math.log(2.0)),
-        num_warps=max(4, tile // 16), num_stages=3,
+        num_warps=max(4, tile // 16), num_stages=_stages(k, block),
     )  # fmt: skip
     return out
 
@@ -229,13 +229,13 @@ def nsa_block_lse_backward(
     dq = torch.empty(ranges, S, G, DK, dtype=torch.float32, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tile = _QUERIES if k.dtype == torch.bfloat16 else _QUERIES // 4  # as many registers
-    dq_tile = tile if block <= 64 else max(16, tile // 2)
+    tile = tile if max(block, DK) <= 64 else max(16, tile // 2)
     owned = min(block, _ROWS)  # more than a block could meet more than two of a document
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call(
-        block_lse_dq_kernel, (-(-S // dq_tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
-        (*strides, scale * LOG2E, scale, DK, padded(DK), block, padded(block), dq_tile, span),
-        num_warps=4, num_stages=3,
+        block_lse_dq_kernel, (-(-S // tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, padded(block), tile, span),
+        num_warps=4, num_stages=_stages(k, block),
     )  # fmt: skip
     call(
         block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
@@ -250,6 +250,11 @@ def nsa_block_lse_backward(
 def _span(blocks: int) -> int:
     """Blocks per program."""
     return min(_BLOCKS, max(4, power_of_2(blocks) // _RANGES))
+
+
+def _stages(k: Tensor, block: int) -> int:
+    """Buffers for a block's keys, by their bytes."""
+    return 3 if block * k.shape[-1] * k.element_size() <= 16384 else 2
 
 
 def _rows(x: Tensor) -> Tensor:
