@@ -26,8 +26,8 @@ from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
 
 _BLOCKS, _RANGES = 16, 32  # most blocks per program, and how many programs share a document if they can have fewer
-_TILE = 128  # rows per program: queries times heads of a group
-_QUERIES, _ROWS = 64, 64  # queries of a product of the backward pass, and keys of one for dk
+_TILE = 64  # rows per program: queries times heads of a group
+_QUERIES, _ROWS = 16, 64  # queries of a product of the backward pass, and keys of one for dk
 
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
@@ -206,12 +206,12 @@ def nsa_block_lse(q: Tensor, k: Tensor, rows: Tensor, position: Tensor, block: i
     q, k = _rows(q), _rows(k)
     out = torch.empty(S, G, H // G, blocks, dtype=torch.float32, device=q.device)
     heads, span = H // G, _span(blocks)
-    tile = _TILE // 8 if q.dtype.itemsize > 2 else _TILE if heads > 1 else _TILE // 2  # fp32: as many registers
+    tile = _TILE if q.dtype.itemsize == 2 else _TILE // 4  # fp32: as many registers
     call(
         block_lse_kernel, (-(-S * heads // tile), G, -(-blocks // span)), (q, k, rows, position, out), (S, blocks),
         (q.stride(0), q.stride(1), k.stride(0), k.stride(1), DK**-0.5 * LOG2E, heads, tile, DK, padded(DK),
          block, padded(block), span, math.log(2.0)),
-        num_warps=max(4, tile // 16), num_stages=_stages(k, block),
+        num_warps=4, num_stages=_stages(k, block),
     )  # fmt: skip
     return out
 
@@ -228,19 +228,17 @@ def nsa_block_lse_backward(
     ranges = -(-blocks // span)
     dq = torch.empty(ranges, S, G, DK, dtype=torch.float32, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    tile = _QUERIES if k.dtype == torch.bfloat16 else _QUERIES // 4  # as many registers
-    tile = tile if max(block, DK) <= 64 else max(16, tile // 2)
     owned = min(block, _ROWS)  # more than a block could meet more than two of a document
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
     call(
-        block_lse_dq_kernel, (-(-S // tile), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
-        (*strides, scale * LOG2E, scale, DK, padded(DK), block, padded(block), tile, span),
+        block_lse_dq_kernel, (-(-S // _QUERIES), G, ranges), (grad, lse, q, k, rows, position, dq), (S, blocks),
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, padded(block), _QUERIES, span),
         num_warps=4, num_stages=_stages(k, block),
     )  # fmt: skip
     call(
         block_lse_dk_kernel, (-(-k.shape[0] // owned), G), (grad, lse, q, k, rows, position, dk),
         (S, k.shape[0], blocks),
-        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), tile,
+        (*strides, scale * LOG2E, scale, DK, padded(DK), block, owned, padded(owned), _QUERIES,
          min(512, power_of_2(S))),
         num_warps=4, num_stages=1,
     )  # fmt: skip
