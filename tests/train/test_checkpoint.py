@@ -140,11 +140,11 @@ def test_a_foreign_pickle_in_the_folder_is_not_executed(tmp_path: Path) -> None:
     assert not Path("/tmp/tercet-was-here").exists()
 
 
-def assert_damaged(newest: Path, older: Path, said: str) -> None:
+def assert_damaged(newest: Path, older: Path, said: str, *, verify: bool = True) -> None:
     """`newest` is refused by name, and `auto` takes the one before it."""
     with pytest.raises(CheckpointError, match=said):
-        resume.find_checkpoint(str(newest), newest.parent, verify=True)
-    found = resume.find_checkpoint("auto", newest.parent, verify=True)
+        resume.find_checkpoint(str(newest), newest.parent, verify=verify)
+    found = resume.find_checkpoint("auto", newest.parent, verify=verify)
     assert found is not None
     assert found.path == older
     assert newest.name in found.messages[0]
@@ -194,6 +194,13 @@ def test_a_manifest_with_a_malformed_file_list_is_skipped(tmp_path: Path, files:
     older, newest = (save(tmp_path, step, net, optimizer) for step in (1, 2))
     write_json(newest / "manifest.json", manifest.read_json(newest / "manifest.json") | {"files": files})
     assert_damaged(newest, older, r"step-00000002: manifest\.json is damaged")
+
+
+@pytest.mark.parametrize("state", [{}, {"step": None}, {"step": "2"}, {"step": 2.5}])
+def test_a_run_state_without_a_step_is_skipped_even_unverified(tmp_path: Path, state: dict[str, object]) -> None:
+    older, newest = (save(tmp_path, step, *build()) for step in (1, 2))
+    write_json(newest / "run.json", state)
+    assert_damaged(newest, older, r"step-00000002: run\.json is damaged", verify=False)
 
 
 @pytest.mark.parametrize("which", ["model-00001", "model-00002", "run.json", "rank-00000", "manifest.json"])

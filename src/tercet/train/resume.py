@@ -160,12 +160,12 @@ def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundChe
     if resume != "auto":
         path = _resolve(Path(resume))
         check(path)
-        return FoundCheckpoint(path, manifest.read_json(path / manifest.RUN_STATE), [])
+        return FoundCheckpoint(path, _read_run_state(path), [])
     messages: list[str] = []
     for path in reversed(manifest.complete_checkpoints(checkpoints)):
         try:
             check(path)
-            return FoundCheckpoint(path, manifest.read_json(path / manifest.RUN_STATE), messages)
+            return FoundCheckpoint(path, _read_run_state(path), messages)
         except CheckpointError as error:
             messages.append(f"skipping a damaged checkpoint: {error}")
     if messages:
@@ -174,6 +174,13 @@ def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundChe
             "restore one from a backup, or start over with another --run.dir"
         )
     return None
+
+
+def _read_run_state(path: Path) -> dict[str, Any]:
+    state = manifest.read_json(path / manifest.RUN_STATE)
+    if not isinstance(state.get("step"), int):
+        raise CheckpointError(f"{path}: {manifest.RUN_STATE} is damaged: its step is not an integer")
+    return state
 
 
 def _resolve(path: Path) -> Path:
