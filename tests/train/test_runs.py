@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from runs import events_of, losses, newest, rows, small, tensors, train_small
 from tercet import cli
+from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.parallel.strategy import Single
@@ -23,6 +25,7 @@ from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
 from tercet.train.dump import replay
 from tercet.train.manifest import complete_checkpoints, read_json
+from tercet.train.resume import check_start
 from tercet.train.state import build_state
 from tercet.train.trainer import train
 
@@ -192,6 +195,16 @@ def test_a_missing_init_from_is_one_line(tmp_path: Path, source: str, said: str)
         train_small(tmp_path / "run", train__init_from=str(tmp_path / source))
     assert str(told.value).startswith(f"train.init_from={tmp_path / source}: ")
     assert "--resume" not in str(told.value)
+
+
+@pytest.mark.parametrize("config", [None, [], {}, {"train": {}}, {"train": None, "model": None}])
+def test_a_damaged_init_from_is_one_line(done: Path, tmp_path: Path, config: object) -> None:
+    copied = Path(shutil.copytree(newest(done), tmp_path / newest(done).name))
+    write_json(copied / "run.json", read_json(copied / "run.json") | {"config": config})
+    new = small(run__dir=str(tmp_path / "run"), train__init_from=str(copied), checkpoint__verify=False)
+    for start in (train, lambda run: check_start(run, None)):
+        with pytest.raises(TercetError, match=r"run\.json is damaged: restore it"):
+            start(new)
 
 
 def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY, is_all_dense
 from tercet.model.cost import optimizer_numbers, parameters
+from tercet.parse import one_line_errors
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
@@ -77,7 +78,9 @@ def _check_vocabulary(size: int, source: Path) -> None:
         return
     found = find_checkpoint(str(source), source, verify=False)
     assert found is not None
-    if (saved := found.run_state["config"]["model"]["vocab_size"]) != size:
+    with damaged_state(found):
+        saved = found.run_state["config"]["model"]["vocab_size"]
+    if saved != size:
         raise WrongCheckpoint(
             f"model.vocab_size={size}, and train.init_from={source} has {saved}: train with its tokenizer, which "
             f"--config {run_of(found.path)}/config.toml sets"
@@ -174,6 +177,11 @@ def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundChe
             "restore one from a backup, or start over with another --run.dir"
         )
     return None
+
+
+def damaged_state(found: FoundCheckpoint) -> AbstractContextManager[None]:
+    """Raise what wrong values in the run state cause as an error of one line."""
+    return one_line_errors(CheckpointError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup")
 
 
 def _read_run_state(path: Path) -> dict[str, Any]:

@@ -244,15 +244,16 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
     except manifest.CheckpointError as error:
         raise type(error)(f"train.init_from={path}: {error}") from None
     assert found is not None
-    saved = found.run_state["config"]["train"].get("optimizer", "adamw")  # missing in old checkpoints
-    if optimizer is not None and saved != config.train.optimizer:
-        raise UsageError(
-            f"train.init_state=optimizer, but {found.path} has the state of {saved}, not {config.train.optimizer}: use "
-            f"--train.init_state weights, or --train.optimizer {saved}"
-        )
-    _check_rotation(found.path, found.run_state["config"]["model"], config.model)
+    with resume.damaged_state(found):
+        saved = found.run_state["config"]["train"].get("optimizer", "adamw")  # missing in old checkpoints
+        if optimizer is not None and saved != config.train.optimizer:
+            raise UsageError(
+                f"train.init_state=optimizer, but {found.path} has the state of {saved}, not "
+                f"{config.train.optimizer}: use --train.init_state weights, or --train.optimizer {saved}"
+            )
+        _check_rotation(found.path, found.run_state["config"]["model"], config.model)
+        state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
     checkpoint.load_tensors(found.path, state.model, optimizer)
-    state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
 
 
 def _check_rotation(path: Path, saved: Mapping[str, Any], model: ModelConfig) -> None:
