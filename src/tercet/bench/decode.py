@@ -194,15 +194,10 @@ def _error(made: _Caches, batch: int) -> float:
 
 def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
     from tercet.attention.kernels import decode
-    from tercet.model.decode import kernel_heads, phi_weights
+    from tercet.model.decode import kernel_cache, kernel_heads, phi_weights
 
     layer, cache = made.layer, made.caches[i]
-    arrived = cache.arrival_counters(decode.arrivals(cache.batch, layer.kv_heads))
-    held = decode.Held(
-        cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
-        selector_frequencies=cache.selector_frequencies(),
-    )  # fmt: skip
-    heads = kernel_heads(layer)
+    held, heads = kernel_cache(cache), kernel_heads(layer)
     scored = None if made.scored is None else (made.scored[0][i], made.scored[1][i])
     phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))
 

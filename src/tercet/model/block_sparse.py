@@ -129,8 +129,8 @@ class BlockSparseAttention(DenseAttention):
     def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
-            self._branch, self._route = "selected", ("triton", None)
-            return self._decode_token(x, cache, lengths)
+            self._branch = "selected"
+            return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
         q, k, v = self.project(x, new.positions, None if rope is None else rope.tokens)
@@ -158,28 +158,19 @@ class BlockSparseAttention(DenseAttention):
             cache.reads = None if reads is None else torch.where(early, cache.reads, reads)
         return self.o_proj(out.flatten(2))
 
-    def _decode_token(self, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
-        """One token per row on the decode kernels."""
+    def decode_token(self, x: Tensor, cache: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        counts = cache.begin_token(self.cache_key(), x, lengths)
-        with decode.inexact_on_failure(cache):
-            arrived = cache.arrival_counters(kernels.arrivals(cache.batch, self.kv_heads))
-            held = kernels.Held(
-                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
-                selector_frequencies=cache.selector_frequencies(),
-            )  # fmt: skip
-            q, kv = self.q_proj(x), self.kv_proj(x)
-            norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
-            scored = None if self.selector is None else (self.selector.q_proj(x), self.selector.k_proj(x))
-            covered = self.config.select_count * self.config.select_block
-            out, read, cache.block_indices = kernels.nsa_step(
-                q, kv, None, held, counts, self.config, decode.kernel_heads(self), branches=("selected",), shared=True,
-                softmax_gate=False, norms=norms, phi=None, selector=scored,
-                dense_below=self.dense_below if self.dense_below > covered else 0,
-            )  # fmt: skip
-        cache.set_partial_reads(read)
-        return self.o_proj(out)
+        q, kv = self.q_proj(x), self.kv_proj(x)
+        norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
+        scored = None if self.selector is None else (self.selector.q_proj(x), self.selector.k_proj(x))
+        covered = self.config.select_count * self.config.select_block
+        out, read, cache.block_indices = kernels.nsa_step(
+            q, kv, None, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),
+            branches=("selected",), shared=True, softmax_gate=False, norms=norms, phi=None, selector=scored,
+            dense_below=self.dense_below if self.dense_below > covered else 0,
+        )  # fmt: skip
+        return out, read
 
     def selector_size(self) -> int:
         return 0 if self.selector is None else self.selector.size

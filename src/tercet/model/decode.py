@@ -11,8 +11,7 @@ Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from tercet.model.layer import AttentionLayer
 from tercet.model.nsa_cache import NSACache
 
 if TYPE_CHECKING:  # needs Triton
-    from tercet.attention.kernels.decode import CompressionWeights, Heads, Norms
+    from tercet.attention.kernels.decode import CompressionWeights, Heads, Held, Norms
 
 # Elements gathered or scored at once: bounds the memory of a long chunk.
 _CHUNK_NUMBERS = 1 << 24
@@ -147,15 +146,30 @@ def _window_keys(new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor, int
     return new.window_k[:, empty:], new.window_v[:, empty:], first
 
 
-@contextmanager
-def inexact_on_failure(cache: Cache) -> Iterator[None]:
-    """The host has already counted this token; the device counts it in the last launch. If that may not have run, mark
-    the host's lengths as upper bounds."""
+def run_token(layer: AttentionLayer, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+    """One token per row on the decode kernels."""
+    layer._route = ("triton", None)
+    counts = cache.begin_token(layer.cache_key(), x, lengths)
     try:
-        yield
+        out, read = layer.decode_token(x, cache, counts)
     except BaseException:
+        # The host has already counted this token; the device counts it in the last launch. If that may not have run,
+        # mark the host's lengths as upper bounds.
         cache.host_lengths = HostLengths(cache.host_lengths.tokens, exact=False)
         raise
+    cache.set_partial_reads(read)
+    return layer.o_proj(out)
+
+
+def kernel_cache(cache: NSACache) -> Held:
+    """The tensors of a cache, with the counters that a selection of blocks needs."""
+    from tercet.attention.kernels.decode import Held, arrivals
+
+    return Held(
+        cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(),
+        arrived=cache.arrival_counters(arrivals(cache.batch, cache.key["kv_heads"])),
+        selector_frequencies=cache.selector_frequencies(),
+    )  # fmt: skip
 
 
 def kernel_heads(layer: AttentionLayer) -> Heads:

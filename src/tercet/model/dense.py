@@ -85,8 +85,7 @@ class DenseAttention(AttentionLayer):
     def _forward_cached(self, x: Tensor, cache: DenseCache, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         reason = decode.why_not_token_kernels(self, cache) if x.shape[1] == 1 else None
         if x.shape[1] == 1 and reason is None:
-            self._route = ("triton", None)
-            return self._decode_token(x, cache, lengths)
+            return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         q, k, v = self.project(new.zero_padding(x), new.positions, None if rope is None else rope.tokens)
         cache.append(new, k, v)
@@ -98,15 +97,10 @@ class DenseAttention(AttentionLayer):
         self._route = name, reason or why
         return self.o_proj(decode.cached_dense_attention(q, cache, new).flatten(2))
 
-    def _decode_token(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
-        """One token per row on the decode kernels."""
+    def decode_token(self, x: Tensor, cache: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        counts = cache.begin_token(self.cache_key(), x, lengths)
-        with decode.inexact_on_failure(cache):
-            held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.stores())
-            q, kv = self.q_proj(x), self.kv_proj(x)
-            norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
-            out, read = kernels.dense_step(q, kv, held, counts, decode.kernel_heads(self), norms=norms)
-        cache.set_partial_reads(read)
-        return self.o_proj(out)
+        held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.stores())
+        q, kv = self.q_proj(x), self.kv_proj(x)
+        norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
+        return kernels.dense_step(q, kv, held, counts, decode.kernel_heads(self), norms=norms)

@@ -96,6 +96,11 @@ class AttentionLayer(nn.Module):
         """Whether φ, if the layer has one, is fully described by its weights, which is all the decode kernels read."""
         return True
 
+    def decode_token(self, x: Tensor, cache: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out [B, 1, H·Dv], keys read) of one token per row on the decode kernels, which advance the cache. counts:
+        int32 [B], 0 for rows without a token. Called by `decode.run_token`."""
+        raise NotImplementedError
+
     def chooses_randomly(self) -> bool:
         """Whether blocks are chosen at random, as a control."""
         return getattr(self, "random_blocks", None) is not None

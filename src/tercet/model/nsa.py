@@ -322,8 +322,7 @@ class NativeSparseAttention(AttentionLayer):
     def _forward_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
-            self._route = ("triton", None)
-            return self._decode_token(x, cache, lengths)
+            return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
         # a learned selector's queries of the new tokens, and all keys that they can see
@@ -377,29 +376,20 @@ class NativeSparseAttention(AttentionLayer):
         k, v = (each["compressed"].unflatten(-1, (self.kv_heads, -1)) for each in parts)
         return k if self.k_norms is None else self.k_norms[0](k), v
 
-    def _decode_token(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
-        """One token per row on the decode kernels."""
+    def decode_token(self, x: Tensor, cache: NSACache, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        counts = cache.begin_token(self.cache_key(), x, lengths)
-        with decode.inexact_on_failure(cache):
-            arrived = cache.arrival_counters(kernels.arrivals(cache.batch, self.kv_heads))
-            held = kernels.Held(
-                cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
-                selector_frequencies=cache.selector_frequencies(),
-            )  # fmt: skip
-            q, kv = self.q_proj(x), self.kv_proj(x)
-            gates, scored = self._decode_gates(x, cache)
-            key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))
-            out, read, cache.block_indices = kernels.nsa_step(
-                q, kv, gates, held, counts, self.config, decode.kernel_heads(self), branches=self.branches,
-                shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
-                norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
-                phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
-                tied=self.compress_selected_keys, selector=scored,
-            )  # fmt: skip
-        cache.set_partial_reads(read)
-        return self.o_proj(out)
+        q, kv = self.q_proj(x), self.kv_proj(x)
+        gates, scored = self._decode_gates(x, cache)
+        key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))
+        out, read, cache.block_indices = kernels.nsa_step(
+            q, kv, gates, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),
+            branches=self.branches, shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
+            norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
+            phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
+            tied=self.compress_selected_keys, selector=scored,
+        )  # fmt: skip
+        return out, read
 
     def _decode_gates(self, x: Tensor, cache: NSACache) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Gate logits, and queries and keys of a learned selector, flat. In one product: each launch costs a step of a

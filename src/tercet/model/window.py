@@ -75,8 +75,7 @@ class WindowAttention(DenseAttention):
     ) -> Tensor:
         reason = decode.why_not_kernels(self, x, cache, lengths)
         if reason is None and x.shape[1] == 1:
-            self._route = ("triton", None)
-            return self._decode_token(x, cache, lengths)
+            return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         q, k, v = self.project(new.zero_padding(x), new.positions, None if rope is None else rope.tokens)
         cache.append(new, k, {"window": k}, {"window": v})
@@ -90,20 +89,14 @@ class WindowAttention(DenseAttention):
             out = decode.cached_window_attention(q, cache, new, self.config)
         return self.o_proj(out.flatten(2))
 
-    def _decode_token(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:  # type: ignore[override]
-        """One token per row on the decode kernels."""
+    def decode_token(self, x: Tensor, cache: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        counts = cache.begin_token(self.cache_key(), x, lengths)
-        with decode.inexact_on_failure(cache):
-            held = kernels.Held(
-                cache.lengths, cache.rope_frequencies(), cache.capacity, window=cache.stores()["window"]
-            )
-            q, kv = self.q_proj(x), self.kv_proj(x)
-            norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
-            out, read, _ = kernels.nsa_step(
-                q, kv, None, held, counts, self.config, decode.kernel_heads(self), branches=_BRANCHES, shared=True,
-                softmax_gate=False, norms=norms, phi=None,
-            )  # fmt: skip
-        cache.set_partial_reads(read)
-        return self.o_proj(out)
+        held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, window=cache.stores()["window"])
+        q, kv = self.q_proj(x), self.kv_proj(x)
+        norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
+        out, read, _ = kernels.nsa_step(
+            q, kv, None, held, counts, self.config, decode.kernel_heads(self), branches=_BRANCHES, shared=True,
+            softmax_gate=False, norms=norms, phi=None,
+        )  # fmt: skip
+        return out, read
