@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from kernels.offline import SHARED_KIB, Compiled, compiling
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import ops
+from tercet.attention.kernels import ops, table
 from tercet.attention.kernels.varlen import Documents
 
 selected = import_module("tercet.attention.kernels.selected.launch")
@@ -152,7 +152,8 @@ SELECTED_KEYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SELECTED_KEYS)
-def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str) -> None:
+@pytest.mark.parametrize("size", [64, 128])
+def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(size: int, name: str) -> None:
     B, T, H, G, packed, queries, longest = SELECTED_KEYS[name]
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -161,7 +162,7 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
     first = queries % T  # of a query range: as many before it as it has
     documents = Documents(B, T, 0, cu, None, first, queries, -1 if longest is None else longest)
-    q, k, rows = tensor(B, queries, H, 64), tensor(B, T, G, 64), tensor(B, queries, H, dtype=torch.float32)
+    q, k, rows = tensor(B, queries, H, size), tensor(B, T, G, size), tensor(B, queries, H, dtype=torch.float32)
     blocks = tensor(B, queries, G, 16, dtype=torch.int32)
     with compiling(90, only="hopper_selected_dkv") as found:
         selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
@@ -171,6 +172,17 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(name: str)
         assert c.registers <= 128
         assert c.warps == 8
         assert 2 * (c.shared + 1024) <= 228 * 1024  # of a multiprocessor, which takes one KiB for each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128])
+def test_three_programs_of_hoppers_scattered_forward_fit(size: int) -> None:
+    q, k = (torch.empty(1, 16384, heads, size, dtype=torch.bfloat16) for heads in (64, 4))
+    blocks = torch.empty(1, 16384, 4, 16, dtype=torch.int32)
+    with compiling(90, only="hopper_selected_forward") as found:
+        selected.selected_forward(q, k, k, blocks, NSAConfig(), Documents(1, 16384, 0, None, None))
+    assert [(c.stack, c.serialised, c.warps) for c in found] == [(0, "", 8)]
+    assert all(c.registers <= 80 and 3 * (c.shared + 1024) <= 228 * 1024 for c in found)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +228,29 @@ def test_rows_beyond_32_bits_are_tritons(what: str, monkeypatch: pytest.MonkeyPa
     below, at = ((1 << 21) - 1, 1 << 21) if what == "records" else (2048, 2048)
     assert chosen(below, (1 << 20) - 8) == {"hopper_selected_dkv"}
     assert chosen(at, 1 << 20) == {"kv_major_dkv_transposed"}
+
+
+@pytest.mark.parametrize("left_out", table.SELECTED_DKV)
+def test_either_stage_of_the_selected_gradients_may_be_left_to_triton(left_out: str, monkeypatch) -> None:
+    names: list[str] = []
+    kept = tuple(row for row in table.TABLE if left_out not in row.stages or 64 in row.heads)
+    monkeypatch.setattr(table, "TABLE", kept)
+    monkeypatch.setattr(table, "generation", lambda x: 9)
+    monkeypatch.setattr(selected.Call, "launch", lambda call, kernel, *args, **options: names.append(kernel.__name__))
+    q, k = (torch.empty(1, 16384, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (64, 4))
+    rows, blocks = (
+        torch.empty(1, 16384, 64, device="meta"),
+        torch.empty(1, 16384, 4, 16, dtype=torch.int32, device="meta"),
+    )
+    table._rows.cache_clear()
+    try:
+        documents = Documents(1, 16384, 0, None, None)
+        selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
+    finally:
+        table._rows.cache_clear()
+    with_dq = left_out == "selected_key_gradients"
+    wanted = ["kv_major_dkv", "hopper_selected_dkv"] if with_dq else ["hopper_selected_dkv", "kv_major_dkv"]
+    assert [name for name in names if "dkv" in name and not name.startswith("sum")][:2] == wanted
 
 
 def test_threads_meet_before_one_writes_over_what_others_read() -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error, starts
 from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import table
 from tercet.attention.kernels.varlen import Documents
 
 sel = import_module("tercet.attention.kernels.selected.launch")
@@ -32,18 +33,19 @@ UNION, SCATTERED = 1e9, 0.0
 DECIDED = 0.75  # between what these documents have and what their sum might have
 PLAIN, ODD = [0, 2001], [0, 1, 1, 300, 1003, 1100, 2001]
 CONFIG = NSAConfig()
+SIZES = pytest.mark.parametrize("size", [64, 128], ids=["head 64", "head 128"])
 
 
-def case(cu, heads, groups, *, batch=1, dtype=BF16, first=0, queries=-1, longest=-1, seed=0):
+def case(cu, heads, groups, size=64, *, batch=1, dtype=BF16, first=0, queries=-1, longest=-1, seed=0):
     """Sequences of one length, or one of packed documents; `first` and `queries`: a query range of each."""
     g = torch.Generator().manual_seed(seed)
-    N, T = cu[-1], cu[-1] // batch
+    T = cu[-1] // batch
     packed = len(cu) > batch + 1
     bounds = torch.tensor(cu, dtype=torch.int32, device=DEVICE) if packed else None
     documents = Documents(batch, T, 0, bounds, None, first, queries, longest)
 
     def rand(count):
-        return torch.randn(batch, T, count, 64, generator=g).to(DEVICE, dtype)
+        return torch.randn(batch, T, count, size, generator=g).to(DEVICE, dtype)
 
     q, k, v, dout = rand(heads), rand(groups), rand(groups), rand(heads)
     gate = torch.randn(batch, T, heads, generator=g).to(DEVICE)
@@ -51,9 +53,12 @@ def case(cu, heads, groups, *, batch=1, dtype=BF16, first=0, queries=-1, longest
     indices = random_selection(cu, groups, *chosen, g).to(DEVICE).reshape(batch, T, groups, -1)
     own = slice(first, first + documents.queries)
     q, dout, gate, indices = (x[:, own].contiguous() for x in (q, dout, gate, indices))
-    return SimpleNamespace(
-        q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, documents=documents, cu=cu, shape=(N, heads, 64)
-    )
+    return SimpleNamespace(q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, documents=documents, cu=cu)
+
+
+def settings_of(c):
+    """At head 128 Triton's dK/dV has the same bits only if it computes Sᵀ too."""
+    return replace(sel.selected_settings(*[c.q.shape[-1]] * 2, c.q.dtype, 64), dkv_transposed=True)
 
 
 def run(c, limit=UNION, **changes):
@@ -66,8 +71,7 @@ def run(c, limit=UNION, **changes):
         real(call, kernel, *args, **options)
 
     forward = SCATTERED if limit == SCATTERED else UNION
-    defaults = sel.selected_settings(64, 64, c.q.dtype, 64)
-    settings = replace(defaults, forward_limit=forward, backward_limit=limit, **changes)
+    settings = replace(settings_of(c), forward_limit=forward, backward_limit=limit, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sel.Call, "launch", launch)
         given = (c.q, c.k, c.v, c.indices)
@@ -95,16 +99,18 @@ def assert_close_to_triton(c, limit=SCATTERED, **changes) -> None:
         assert relative_error(a, b.float()) <= 2e-4, what  # seen: 0 for o and dq, 5e-5 for dk and dv
 
 
+@SIZES
 @pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
 @pytest.mark.parametrize(("heads", "groups"), [(12, 2), (6, 1), (3, 3), (7, 1), (64, 1)], ids=str)
-def test_scattered_selections_have_tritons_results(heads: int, groups: int, cu: list[int]) -> None:
-    assert_close_to_triton(case(cu, heads, groups))
+def test_scattered_selections_have_tritons_results(heads: int, groups: int, cu: list[int], size: int) -> None:
+    assert_close_to_triton(case(cu, heads, groups, size))
 
 
+@SIZES
 @pytest.mark.parametrize("changes", [{"range_bytes": 1 << 20}, {"segment_rows": 384}], ids=["ranges", "short pieces"])
-def test_scattered_selections_have_tritons_results_however_lists_are_cut(changes) -> None:
-    assert_close_to_triton(case(ODD, 12, 2), **changes)
-    assert_close_to_triton(case([0, 1001, 2002], 12, 2, batch=2, first=300, queries=257, dtype=FP16), **changes)
+def test_scattered_selections_have_tritons_results_however_lists_are_cut(changes, size: int) -> None:
+    assert_close_to_triton(case(ODD, 12, 2, size), **changes)
+    assert_close_to_triton(case([0, 1001, 2002], 12, 2, size, batch=2, first=300, queries=257, dtype=FP16), **changes)
 
 
 def assert_as_triton(c, limit=UNION, **changes) -> None:
@@ -115,47 +121,67 @@ def assert_as_triton(c, limit=UNION, **changes) -> None:
     assert_same_bits(found, wanted)
 
 
+@SIZES
 @pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
 @pytest.mark.parametrize(("heads", "groups"), [(12, 2), (6, 1), (3, 3), (7, 1), (64, 1)], ids=str)
-def test_the_gluon_kernel_gives_tritons_bits(heads: int, groups: int, cu: list[int]) -> None:
-    assert_as_triton(case(cu, heads, groups))
+def test_the_gluon_kernel_gives_tritons_bits(heads: int, groups: int, cu: list[int], size: int) -> None:
+    assert_as_triton(case(cu, heads, groups, size))
 
 
+@SIZES
 @pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-def test_the_gluon_kernel_gives_tritons_bits_in_half_precision(cu: list[int]) -> None:
-    assert_as_triton(case(cu, 12, 2, dtype=FP16))
+def test_the_gluon_kernel_gives_tritons_bits_in_half_precision(cu: list[int], size: int) -> None:
+    assert_as_triton(case(cu, 12, 2, size, dtype=FP16))
 
 
-def test_the_gluon_kernel_gives_tritons_bits_on_several_sequences() -> None:
-    assert_as_triton(case([0, 701, 1402, 2103], 12, 2, batch=3))
+@SIZES
+def test_the_gluon_kernel_gives_tritons_bits_on_several_sequences(size: int) -> None:
+    assert_as_triton(case([0, 701, 1402, 2103], 12, 2, size, batch=3))
 
 
 def test_the_gluon_kernel_gives_tritons_bits_on_documents_with_a_bound() -> None:
     assert_as_triton(case(ODD, 12, 2, longest=1024))
 
 
+@SIZES
 @pytest.mark.parametrize("changes", [{}, {"range_bytes": 1 << 21}], ids=["one range", "ranges"])
-def test_the_device_may_decide_which_ranges_are_scattered(changes) -> None:
-    c = case(ODD, 12, 2)
+def test_the_device_may_decide_which_ranges_are_scattered(changes, size: int) -> None:
+    c = case(ODD, 12, 2, size)
     assert_close_to_triton(c, DECIDED, **changes)
-    settings = replace(sel.selected_settings(64, 64, BF16, 64), forward_limit=1e9, backward_limit=DECIDED, **changes)
+    settings = replace(settings_of(c), forward_limit=1e9, backward_limit=DECIDED, **changes)
     decision = sel.selected_forward(c.q, c.k, c.v, c.indices, CONFIG, c.documents, settings)[2].decision
     assert (decision[1] == 0).any()  # and so the kernel had work
 
 
+@SIZES
 @pytest.mark.parametrize("changes", [{"range_bytes": 1 << 20}, {"segment_rows": 384}], ids=["ranges", "short pieces"])
 @pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-def test_the_gluon_kernel_gives_tritons_bits_however_lists_are_cut(cu: list[int], changes) -> None:
-    assert_as_triton(case(cu, 12, 2), **changes)
+def test_the_gluon_kernel_gives_tritons_bits_however_lists_are_cut(cu: list[int], changes, size: int) -> None:
+    assert_as_triton(case(cu, 12, 2, size), **changes)
 
 
+@SIZES
 @pytest.mark.parametrize(
     ("cu", "batch"), [([0, 1001, 2002], 2), ([0, 20, 500, 500, 1531, 2001], 1)], ids=["plain", "packed"]
 )
-def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], batch: int) -> None:
-    c = case(cu, 12, 2, batch=batch, first=300, queries=257)
+def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], batch: int, size: int) -> None:
+    c = case(cu, 12, 2, size, batch=batch, first=300, queries=257)
     assert_as_triton(c)
     assert_close_to_triton(c, DECIDED)
+
+
+@SIZES
+@pytest.mark.parametrize("left_out", table.SELECTED_DKV)
+def test_either_stage_of_the_gradients_may_be_left_to_triton(left_out: str, size: int, monkeypatch) -> None:
+    c = case(ODD, 12, 2, size)
+    wanted, _ = run(c, DECIDED, gluon=False, range_bytes=1 << 21)
+    real = sel.gluon_launch
+    monkeypatch.setattr(sel, "gluon_launch", lambda stage, *x, **y: None if stage == left_out else real(stage, *x, **y))
+    found, launched = run(c, DECIDED, range_bytes=1 << 21)
+    assert GLUON in launched
+    assert {TRITON, "kv_major_dkv"} & set(launched)
+    for what, a, b in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert relative_error(a, b.float()) <= 2e-4, what
 
 
 @pytest.mark.parametrize("wider", [8, 768], ids=["8 more", "768 more"])
@@ -206,9 +232,10 @@ def test_what_the_gluon_kernel_cannot_address_is_left_to_triton() -> None:
         assert_same_bits(found, expected)
 
 
+@SIZES
 @pytest.mark.parametrize("limit", [UNION, SCATTERED], ids=["union", "scattered"])
-def test_the_gluon_kernel_equals_a_masked_softmax(limit: float) -> None:
-    c = case(ODD, 12, 2, seed=3)
+def test_the_gluon_kernel_equals_a_masked_softmax(limit: float, size: int) -> None:
+    c = case(ODD, 12, 2, size, seed=3)
     leaves = [x[0].float().requires_grad_() for x in (c.q, c.k, c.v)]
     o = dense_masked(*leaves, c.indices[0], c.cu, CONFIG.select_block)
     (o * c.gate[0, ..., None]).backward(c.dout[0].float())
@@ -217,9 +244,10 @@ def test_the_gluon_kernel_equals_a_masked_softmax(limit: float) -> None:
         assert relative_error(a[0], b.detach()) <= 1e-2, what
 
 
+@SIZES
 @pytest.mark.parametrize("limit", [UNION, DECIDED, SCATTERED], ids=["union", "decided", "scattered"])
-def test_the_gluon_kernel_gives_the_same_bits_again_whatever_memory_held(limit: float, monkeypatch) -> None:
-    c = case(ODD, 12, 2, seed=1)
+def test_the_gluon_kernel_gives_the_same_bits_again_whatever_memory_held(limit: float, size: int, monkeypatch) -> None:
+    c = case(ODD, 12, 2, size, seed=1)
     first, _ = run(c, limit, range_bytes=1 << 20)
     for _ in range(5):
         assert_same_bits(first, run(c, limit, range_bytes=1 << 20)[0])

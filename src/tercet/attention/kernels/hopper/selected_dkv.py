@@ -1,7 +1,7 @@
 """dK/dV of the selected branch, and the partial dQ of scattered selections. Glossary: selected/__init__.py.
 
 Without dQ, results are bitwise identical to kv_major.kv_major_dkv_transposed. With dQ it replaces
-kv_major.kv_major_dkv.
+kv_major.kv_major_dkv. M rows per step: 64 at head 64, 32 at head 128, where dK and dV take twice the registers.
 
 A program holds a block's K and V and loops over the (entry, head) rows of its piece. Rows past the end repeat the last
 entry and get weight 0. Rows are scattered in memory, so that TMA cannot fetch them: four warps only gather, step by
@@ -26,9 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tercet.attention.kernels.hopper.common import barrier
-
-LANES = 4  # threads that copy a row: fewer threads compute fewer addresses and copy more from each
-GATHERING = 40  # registers of a gathering thread; multiplying threads get the rest
 
 
 @gluon.constexpr_function
@@ -85,10 +82,10 @@ def _gather(
 
 @gluon.jit
 def _multiply(
-    k_s, v_s, q_s, do_s, first_s, second_s, ds_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly, wholly,
-    count, ahead, begin, scale,
+    k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
+    wholly, count, ahead, begin, scale,
     SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    WITH_DQ: gl.constexpr,
+    STREAMED: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: dk and dv of the piece and, WITH_DQ, the dq of its rows from this block."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
@@ -104,6 +101,7 @@ def _multiply(
     dtype: gl.constexpr = k_s.dtype
     zeros = gl.zeros([BS, M], gl.float32, layout=scores)
     none = gl.zeros([BS, D], gl.float32, layout=sums)
+    nothing = gl.zeros([D, M], gl.float32, layout=scores)
     key = gl.arange(0, BS, layout=gl.SliceLayout(1, scores))
     m = gl.arange(0, M, layout=column)
     dk = warpgroup_mma_init(none)
@@ -137,21 +135,36 @@ def _multiply(
             ds_s.store(gradient)
             fence_async_shared()
             barrier()
+        if WITH_DQ and M == 64:
             dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none, use_acc=False, is_async=True)
             dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
             dk = warpgroup_mma(ds_s, q_s.index(slot), dk_, is_async=True)
         else:
+            if WITH_DQ:  # a product has at least 64 rows: dQᵀ
+                dq = warpgroup_mma(k_s.permute((1, 0)), ds_s, nothing, use_acc=False, is_async=True)
             ds = gl.convert_layout(gradient, operand)
             dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
         if WITH_DQ:
-            dq_ = warpgroup_mma_wait(2, deps=(dq,))
+            if M == 64:
+                dq_ = warpgroup_mma_wait(2, deps=(dq,))
             x = j * M + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
             d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
             e = gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.int32)
             to = ((e - begin * SLOTS) * h + x % h) * D
-            partial = gl.convert_layout(dq_.to(dtype), by_row)
-            gl.store(PARTIAL_DQ + to[:, None] + d[None, :], partial, mask=(x < count)[:, None])
+            if M == 64:
+                partial = gl.convert_layout(dq_.to(dtype), by_row)
+            else:
+                dq_ = warpgroup_mma_wait(2, deps=(dq,))
+                dq_s.permute((1, 0)).store(dq_.to(dtype))
+                barrier()
+                partial = dq_s.load(by_row)
+            gl.store(
+                PARTIAL_DQ + to[:, None] + d[None, :],
+                partial,
+                mask=(x < count)[:, None],
+                cache_modifier=".cs" if STREAMED else "",
+            )
         before = slot
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -166,7 +179,7 @@ def hopper_selected_dkv(
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
     G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
     SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, GATHERING: gl.constexpr,
-    DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
+    STREAMED: gl.constexpr, DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
     """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, D]."""
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -230,14 +243,18 @@ def hopper_selected_dkv(
         k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
         v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
         ds_s = k_s  # not used without dq
+        dq_s = k_s  # not used with 64 rows
         if WITH_DQ:
             ds_s = gl.allocate_shared_memory(dtype, [BS, M], gl.NVMMASharedLayout.get_default_for([BS, M], dtype))
+            if M < 64:
+                dq_s = gl.allocate_shared_memory(dtype, [M, D], rows)
         fence_async_shared()
         barrier()
         dk, dv = gl.warp_specialize(
             [
-                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, full, empty, ORDER, PARTIAL_DQ, start, last,
-                             steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES, WITH_DQ)),
+                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start,
+                             last, steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES,
+                             STREAMED, WITH_DQ)),
                 (_gather, (ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last,
                            steps, QT, QH, OT, OH, G, h, M, n, D, STAGES, LANES)),
             ],

@@ -2,7 +2,8 @@
 
 A program holds a block's K and V and loops over the (entry, head) rows of its piece. As in selected_dkv.py, four warps
 gather the rows' queries, as slots become free, and four others attend. Rows past the end repeat the last entry and are
-not stored.
+not stored. V is kept, and outputs are computed, in parts of 64 columns: at head 128 the first part is stored while the
+second is computed, and few enough registers are used that three programs fit.
 """
 
 from __future__ import annotations
@@ -49,19 +50,20 @@ def _gather(
 @gluon.jit
 def _attend(
     k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, last, steps, count, begin, scale,
-    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    STAGES: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
     """The attending warps: each row's softmax over the block's keys, and its output."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS, 16])
-    outputs: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=outputs, k_width=2)
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = k_s.dtype
     zeros = gl.zeros([M, BS], gl.float32, layout=scores)
-    none = gl.zeros([M, D], gl.float32, layout=outputs)
+    none = gl.zeros([M, W], gl.float32, layout=outputs)
     row = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
     own = gl.arange(0, M, layout=gl.SliceLayout(1, scores))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    d = gl.arange(0, W, layout=gl.SliceLayout(0, by_row))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for j in range(steps):
@@ -78,14 +80,22 @@ def _attend(
         p = gl.exp2(score * scale - m[:, None])
         l = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), operand)
-        o = warpgroup_mma(weights, v_s, none, use_acc=False, is_async=True)
+        o = warpgroup_mma(weights, v_s.index(0), none, use_acc=False, is_async=True)
         to = (f - begin * SLOTS) * h + y % h
         gl.store(PARTIAL_LSE + to, m + gl.log2(l), mask=y < count)
-        out = warpgroup_mma_wait(0, deps=(o,))
-        factor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, outputs))
-        out = gl.convert_layout((out * factor[:, None]).to(dtype), by_row)
-        at = ((e - begin * SLOTS) * h + x % h) * D
-        gl.store(PARTIAL + at[:, None] + d[None, :], out, mask=(x < count)[:, None])
+        for i in gl.static_range(D // W):
+            out = warpgroup_mma_wait(0, deps=(o,))
+            if i + 1 < D // W:
+                o = warpgroup_mma(weights, v_s.index(i + 1), none, use_acc=False, is_async=True)
+            factor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, outputs))
+            out = gl.convert_layout((out * factor[:, None]).to(dtype), by_row)
+            at = ((e - begin * SLOTS) * h + x % h) * D + i * W
+            gl.store(
+                PARTIAL + at[:, None] + d[None, :],
+                out,
+                mask=(x < count)[:, None],
+                cache_modifier=".cs" if STREAMED else "",
+            )
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -95,9 +105,10 @@ def hopper_selected_forward(
     Q, K, V, ORDER, PIECE, LISTS, DECISION, PARTIAL, PARTIAL_LSE, r, begin, lists, slots, L, T, scale, qb, kb, kt, kg,
     vb, vt, vg, QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
     BS: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
-    GATHERING: gl.constexpr,
+    GATHERING: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
     """Program (piece). PARTIAL: [tokens of the range, G, n, h, D]. Forced entries are query_major_forward's."""
+    W: gl.constexpr = 64  # columns of a part of V
     by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = Q.dtype.element_ty
     at = r.to(gl.int64) * slots + gl.program_id(0)
@@ -126,16 +137,23 @@ def hopper_selected_forward(
         at_k = K + (first.to(gl.int64) * kt + b64 * kb + g.to(gl.int64) * kg)
         at_v = V + (first.to(gl.int64) * vt + b64 * vb + g.to(gl.int64) * vg)
         k = gl.load(at_k + (i * kt)[:, None] + d[None, :], mask=inside, other=0.0)
-        v = gl.load(at_v + (i * vt)[:, None] + d[None, :], mask=inside, other=0.0)
         tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BS, D], dtype)
         k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
-        v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
+        part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BS, W], dtype)
+        v_s = gl.allocate_shared_memory(dtype, [D // W, BS, W], part)
+        by_part: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
+        i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_part))
+        d = gl.arange(0, W, layout=gl.SliceLayout(0, by_part))
+        inside = (first + i < (b + 1) * T)[:, None]
+        for c in gl.static_range(D // W):
+            v = gl.load(at_v + (i * vt)[:, None] + (c * W + d)[None, :], mask=inside, other=0.0)
+            v_s.index(c).store(v)
         fence_async_shared()
         barrier()
         gl.warp_specialize(
             [
                 (_attend, (k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, end - 1, steps, count, begin,
-                           scale, G * n, h, M, BS, D, STAGES)),
+                           scale, G * n, h, M, BS, D, W, STAGES, STREAMED)),
                 (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, D, STAGES,
                            LANES)),
             ],

@@ -226,13 +226,12 @@ def selected_forward(
         tables = (saved.order, saved.pieces, saved.lists, decision, partial, partial_lse, r, begin, p.lists, p.slots)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         if hopper is not None:
-            from tercet.attention.kernels.hopper.selected_dkv import GATHERING, LANES
             from tercet.attention.kernels.hopper.selected_forward import hopper_selected_forward
 
             qb, qt, qh, *keys = c.strides
             args = (
                 q, k, v, *tables, p.L, p.T, scale, qb, *keys, qt, qh, p.G, p.h, hopper.rows, p.n, p.select_block, p.dk,
-                p.segment, hopper.stages, LANES, GATHERING,
+                p.segment, hopper.stages, hopper.lanes, hopper.gathering, hopper.streamed,
             )  # fmt: skip
             c.launch(hopper_selected_forward, grid, args, **hopper.gluon_options)
         else:
@@ -278,7 +277,12 @@ def selected_backward(
     scale, softmax_scale = LOG2E / math.sqrt(p.dk), 1 / math.sqrt(p.dk)
     sizes = (p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
     inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, delta, gates)
-    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if s.dkv_transposed else None
+    # dK/dV without dQ and, unless the query-major design is the only one, with it
+    hopper = {False: _gluon(c, "selected_key_gradients", dout)}
+    if not p.query_major_only:
+        hopper[True] = _gluon(c, "selected_all_gradients", dout)
+    wanted = s.dkv_transposed or any(hopper.values())
+    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if wanted else None
     args = (
         *inputs, lists, counts, chosen, dq, records, p.N, *c.tokens, p.tiles, p.range_tokens, scale, softmax_scale,
         *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
@@ -292,39 +296,36 @@ def selected_backward(
     wide = _wide(c, q, dout, gates, *(() if records is None else (records,)))
     size = p.select_block * (p.dk + p.dv)
     chunk = min(4096, power_of_2(size))
-    hopper = _gluon(c, "selected_key_gradients", dout) if records is not None else None
     for r, begin, end in p.each_range():
         known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         tables = (inverted.order, inverted.pieces, inverted.lists, chosen)
         where = (r, begin, known, p.lists, p.slots, p.L, *c.tokens, scale)
-        if hopper is not None:
-            from tercet.attention.kernels.hopper.selected_dkv import GATHERING, LANES, hopper_selected_dkv
+        for with_dq, gluon in hopper.items():
+            if gluon is not None:
+                from tercet.attention.kernels.hopper.selected_dkv import hopper_selected_dkv
 
-            qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
-            for with_dq in (False,) if p.query_major_only else (False, True):
+                qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
                 args = (
                     q, k, v, dout, records, *tables, partial, sums, *where, qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
-                    hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, LANES, GATHERING,
-                    not p.query_major_only, with_dq, c.query_range,
+                    gluon.rows, p.n, p.select_block, p.dk, p.segment, gluon.stages, gluon.lanes,
+                    gluon.gathering, gluon.streamed, not p.query_major_only, with_dq, c.query_range,
                 )  # fmt: skip
-                c.launch(hopper_selected_dkv, grid, args, with_dq, **hopper.gluon_options)
-        elif records is not None:
-            args = (
-                q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
-                s.dkv_rows, p.n, *sizes, p.segment, wide, not p.query_major_only, c.query_range,
-            )  # fmt: skip
-            c.launch(kv_major.kv_major_dkv_transposed, grid, args, wide, num_warps=s.warps, num_stages=s.dkv_stages)
-        designs = [(False, s.dkv_rows, s.dkv_stages)] if records is None else []
-        if not p.query_major_only and hopper is None:
-            designs.append((True, s.dkv_dq_rows, s.dkv_dq_stages))
-        for with_dq, rows, stages in designs:
-            args = (
-                q, k, v, dout, lse, delta, gates, *tables, partial, sums, *where, *c.strides, p.G, p.h,
-                p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.query_major_only,
-                with_dq, gated, c.query_range,
-            )  # fmt: skip
-            c.launch(kv_major.kv_major_dkv, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
+                c.launch(hopper_selected_dkv, grid, args, with_dq, **gluon.gluon_options)
+            elif s.dkv_transposed and not with_dq:
+                args = (
+                    q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
+                    s.dkv_rows, p.n, *sizes, p.segment, wide, not p.query_major_only, c.query_range,
+                )  # fmt: skip
+                c.launch(kv_major.kv_major_dkv_transposed, grid, args, wide, num_warps=s.warps, num_stages=s.dkv_stages)
+            else:
+                rows, stages = (s.dkv_dq_rows, s.dkv_dq_stages) if with_dq else (s.dkv_rows, s.dkv_stages)
+                args = (
+                    q, k, v, dout, lse, delta, gates, *tables, partial, sums, *where, *c.strides, p.G, p.h,
+                    p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.query_major_only,
+                    with_dq, gated, c.query_range,
+                )  # fmt: skip
+                c.launch(kv_major.kv_major_dkv, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
         if not p.query_major_only:
             total = (end - begin) * p.G
             args = (
