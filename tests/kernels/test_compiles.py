@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from kernels.offline import SHARED_KIB, Compiled, compiling
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import ops, table
+from tercet.attention.kernels import ops
 from tercet.attention.kernels.varlen import Documents
 
 selected = import_module("tercet.attention.kernels.selected.launch")
@@ -228,29 +228,6 @@ def test_rows_beyond_32_bits_are_tritons(what: str, monkeypatch: pytest.MonkeyPa
     below, at = ((1 << 21) - 1, 1 << 21) if what == "records" else (2048, 2048)
     assert chosen(below, (1 << 20) - 8) == {"hopper_selected_dkv"}
     assert chosen(at, 1 << 20) == {"kv_major_dkv_transposed"}
-
-
-@pytest.mark.parametrize("left_out", table.SELECTED_DKV)
-def test_either_stage_of_the_selected_gradients_may_be_left_to_triton(left_out: str, monkeypatch) -> None:
-    names: list[str] = []
-    kept = tuple(row for row in table.TABLE if left_out not in row.stages or 64 in row.heads)
-    monkeypatch.setattr(table, "TABLE", kept)
-    monkeypatch.setattr(table, "generation", lambda x: 9)
-    monkeypatch.setattr(selected.Call, "launch", lambda call, kernel, *args, **options: names.append(kernel.__name__))
-    q, k = (torch.empty(1, 16384, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (64, 4))
-    rows, blocks = (
-        torch.empty(1, 16384, 64, device="meta"),
-        torch.empty(1, 16384, 4, 16, dtype=torch.int32, device="meta"),
-    )
-    table._rows.cache_clear()
-    try:
-        documents = Documents(1, 16384, 0, None, None)
-        selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
-    finally:
-        table._rows.cache_clear()
-    with_dq = left_out == "selected_key_gradients"
-    wanted = ["kv_major_dkv", "hopper_selected_dkv"] if with_dq else ["hopper_selected_dkv", "kv_major_dkv"]
-    assert [name for name in names if "dkv" in name and not name.startswith("sum")][:2] == wanted
 
 
 def test_threads_meet_before_one_writes_over_what_others_read() -> None:

@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 from kernels.selections import dense_masked, random_selection, relative_error, starts
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import table
 from tercet.attention.kernels.varlen import Documents
 
 sel = import_module("tercet.attention.kernels.selected.launch")
@@ -168,20 +167,6 @@ def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], bat
     c = case(cu, 12, 2, size, batch=batch, first=300, queries=257)
     assert_as_triton(c)
     assert_close_to_triton(c, DECIDED)
-
-
-@SIZES
-@pytest.mark.parametrize("left_out", table.SELECTED_DKV)
-def test_either_stage_of_the_gradients_may_be_left_to_triton(left_out: str, size: int, monkeypatch) -> None:
-    c = case(ODD, 12, 2, size)
-    wanted, _ = run(c, DECIDED, gluon=False, range_bytes=1 << 21)
-    real = sel.gluon_launch
-    monkeypatch.setattr(sel, "gluon_launch", lambda stage, *x, **y: None if stage == left_out else real(stage, *x, **y))
-    found, launched = run(c, DECIDED, range_bytes=1 << 21)
-    assert GLUON in launched
-    assert {TRITON, "kv_major_dkv"} & set(launched)
-    for what, a, b in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
-        assert relative_error(a, b.float()) <= 2e-4, what
 
 
 @pytest.mark.parametrize("wider", [8, 768], ids=["8 more", "768 more"])

@@ -48,8 +48,6 @@ def test_every_stage_has_a_triton_kernel(major: int, dtype: torch.dtype, size: i
         ("selected_key_gradients", 64, {}, True),
         ("selected_key_gradients", 128, {}, True),
         ("selected_key_gradients", 256, {}, False),
-        ("selected_all_gradients", 64, {}, True),
-        ("selected_all_gradients", 128, {"packed": True, "query_range": True}, True),
         ("selected_partials", 64, {}, True),
         ("selected_partials", 128, {"packed": True}, True),
         ("score", 64, {}, False),

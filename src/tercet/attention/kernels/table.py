@@ -36,7 +36,6 @@ class Launch:
     # of the warps that gather rows (hopper.selected_*)
     lanes: int = 4  # threads that copy a row: fewer threads compute fewer addresses and copy more from each
     gathering: int = 40  # registers of a thread; the threads that multiply get the rest
-    streamed: bool = False  # partial results leave L2 first, so that what is gathered stays there
 
     @property
     def options(self) -> dict[str, int]:
@@ -75,10 +74,6 @@ TRITON = {
 ALL = tuple(TRITON)
 FORWARD = ("compressed_forward", "window_forward")
 DKV = ("compressed_key_gradients", "window_key_gradients")
-SELECTED_DKV = ("selected_key_gradients", "selected_all_gradients")
-
-# At head 128, dK and dV take half of a thread's registers: with 64 rows per step, their scores would spill.
-DKV_128 = Launch(rows=32, stages=4, registers=128, gathering=24)
 
 TABLE: tuple[Row, ...] = (
     # float32 is for checks, not for speed: its tiles are four times the bytes of a bf16 pair
@@ -93,10 +88,17 @@ TABLE: tuple[Row, ...] = (
     Row(DKV, "hopper.dkv", (9,), (128,), Launch(), gluon=True),
     # registers: the mean over the warps that gather and those that multiply
     Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=80), gluon=True),
-    Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128), gluon=True),
-    Row(("selected_partials",), "hopper.selected_forward", (9,), (128,), Launch(registers=80), gluon=True),
-    Row(("selected_key_gradients",), "hopper.selected_dkv", (9,), (128,), DKV_128, gluon=True),
-    Row(("selected_all_gradients",), "hopper.selected_dkv", (9,), (128,), DKV_128, gluon=True),
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (128,), Launch(registers=80, lanes=8), gluon=True),
+    Row(("selected_key_gradients",), "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128), gluon=True),
+    # dK and dV take half of a thread's registers: with 64 rows per step, their scores would spill
+    Row(
+        ("selected_key_gradients",),
+        "hopper.selected_dkv",
+        (9,),
+        (128,),
+        Launch(rows=32, stages=4, registers=128, lanes=8, gathering=32),
+        gluon=True,
+    ),
     # Hopper and Blackwell, in Triton
     Row(FORWARD, "", (9, 10), (64,), Launch(stages=2, tma=True)),
     Row(FORWARD, "", (9, 10), (128,), Launch(stages=3, tma=True)),
@@ -217,6 +219,8 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
             backward_limit=1.6,
         ),
     ),
+    # where Hopper's kernels run
+    ("head = 128, select_block = 64", SelectedSettings(segment_rows=4096, forward_limit=2.8, backward_limit=1.6)),
     ("head ≤ 128", SelectedSettings(segment_rows=4096)),
 )
 
@@ -230,6 +234,7 @@ def selected_settings(
         "float32": dtype == torch.float32,
         "head > 128 or select_block > 64": max(dk, dv) > 128 or select_block > 64,
         "head ≤ 64": max(dk, dv) <= 64,
+        "head = 128, select_block = 64": dk == dv == 128 and select_block == 64,
         "head ≤ 128": True,
     }
     settings = next(settings for condition, settings in SELECTED if holds[condition])
@@ -323,25 +328,24 @@ _TITLES = {
     "window_key_gradients": "window dK/dV",
     "selected_partials": "selected forward, scattered",
     "selected_key_gradients": "selected dK/dV",
-    "selected_all_gradients": "selected dQ and dK/dV, scattered",
 }
-# stage, selection pattern, module: the rows that depend on the selection; {stage}: the head sizes of its Gluon rows
+# stage, selection pattern, module: the rows that depend on the selection
 _SELECTED_STAGES = (
     ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
     (
         "selected forward",
-        "longer; head {selected_partials}, select_block 64, sm_90",
+        "longer; head 64 or 128, select_block 64, sm_90",
         "`hopper.selected_forward`; forced blocks `selected.query_major`",
     ),
     ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
     ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
     (
         "selected dQ",
-        "longer; head {selected_all_gradients}, select_block 64, sm_90",
+        "longer; head 64 or 128, select_block 64, sm_90",
         "`hopper.selected_dkv`, with dK/dV",
     ),
     ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
-    ("selected dK/dV", "head {selected_key_gradients}, select_block 64, sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "head 64 or 128, select_block 64, sm_90", "`hopper.selected_dkv`"),
     ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
     ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
 )
@@ -361,11 +365,7 @@ def render() -> str:
         module = "Triton" if row.stages == ALL else module
         lines.append(f"| {stages} | {majors} | {heads} | {calls} | {module} | {_changed(row.launch)} |")
     lines += ["", "| stage | selection pattern | module |", "|---|---|---|"]
-    heads_of = {
-        stage: " or ".join(str(head) for row in TABLE if stage in row.stages for head in row.heads)
-        for stage in ("selected_partials", *SELECTED_DKV)
-    }
-    lines += [f"| {stage} | {pattern.format(**heads_of)} | {module} |" for stage, pattern, module in _SELECTED_STAGES]
+    lines += [f"| {stage} | {pattern} | {module} |" for stage, pattern, module in _SELECTED_STAGES]
     lines += ["", "| selected branch | " + " | ".join(name for name, _ in SELECTED) + " |"]
     lines.append("|---" * (1 + len(SELECTED)) + "|")
     for field in fields(SelectedSettings):

@@ -85,7 +85,7 @@ def _multiply(
     k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
     wholly, count, ahead, begin, scale,
     SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    STREAMED: gl.constexpr, WITH_DQ: gl.constexpr,
+    WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: dk and dv of the piece and, WITH_DQ, the dq of its rows from this block."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
@@ -159,12 +159,7 @@ def _multiply(
                 dq_s.permute((1, 0)).store(dq_.to(dtype))
                 barrier()
                 partial = dq_s.load(by_row)
-            gl.store(
-                PARTIAL_DQ + to[:, None] + d[None, :],
-                partial,
-                mask=(x < count)[:, None],
-                cache_modifier=".cs" if STREAMED else "",
-            )
+            gl.store(PARTIAL_DQ + to[:, None] + d[None, :], partial, mask=(x < count)[:, None])
         before = slot
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -179,7 +174,7 @@ def hopper_selected_dkv(
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
     G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
     SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, GATHERING: gl.constexpr,
-    STREAMED: gl.constexpr, DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
+    DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
     """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, D]."""
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -254,7 +249,7 @@ def hopper_selected_dkv(
             [
                 (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start,
                              last, steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES,
-                             STREAMED, WITH_DQ)),
+                             WITH_DQ)),
                 (_gather, (ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last,
                            steps, QT, QH, OT, OH, G, h, M, n, D, STAGES, LANES)),
             ],

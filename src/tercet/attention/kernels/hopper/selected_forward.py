@@ -51,7 +51,7 @@ def _gather(
 def _attend(
     k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, last, steps, count, begin, scale,
     SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-    STAGES: gl.constexpr, STREAMED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The attending warps: each row's softmax over the block's keys, and its output."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS, 16])
@@ -90,12 +90,7 @@ def _attend(
             factor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, outputs))
             out = gl.convert_layout((out * factor[:, None]).to(dtype), by_row)
             at = ((e - begin * SLOTS) * h + x % h) * D + i * W
-            gl.store(
-                PARTIAL + at[:, None] + d[None, :],
-                out,
-                mask=(x < count)[:, None],
-                cache_modifier=".cs" if STREAMED else "",
-            )
+            gl.store(PARTIAL + at[:, None] + d[None, :], out, mask=(x < count)[:, None])
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -105,7 +100,7 @@ def hopper_selected_forward(
     Q, K, V, ORDER, PIECE, LISTS, DECISION, PARTIAL, PARTIAL_LSE, r, begin, lists, slots, L, T, scale, qb, kb, kt, kg,
     vb, vt, vg, QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
     BS: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
-    GATHERING: gl.constexpr, STREAMED: gl.constexpr,
+    GATHERING: gl.constexpr,
 ):  # fmt: skip
     """Program (piece). PARTIAL: [tokens of the range, G, n, h, D]. Forced entries are query_major_forward's."""
     W: gl.constexpr = 64  # columns of a part of V
@@ -153,7 +148,7 @@ def hopper_selected_forward(
         gl.warp_specialize(
             [
                 (_attend, (k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, end - 1, steps, count, begin,
-                           scale, G * n, h, M, BS, D, W, STAGES, STREAMED)),
+                           scale, G * n, h, M, BS, D, W, STAGES)),
                 (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, D, STAGES,
                            LANES)),
             ],

@@ -231,7 +231,7 @@ def selected_forward(
             qb, qt, qh, *keys = c.strides
             args = (
                 q, k, v, *tables, p.L, p.T, scale, qb, *keys, qt, qh, p.G, p.h, hopper.rows, p.n, p.select_block, p.dk,
-                p.segment, hopper.stages, hopper.lanes, hopper.gathering, hopper.streamed,
+                p.segment, hopper.stages, hopper.lanes, hopper.gathering,
             )  # fmt: skip
             c.launch(hopper_selected_forward, grid, args, **hopper.gluon_options)
         else:
@@ -277,12 +277,8 @@ def selected_backward(
     scale, softmax_scale = LOG2E / math.sqrt(p.dk), 1 / math.sqrt(p.dk)
     sizes = (p.select_block, p.dk, p.dv, padded(p.dk), padded(p.dv))
     inputs = (q, k, v, c.k_tiles, c.v_tiles, dout, lse, delta, gates)
-    # dK/dV without dQ and, unless the query-major design is the only one, with it
-    hopper = {False: _gluon(c, "selected_key_gradients", dout)}
-    if not p.query_major_only:
-        hopper[True] = _gluon(c, "selected_all_gradients", dout)
-    wanted = s.dkv_transposed or any(hopper.values())
-    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if wanted else None
+    hopper = _gluon(c, "selected_key_gradients", dout)
+    records = c.empty(*q.shape[:3], 4, dtype=torch.float32) if hopper or s.dkv_transposed else None
     args = (
         *inputs, lists, counts, chosen, dq, records, p.N, *c.tokens, p.tiles, p.range_tokens, scale, softmax_scale,
         *c.strides, p.G, p.h, p.head_tile, p.tile_tokens, p.tile_rows, p.n, p.forced, *sizes, c.tma, gated, add,
@@ -301,17 +297,17 @@ def selected_backward(
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
         tables = (inverted.order, inverted.pieces, inverted.lists, chosen)
         where = (r, begin, known, p.lists, p.slots, p.L, *c.tokens, scale)
-        for with_dq, gluon in hopper.items():
-            if gluon is not None:
+        for with_dq in (False,) if p.query_major_only else (False, True):
+            if hopper is not None:
                 from tercet.attention.kernels.hopper.selected_dkv import hopper_selected_dkv
 
                 qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
                 args = (
                     q, k, v, dout, records, *tables, partial, sums, *where, qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
-                    gluon.rows, p.n, p.select_block, p.dk, p.segment, gluon.stages, gluon.lanes,
-                    gluon.gathering, gluon.streamed, not p.query_major_only, with_dq, c.query_range,
+                    hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, hopper.lanes, hopper.gathering,
+                    not p.query_major_only, with_dq, c.query_range,
                 )  # fmt: skip
-                c.launch(hopper_selected_dkv, grid, args, with_dq, **gluon.gluon_options)
+                c.launch(hopper_selected_dkv, grid, args, with_dq, **hopper.gluon_options)
             elif s.dkv_transposed and not with_dq:
                 args = (
                     q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
