@@ -96,7 +96,7 @@ TABLE: tuple[Row, ...] = (
         "hopper.selected_dkv",
         (9,),
         (128,),
-        Launch(rows=32, stages=4, registers=128, lanes=8, gathering=32),
+        Launch(rows=32, stages=4, registers=128, gathering=24),
         gluon=True,
     ),
     # Hopper and Blackwell, in Triton
