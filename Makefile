@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: PYTHON=python3.12 make")
+MAKE_VENV := test -x $(BIN)/python || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup setup-dev train recall test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
@@ -11,16 +12,17 @@ PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c
 setup: $(VENV)/.setup-done
 $(VENV)/.setup-done: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (one to two minutes)…"
-	@test -x $(BIN)/python || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
+	@$(MAKE_VENV)
 	@$(PIP) -e ".[report]"
 	@touch $@
 
 # And what the tests need besides: Triton for the kernels, transformers and lm-eval, the checkers.
 setup-dev: $(VENV)/.setup-dev-done
-$(VENV)/.setup-dev-done: $(VENV)/.setup-done
-	@echo "Adding what the tests need (one to two minutes)…"
+$(VENV)/.setup-dev-done: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) for the tests (one to two minutes)…"
+	@$(MAKE_VENV)
 	@$(PIP) -e ".[kernels,data,hub,eval,report,dev]"
-	@touch $@
+	@touch $(VENV)/.setup-done $@
 
 train: setup
 	$(BIN)/tercet train --preset tiny

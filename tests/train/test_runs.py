@@ -113,6 +113,7 @@ def test_the_schedule_does_not_depend_on_accumulation(tmp_path: Path) -> None:
         assert accumulated == pytest.approx(big, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_random_tokens_cannot_be_learned(tmp_path: Path) -> None:
     """Unshifted labels, or a leak of token t+1 into the prediction at t, would learn them at once."""
     assert train_small(
