@@ -25,8 +25,8 @@ def list_presets() -> str:
     return tercet("presets")
 
 
-def show_preset(name: str = "NAME") -> str:
-    return tercet("config", "show", "--preset", name)
+def show_preset() -> str:
+    return tercet("config", "show", "--preset", "NAME")
 
 
 def train_preset(name: str = "tiny", run_dir: str | None = None) -> str:

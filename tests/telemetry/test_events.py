@@ -197,7 +197,7 @@ def test_a_terminal_keeps_the_history_and_fits_its_width(columns: int, monkeypat
 def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for seconds, shown in ((0.0, True), (100.0, False)):
-        monkeypatch.setattr("tercet.telemetry.progress.LONG_STEP", seconds)
+        monkeypatch.setattr("tercet.telemetry.progress.MICRO_BATCHES_AFTER", seconds)
         out = Terminal()
         screen = Screen(stream=out)
         screen.begin(0, 10)
@@ -209,7 +209,7 @@ def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_long_first_step_prints_its_progress_without_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, lines in ((0.0, 1), (100.0, 0)):
-        monkeypatch.setattr("tercet.telemetry.progress.LONG_STEP", seconds)
+        monkeypatch.setattr("tercet.telemetry.progress.MICRO_BATCHES_AFTER", seconds)
         out = io.StringIO()
         screen = Screen(stream=out)
         screen.begin(0, 10)

@@ -75,9 +75,9 @@ def fits(needed: int, available: int) -> bool:
     return needed <= usable(available)
 
 
-def find_fixes(config: RunConfig, precision: str, available: int, *, on_gpu: bool, count: int = 3) -> list[Fix]:
-    """Up to `count` different ways to make a step fit, those that change the least first."""
-    return list(islice(_fixes(config, precision, available, on_gpu), count))
+def find_fixes(config: RunConfig, precision: str, available: int, *, on_gpu: bool) -> list[Fix]:
+    """Up to three different ways to make a step fit, those that change the least first."""
+    return list(islice(_fixes(config, precision, available, on_gpu), 3))
 
 
 def shortage(run: RunConfig, precision: str, available: int, *, on_gpu: bool) -> str | None:

@@ -75,10 +75,11 @@ def peak_flops(device_name: str) -> float | None:
 
 
 @cache
-def measured_cpu_flops(side: int = 512) -> float:
+def measured_cpu_flops() -> float:
     """Measured fp32 FLOP/s of this CPU, from 0.05 s of matrix products."""
     import numpy as np
 
+    side = 512
     a = np.ones((side, side), np.float32)
     a @ a
     done, started = 0, time.perf_counter()

@@ -33,7 +33,7 @@ from tercet.telemetry.units import duration, quantity
 from tercet.terminal import printable
 
 HISTORY_LINES = 100  # of a whole run, above the live line
-LONG_STEP = 2.0  # seconds, from which the live line counts micro-batches
+MICRO_BATCHES_AFTER = 2.0  # seconds of a step, after which the live line counts micro-batches
 FIRST_STEP = "first step …"
 
 
@@ -76,7 +76,7 @@ class LiveLine:
         size = min(40, width // 5)
         filled = size * self.step // max(1, self.steps)
         mark = "-" if options.ascii_only else "━"
-        long_step = self.micro_batch and time.monotonic() - self.advanced > LONG_STEP
+        long_step = self.micro_batch and time.monotonic() - self.advanced > MICRO_BATCHES_AFTER
         count = f" {self.step}/{self.steps}  {f'micro-batch {self.micro_batch}  ' if long_step else ''}"
         elapsed = f"  {duration(time.monotonic() - self._started)}"
         room = width - size - len(count) - len(elapsed)
@@ -139,7 +139,7 @@ class Screen:
         """Show the progress of a step that takes long. Without a live line, print it once, in the first step."""
         self._line.micro_batch = f"{index + 1}/{count}" if count > 1 else ""
         seconds = time.monotonic() - self._line.advanced
-        if index == 1 and self._line.doing == FIRST_STEP and self._display is None and seconds > LONG_STEP:
+        if index == 1 and self._line.doing == FIRST_STEP and self._display is None and seconds > MICRO_BATCHES_AFTER:
             self.say(f"first step: 1 of {count} micro-batches done after {seconds:.1f} s")
 
     def doing(self, text: str, *, announce: bool = False) -> None:

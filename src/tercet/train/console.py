@@ -46,7 +46,7 @@ from tercet.train.run_folder import RunFolder
 from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
 
 METRICS = "metrics.json"
-LONG_STEP = 60  # seconds, from which the estimate of a step is printed
+ANNOUNCED_STEP = 60  # seconds: a note announces a first step that takes longer
 
 
 def header_lines(
@@ -169,7 +169,7 @@ def _time_lines(
     share = GPU_UTILISATION if device.type == "cuda" else CPU_UTILISATION
     yield "time", f"about {duration(seconds)}, if steps reach {share:.0%} of the device's peak"
     stage = config.at_step(state.step + 1)
-    if (step := _step_flops(stage) / speed) > LONG_STEP and state.step < config.train.steps:
+    if (step := _step_flops(stage) / speed) > ANNOUNCED_STEP and state.step < config.train.steps:
         less = f": for shorter ones, use --train.tokens_per_step {stage.tokens_per_pass}" * (stage.accumulation > 1)
         yield "note", f"the first step will take about {duration(step)}{less}"
 
