@@ -191,6 +191,29 @@ def test_packed_gradients_are_checked_with_cu_seqlens(monkeypatch: pytest.Monkey
         assert seen[0].tolist() == [0, 31, 95, 256]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernels_of_a_block_sparse_model_are_checked(monkeypatch: pytest.MonkeyPatch, packed: bool):
+    shape, here = attention.Shape(1, 256, 4, 2, 16), {"backend": "reference", "device": "cpu"}
+    config = NSAConfig(select_block=32, select_count=4)
+    errors = attention.check_gradients(shape, config, "random", 0.0, packed=packed, block_sparse=True, **here)
+    assert errors.keys() == {"out", "dq", "dk", "dv"}
+    assert 0 < max(errors.values()) < 1e-2
+
+    def check(*_: Any, block_sparse: bool, **__: Any) -> dict[str, float]:
+        return {"out": 1.0 if block_sparse else 0.0}
+
+    on_gpu(monkeypatch, check)
+    assert train_cell.parity("tiny", {}, packed)["correct"]
+    assert not train_cell.parity("tiny", {"model.gate": "none"}, packed)["correct"]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
+    """Pretend that there are kernels, whose errors `check` returns."""
+    monkeypatch.setattr(train_cell, "pick_device", lambda *_, **__: torch.device("cuda"))
+    monkeypatch.setattr(train_cell, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(train_cell, "check_gradients", check)
+
+
 @pytest.mark.parametrize(("packed", "asked"), [((), False), (("nsa", "dense"), True), (("dense",), False)])
 def test_the_kernel_check_uses_packed_documents_if_the_cells_do(
     monkeypatch: pytest.MonkeyPatch, packed: tuple[str, ...], asked: bool
@@ -203,12 +226,10 @@ def test_the_kernel_check_uses_packed_documents_if_the_cells_do(
     found = train_cell.parity(*parities[0])
     assert found["packed"] == asked
 
-    def check(*_: Any, packed: bool) -> dict[str, float]:
+    def check(*_: Any, packed: bool, block_sparse: bool) -> dict[str, float]:
         return {"out": 1.0 if packed else 0.0}
 
-    monkeypatch.setattr(train_cell, "pick_device", lambda *_, **__: torch.device("cuda"))
-    monkeypatch.setattr(train_cell, "device_name", lambda _: "a GPU")
-    monkeypatch.setattr(train_cell, "check_gradients", check)
+    on_gpu(monkeypatch, check)
     found = train_cell.parity(*parities[0])
     assert found["correct"] != asked
     assert ("packed documents" in train._parity_line(found)) == asked

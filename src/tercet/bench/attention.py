@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tercet.attention.block_sparse import block_sparse_attention
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import compressed_attention, nsa_attention
 from tercet.bench.timing import measure, print_profile
@@ -148,14 +149,22 @@ def check_gradients(
     backend: str = "triton",
     device: str = "cuda",
     given: Tensor | None = None,
+    block_sparse: bool = False,
 ) -> dict[str, float]:
     """Relative error of the output and of each gradient against the fp32 reference, at up to 4,096 tokens.
 
-    packed: three documents, one of them too short for a compressed token. given: blocks to read.
+    packed: three documents, one of them too short for a compressed token. given: blocks to read. block_sparse: check
+    block-sparse attention instead of NSA.
     """
     small = replace(shape, B=1, T=min(shape.T, 4096))
     given = None if given is None else given[:1, : small.T].contiguous()
-    x = make_inputs(small, config, kind, correlation, seed=7, device=device).all()
+    inputs = make_inputs(small, config, kind, correlation, seed=7, device=device)
+    operator: Callable[..., Any]
+    if block_sparse:
+        operator, x, names = block_sparse_attention, [inputs.q, inputs.ks, inputs.vs], ["dq", "dk", "dv"]
+    else:
+        operator, x = nsa_attention, inputs.all()
+        names = ["dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates"]
     bounds = longest = None
     if packed:
         first = min(config.compress_block - 1, small.T // 4)
@@ -164,14 +173,13 @@ def check_gradients(
     leaves = [t.detach().requires_grad_() for t in x]
     documents: dict[str, Any] = {"cu_seqlens": bounds, "max_seqlen": longest}
     documents |= {"backend": backend, "block_indices": given}
-    out, aux = nsa_attention(*leaves, config=config, **documents, return_aux=True)
+    out, aux = operator(*leaves, config=config, **documents, return_aux=True)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, dout)
     exact = [t.detach().float().requires_grad_() for t in x]
     documents |= {"backend": "reference", "block_indices": aux.block_indices}
-    wanted = nsa_attention(*exact, config=config, **documents)
+    wanted = operator(*exact, config=config, **documents)
     wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
-    names = ("dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates")
     errors = {"out": relative_error(out, wanted)}
     return errors | {n: relative_error(g, w) for n, g, w in zip(names, grads, wanted_grads, strict=True)}
 

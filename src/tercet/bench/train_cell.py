@@ -161,7 +161,7 @@ def parity(preset: str, flags: dict[str, Any], packed: bool) -> dict[str, Any]:
     if device.type != "cuda":
         return {"parity": None, "of": "no kernels on this device", "correct": None, **about}
     shape = Shape(1, 4096, model.heads, model.kv_heads, model.head_dim)
-    errors = check_gradients(shape, model.nsa, "random", 0.0, packed=packed)
+    errors = check_gradients(shape, model.nsa, "random", 0.0, packed=packed, block_sparse=model.gate == "none")
     worst = max(errors, key=lambda key: errors[key])
     return {"parity": errors[worst], "of": worst, "correct": errors[worst] <= _TOLERANCE, **about}
 
