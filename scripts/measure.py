@@ -3,6 +3,7 @@
     python scripts/measure.py docs/results/performance --parts operator,train,decode,growth
     python scripts/measure.py docs/results/performance --parts shapes,large --warm 200
     python scripts/measure.py docs/results/performance --parts kernels,blocks,fp8,batches,million
+    python scripts/measure.py docs/results/performance --parts modes
 
 Writes one JSON file per part, each with date, device and versions. Each part runs in its own process with a time limit;
 results are saved after every row, so a part that is cut off keeps its finished rows and is marked incomplete. Before
@@ -21,6 +22,7 @@ CPU, to test this script.
     fp8       one linear layer at the shapes of 1b in float8 against bf16
     batches   small batches of m7c, with and without a CUDA graph
     million   one training step on 1,048,576 tokens
+    modes     whole training steps, 2k to 64k, and decoding of m7c: dense, NSA and block-sparse
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from measurements import decode, fp8, operator, profiles, shapes, steps
+from measurements import decode, fp8, modes, operator, profiles, shapes, steps
 from measurements.part import ROOT, Part, Warmup
 
 PARTS = {
@@ -53,6 +55,7 @@ PARTS = {
     "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
     "batches": Part(steps.batches, 50, steps.batches_warmups),
     "million": Part(steps.million, 80),
+    "modes": Part(modes.modes, 230, modes.warmups, modes.compile_decode),
 }
 MAIN = ("operator", "train", "decode", "growth", "kernels", "batches", "million")  # what every run should measure
 

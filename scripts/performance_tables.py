@@ -5,26 +5,27 @@
     python scripts/performance_tables.py --check            # exit code 1 if something is out of date
 
 A page marks a table with `<!-- table:NAME -->` and `<!-- /table -->`; TABLES below maps each name to a function. Tables
-of parts that not every run measures are empty without them, and bring their heading.
+of parts that not every run measures are empty without them, and bring their heading. All parts must come from the
+same date, device and versions, except those in SEPARATE, whose tables state their own.
 """
 
 from __future__ import annotations
 
-import calendar
 import csv
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from performance import decode, operator, results, steps
+from performance import decode, modes, operator, results, steps
 from performance.charts import Line, panel, svg
-from performance.results import MISSING, ROOT, first, part, ratio, rows, table, thousands, tokens
+from performance.results import MISSING, ROOT, day, first, measured_line, part, ratio, rows, table, thousands, tokens
 from performance.steps import step, step_ratio
 
 QUALITY = ROOT / "docs" / "results" / "quality"
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
+SEPARATE = ("modes",)  # parts that may be measured on another day than the rest
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -33,7 +34,8 @@ MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTAL
 
 def measured() -> str:
     """Date, device and versions of the results."""
-    found = [part(file.stem) for file in sorted(results.RESULTS.glob("*.json"))]
+    files = sorted(file for file in results.RESULTS.glob("*.json") if file.stem not in SEPARATE)
+    found = [part(file.stem) for file in files]
     if not found:
         return f"{MISSING}."
     about = {(p["date"], p["device"], p["torch"], p["triton"], p["tercet"]) for p in found}
@@ -41,13 +43,7 @@ def measured() -> str:
         raise ValueError(
             f"{results.RESULTS} mixes runs ({len(about)} dates, devices or versions): measure all parts together"
         )
-    ((date, device, torch, triton, tercet),) = about
-    return f"Measured on {_day(date)}: one {device}, Tercet {tercet}, torch {torch}, Triton {triton}, bf16."
-
-
-def _day(date: str) -> str:
-    year, month, day = map(int, date.split("-"))
-    return f"{day} {calendar.month_name[month]} {year}"
+    return measured_line(found[0])
 
 
 def answer() -> str:
@@ -99,7 +95,7 @@ def readme() -> str:
     ]
     about = part("train")
     note = (
-        f"Measured on {_day(about['date'])} with `python scripts/measure.py OUT` on one {about['device']} "
+        f"Measured on {day(about['date'])} with `python scripts/measure.py OUT` on one {about['device']} "
         f"(torch {about['torch']});\ndense is cuDNN attention. Operator: forward + backward, 4 KV heads."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"
@@ -123,6 +119,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "large": steps.large,
     "blocks": steps.blocks,
     "fp8": steps.fp8,
+    "modes": modes.modes,
     "readme": readme,
 }
 

@@ -23,14 +23,14 @@ TOKENS = 65536
 
 
 def train(quick: bool) -> Iterator[Cell]:
-    yield from _measured(train_cells(quick), steps=2 if quick else 5, repeats=1 if quick else 3, check=True)
+    yield from measured_steps(train_cells(quick), steps=2 if quick else 5, repeats=1 if quick else 3, check=True)
 
 
 def train_cells(quick: bool) -> list[Cell]:
     preset, lengths, tokens = ("tiny", (64, 128), 128) if quick else ("m7c", LENGTHS, TOKENS)
     flags = {"run.device": "cpu", "model.layers": 1} if quick else {}
-    packed_dense = _cells(preset, ("dense",), lengths, tokens, flags, packed="dense")
-    return _cells(preset, ("nsa", "dense"), lengths, tokens, flags) + packed_dense
+    packed_dense = step_cells(preset, ("dense",), lengths, tokens, flags, packed="dense")
+    return step_cells(preset, ("nsa", "dense"), lengths, tokens, flags) + packed_dense
 
 
 def train_warmups() -> list[Warmup]:
@@ -40,7 +40,7 @@ def train_warmups() -> list[Warmup]:
 
 
 def batches(quick: bool) -> Iterator[Cell]:
-    yield from _measured(batch_cells(quick), steps=2 if quick else 8, repeats=1 if quick else 3, check=False)
+    yield from measured_steps(batch_cells(quick), steps=2 if quick else 8, repeats=1 if quick else 3, check=False)
 
 
 def batch_cells(quick: bool) -> list[Cell]:
@@ -52,7 +52,7 @@ def batch_cells(quick: bool) -> list[Cell]:
         cell
         for size in sizes
         for graph in graphs
-        for cell in _cells(preset, ("nsa",), (length,), size * length, {"train.cuda_graph": graph} | device)
+        for cell in step_cells(preset, ("nsa",), (length,), size * length, {"train.cuda_graph": graph} | device)
     ]
 
 
@@ -63,12 +63,12 @@ def batches_warmups() -> list[Warmup]:
 def million(quick: bool) -> Iterator[Cell]:
     length = 256 if quick else 1 << 20
     flags = {"train.compile": "off"} | ({"run.device": "cpu"} if quick else {})
-    cells = _cells("tiny" if quick else "m7c", ("nsa",), (length,), length, flags, checkpointing="full")
-    yield from _measured(cells, steps=1, repeats=0, check=False)
+    cells = step_cells("tiny" if quick else "m7c", ("nsa",), (length,), length, flags, checkpointing="full")
+    yield from measured_steps(cells, steps=1, repeats=0, check=False)
 
 
 def large(quick: bool) -> Iterator[Cell]:
-    yield from _measured(large_cells(quick), steps=2, repeats=1 if quick else 2, check=True)
+    yield from measured_steps(large_cells(quick), steps=2, repeats=1 if quick else 2, check=True)
 
 
 def large_cells(quick: bool) -> list[Cell]:
@@ -84,7 +84,7 @@ def large_cells(quick: bool) -> list[Cell]:
         if quick:
             length = tokens = length // 64
         mode = config.train.activation_checkpointing
-        cells += _cells(preset, ("nsa", "dense"), (length,), tokens, flags, checkpointing=mode)
+        cells += step_cells(preset, ("nsa", "dense"), (length,), tokens, flags, checkpointing=mode)
     return cells
 
 
@@ -95,7 +95,7 @@ def large_warmups() -> list[Warmup]:
 
 def blocks(quick: bool) -> Iterator[Cell]:
     for size, cells in block_cells(quick).items():
-        for row in _measured(cells, steps=2 if quick else 5, repeats=1 if quick else 2, check=True):
+        for row in measured_steps(cells, steps=2 if quick else 5, repeats=1 if quick else 2, check=True):
             yield row | {"select_block": size}
 
 
@@ -105,7 +105,7 @@ def block_cells(quick: bool) -> dict[int, list[Cell]]:
     sizes = {16: 8, 32: 4} if quick else BLOCKS
     device = {"run.device": "cpu"} if quick else {"train.cuda_graph": "off"}
     return {
-        size: _cells(
+        size: step_cells(
             preset, ("nsa",), lengths, tokens,
             {"model.nsa.select_block": size, "model.nsa.select_count": count} | device,
         )
@@ -118,7 +118,7 @@ def blocks_warmups() -> list[Warmup]:
     return [_job(cell | {"flags": cell["flags"] | {"model.layers": 2}}, gib=8.0) for cell in cells]
 
 
-def _cells(
+def step_cells(
     preset: str, kinds: tuple[str, ...], lengths: tuple[int, ...], tokens: int, flags: dict[str, Any],
     checkpointing: str = "none", packed: str = "nsa",
 ) -> list[Cell]:  # fmt: skip
@@ -127,7 +127,7 @@ def _cells(
     return [cell | {"flags": flags, "statistics": False} for cell in cells]
 
 
-def _measured(cells: list[Cell], *, steps: int, repeats: int, check: bool) -> Iterator[Cell]:
+def measured_steps(cells: list[Cell], *, steps: int, repeats: int, check: bool) -> Iterator[Cell]:
     """Results of `tercet bench train`, each as soon as it is measured, with the planned memory; check: compare the
     kernels with the reference first."""
     parity = [cells[0]["preset"], cells[0]["flags"], True] if check else None
@@ -149,12 +149,15 @@ def _measured(cells: list[Cell], *, steps: int, repeats: int, check: bool) -> It
         yield line
 
 
+def step_job(name: str, cells: list[Cell], seconds: float, gib: float) -> Warmup:
+    """One step of each cell, one after another."""
+    asked = json.dumps({"cells": cells, "steps": 1, "repeats": 0})
+    return Warmup(name, seconds, gib, [sys.executable, "-m", "tercet.bench.train_cell", asked])
+
+
 def _job(cell: Cell, gib: float | None = None) -> Warmup:
-    """One step of a cell."""
-    asked = json.dumps({"cells": [cell], "steps": 1, "repeats": 0})
-    argv = [sys.executable, "-m", "tercet.bench.train_cell", asked]
     name = f"{cell['preset']} {cell['batch']} x {cell['length']}{' packed' * cell['packed']}"
     if cell["flags"].get("model.nsa.select_block"):
         name += f", blocks of {cell['flags']['model.nsa.select_block']}"
     tokens = cell["batch"] * cell["length"]
-    return Warmup(name, 60 if cell["kind"] == "nsa" else 20, gib or 25.0 * tokens / TOKENS + 2, argv)
+    return step_job(name, [cell], 60 if cell["kind"] == "nsa" else 20, gib or 25.0 * tokens / TOKENS + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import math
 import textwrap
@@ -37,6 +38,19 @@ def first(found: Sequence[Row]) -> Row:
 
 
 # Formatting
+
+
+def measured_line(about: Row) -> str:
+    """Date, device and versions of a result file."""
+    return (
+        f"Measured on {day(about['date'])}: one {about['device']}, Tercet {about['tercet']}, torch {about['torch']}, "
+        f"Triton {about['triton']}, bf16."
+    )
+
+
+def day(date: str) -> str:
+    year, month, day = map(int, date.split("-"))
+    return f"{day} {calendar.month_name[month]} {year}"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from tercet.bench import train_cell
 from tercet.bench.train_cell import configured
 from tercet.config.load import load
 from tercet.doctor.memory import fits, step_memory
+from tercet.interop.options import attention_options
+from tercet.model.config import ModelConfig
+from tercet.model.selector import BlockSelector
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure.py"
 
@@ -75,6 +79,44 @@ def test_blocks_of_every_size_read_as_many_tokens(measure: ModuleType) -> None:
         for cell in cells:
             nsa = configured(cell, 2).model.nsa
             assert (nsa.select_block, nsa.select_block * nsa.select_count) == (size, 1024)
+
+
+def test_modes_of_a_length_are_measured_in_a_row_by_importance(measure: ModuleType) -> None:
+    groups = measure.modes.step_modes(False)
+    cells = [cell for group in groups for cell in group]
+    assert list(dict.fromkeys(cell["length"] for cell in cells)) == [8192, 65536, 2048, 32768, 4096, 16384]
+    assert len(cells) == 6 * len(measure.modes.MODES)
+    assert {cell["batch"] * cell["length"] for cell in cells} == {65536}
+    assert [cell["mode"] for cell in cells[: len(measure.modes.MODES)]] == list(measure.modes.MODES)
+    assert all(cell["packed"] == (cell["mode"] != "dense") for cell in cells)
+
+
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
+def test_the_block_sparse_mode_is_what_an_import_gives(measure: ModuleType, selector: str) -> None:
+    name = "block-sparse" if selector == "compressed" else "block-sparse learned"
+    cell = next(cell for cell in measure.modes.step_modes(False)[0] if cell["mode"] == name)
+    dense = load(preset="m7c-dense", flags={"model.compress_selected_keys": False}).config.model.model_dump()
+    own = set(attention_options("block-sparse", 0, selector)) | {"shared_kv", "branches"}
+    imported = {key: value for key, value in dense.items() if key not in own}
+    wanted = ModelConfig.model_validate(imported | attention_options("block-sparse", 0, selector))
+    assert configured(cell, 2).model == wanted
+
+
+def test_steps_with_a_learned_selector_include_its_loss(measure: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = []
+    whole = BlockSelector.loss_of_rows
+    monkeypatch.setattr(BlockSelector, "loss_of_rows", lambda *given, **more: taught.append(1) or whole(*given, **more))
+    for cell in measure.modes.step_modes(True)[0]:
+        taught.clear()
+        train_cell.measure(cell | {"flags": cell["flags"] | {"train.compile": "off"}}, 1, 0)
+        assert bool(taught) == cell["mode"].endswith("learned"), cell["mode"]
+
+
+def test_the_warm_up_of_modes_runs_every_cell(measure: ModuleType) -> None:
+    asked = [json.loads(job.argv[-1]) for job in measure.modes.warmups() if "--compile" not in job.argv]
+    compiled = [(cell["mode"], cell["length"]) for job in asked for cell in job["cells"]]
+    wanted = [(cell["mode"], cell["length"]) for group in measure.modes.step_modes(False) for cell in group]
+    assert sorted(compiled) == sorted(wanted)
 
 
 def test_the_warm_up_compiles_what_the_chosen_parts_run(measure: ModuleType) -> None:

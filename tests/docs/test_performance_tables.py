@@ -56,7 +56,7 @@ def test_lines_fit_the_line_length(script: ModuleType) -> None:
 
 def test_missing_results_give_no_numbers(script: ModuleType, results: Path) -> None:
     for name, make in script.TABLES.items():
-        optional = name in ("million", "batches", "shapes", "large", "blocks", "fp8")
+        optional = name in ("million", "batches", "shapes", "large", "blocks", "fp8", "modes")
         assert make() == "" if optional else "not measured" in make()
     assert "not measured" in script.headline()
 
@@ -83,6 +83,14 @@ def test_results_of_two_runs_are_not_mixed(script: ModuleType, results: Path) ->
     save(results, "decode", [], date="2026-11-17")
     with pytest.raises(ValueError, match="mixes runs"):
         script.measured()
+
+
+def test_modes_may_be_measured_on_another_day_and_state_it(script: ModuleType, results: Path) -> None:
+    save(results, "train", [])
+    save(results, "modes", mode_cells(8192, {"dense": 400e3, "nsa": 500e3}), date="2026-11-17")
+    assert "16 November 2026" in script.measured()
+    assert "17 November 2026" in script.modes.modes()
+    assert "16 November" not in script.modes.modes()
 
 
 def test_dry_runs_are_rejected(script: ModuleType, results: Path) -> None:
@@ -180,4 +188,60 @@ def test_a_learned_selector_gets_rows_of_its_own(script: ModuleType, results: Pa
     assert [line[:50] for line in lines] == [
         "| compressed | 2k | 1 | 1,500 | 2,000 | 0.75 | 0.0",
         "| learned | 2k | 1 | 1,000 | 2,000 | 0.50 | 0.0400",
+    ]
+
+
+def mode_cells(length: int, speeds: dict[str, float], **more: Any) -> list[dict[str, Any]]:
+    return [
+        cell("dense" if mode == "dense" else "nsa", speed, mode=mode, length=length, batch=65536 // length, **more)
+        for mode, speed in speeds.items()
+    ]
+
+
+def checks(block_sparse: bool = True) -> list[dict[str, Any]]:
+    verdicts = {"nsa": True, "block-sparse": block_sparse}
+    return [{"mode": mode, "parity": 0.003, "correct": correct} for mode, correct in verdicts.items()]
+
+
+def test_modes_are_compared_with_dense_of_the_same_length(script: ModuleType, results: Path) -> None:
+    steps = [
+        *mode_cells(8192, {"dense": 400e3, "nsa": 500e3, "block-sparse": 600e3}),
+        *mode_cells(2048, {"dense": 700e3, "nsa": 560e3, "block-sparse": 770e3}),
+        *mode_cells(4096, {"dense": 600e3, "nsa": 660e3, "block-sparse": 540e3}),
+    ]
+    save(results, "modes", [*checks(), *steps])
+    lines = script.modes.modes().splitlines()
+    at = lines.index("| length | dense | NSA | block-sparse |")
+    assert lines[at + 2 :] == [
+        "| 2k | 700k | 560k (0.80) | 770k (1.10) |",
+        "| 4k | 600k | 660k (1.10) | 540k (0.90) |",
+        "| 8k | 400k | 500k (1.25) | 600k (1.50) |",
+        "| faster than dense from | – | 4k | 8k |",
+        "| peak, GiB | 2.00 | 2.00 | 2.00 |",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["block-sparse", "block-sparse learned"])
+@pytest.mark.parametrize(("correct", "loss", "ratio"), [(True, 5.5, " (1.50)"), (False, 5.5, ""), (True, 4.0, "")])
+def test_a_wrong_mode_gets_no_ratio(
+    script: ModuleType, results: Path, mode: str, correct: bool, loss: float, ratio: str
+) -> None:
+    steps = [*mode_cells(8192, {"dense": 400e3}), *mode_cells(8192, {mode: 600e3}, first_loss=loss)]
+    save(results, "modes", [*checks(correct), *steps])
+    text = script.modes.modes()
+    assert f"| 8k | 400k | 600k{ratio} |" in text
+    assert f"| faster than dense from | – | {'8k' if ratio else '–'} |" in text
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_modes_that_decode_stand_beside_dense(script: ModuleType, results: Path, correct: bool) -> None:
+    row = {"of": "decode", "context": 16384, "batch": 16, "cache_bytes_per_token": 6500.0}
+    speeds = {"dense": 16000.0, "block-sparse": 20000.0}
+    decoded = [row | {"mode": mode, "tokens_per_s": speed} for mode, speed in speeds.items()]
+    save(results, "modes", [*checks(correct), *decoded, row | {"mode": "nsa", "out_of_memory": True}])
+    assert script.modes.modes().splitlines()[-4:] == [
+        "| context | batch | dense | NSA | block-sparse |",
+        "|---|---|---|---|---|",
+        f"| 16k | 16 | 16,000 | out of memory | 20,000{' (1.25)' * correct} |",
+        "| cache, B/token | | 6,500 | 6,500 | 6,500 |",
     ]

@@ -1,0 +1,102 @@
+"""Block-sparse mode beside NSA and dense: a section with its own date."""
+
+from __future__ import annotations
+
+from performance import results
+from performance.results import Row, first, number, paragraph, ratio, rows, table, thousands, tokens
+from tercet.bench.train import compared
+
+LABELS = {
+    "dense": "dense", "nsa": "NSA", "nsa learned": "NSA, learned", "block-sparse": "block-sparse",
+    "block-sparse learned": "block-sparse, learned",
+}  # fmt: skip
+
+
+def modes() -> str:
+    """Empty if not measured."""
+    sections = [_training(), _decoding()]
+    if not any(sections):
+        return ""
+    about = paragraph(
+        "`m7c` in [block-sparse mode](nsa.md#block-sparse-mode), as `tercet import hf --attention block-sparse` "
+        "configures it (without `dense_below`), beside NSA's three branches and dense. Blocks are chosen by means of "
+        "keys or, where it says learned, by a learned selector, whose own training is part of the step. Tokens/s, and "
+        "in brackets × dense."
+    )
+    found = [section for section in sections if section]
+    return "\n\n".join(["## Block-sparse mode", about, results.measured_line(results.part("modes")), *found])
+
+
+def _training() -> str:
+    names = [mode for mode in LABELS if rows("modes", mode=mode, outcome="ok")]
+    lengths = sorted({row["length"] for row in rows("modes") if "length" in row})
+    if not names:
+        return ""
+    lines = []
+    for length in lengths:
+        speeds = [thousands(_step(mode, length).get("tokens_per_s")) for mode in names]
+        ratios = [step_ratio(mode, length) for mode in names]
+        lines.append([tokens(length), *map(_cell, speeds, ratios)])
+    peaks = [max(row["peak_gib"] for row in rows("modes", mode=mode, outcome="ok")) for mode in names]
+    lines.append(["faster than dense from", *(_wins_from(mode, lengths) for mode in names)])
+    lines.append(["peak, GiB", *map(number, peaks)])
+    head = ["length", *(LABELS[mode] for mode in names)]
+    return "\n\n".join(["Training steps of 65,536 tokens:", table(head, lines)])
+
+
+def _decoding() -> str:
+    found = rows("modes", of="decode")
+    names = [mode for mode in LABELS if rows("modes", of="decode", mode=mode)]
+    if not found:
+        return ""
+    lines = []
+    for context, batch in sorted({(row["context"], row["batch"]) for row in found}):
+        own = {mode: first(rows("modes", of="decode", mode=mode, context=context, batch=batch)) for mode in names}
+        dense = own.get("dense", {}).get("tokens_per_s")
+        cells = []
+        for mode, row in own.items():
+            speed = row.get("tokens_per_s")
+            failed = "out of memory" if row.get("out_of_memory") else "–"
+            times = speed / dense if speed and dense and mode != "dense" and _correct(mode) is not False else None
+            cells.append(_cell(f"{speed:,.0f}" if speed else failed, times))
+        lines.append([tokens(context), str(batch), *cells])
+    longest = max(row["context"] for row in found)
+    caches = (first(rows("modes", of="decode", mode=mode, context=longest)) for mode in names)
+    lines.append(["cache, B/token", "", *(number(row.get("cache_bytes_per_token")) for row in caches)])
+    head = ["context", "batch", *(LABELS[mode] for mode in names)]
+    return "\n\n".join(["Greedy decoding of the whole model:", table(head, lines)])
+
+
+def step_ratio(mode: str, length: int) -> float | None:
+    """A mode's tokens/s over dense's; None for dense, if the kernels failed their check or if the losses differ."""
+    cells = [_step(mode, length), _step("dense", length)]
+    if mode == "dense" or not all(cells):
+        return None
+    found: float | None = compared(cells, _correct(mode))[0]["times_dense"]
+    return found
+
+
+def _step(mode: str, length: int) -> Row:
+    return first(rows("modes", mode=mode, length=length, outcome="ok"))
+
+
+def _correct(mode: str) -> bool | None:
+    """The kernel check of a mode, which is the same with either selector."""
+    checks = [row for row in rows("modes", mode=mode.removesuffix(" learned")) if "parity" in row]
+    found: bool | None = first(checks).get("correct")
+    return found
+
+
+def _cell(speed: str, times: float | None) -> str:
+    return speed if times is None else f"{speed} ({ratio(times)})"
+
+
+def _wins_from(mode: str, lengths: list[int]) -> str:
+    """The shortest measured length from which on a mode's steps are faster than dense ones."""
+    shortest = "–"
+    for length in reversed(lengths):
+        times = step_ratio(mode, length)
+        if times is None or times <= 1:
+            break
+        shortest = tokens(length)
+    return shortest
