@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from runs import events_of, losses, small, train_small
 from stepping import SimulatedClock, SteppedModel
 from tercet.errors import TercetError
-from tercet.model.dense import DenseAttention
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layer import AttentionLayer
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
 from tercet.report.facts import collect_facts
@@ -47,7 +46,7 @@ class FakeCapturer:
 
     def __init__(self, model: nn.Module) -> None:
         self.trained = list(model.parameters())
-        self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
+        self.layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
         self.warmed = self.resets = 0
         self.held_bytes = self.pool_bytes = 0
 
@@ -81,7 +80,7 @@ class FakeCapturer:
         trained: list[nn.Parameter]
         grads: list[Tensor | None]
         adds: bool
-        layers: list[NativeSparseAttention | DenseAttention]
+        layers: list[AttentionLayer]
 
         def replay(self) -> None:
             routes = [layer.routes for layer in self.layers]

@@ -19,14 +19,12 @@ from tercet.model.config import AttentionKind
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa_cache import BlockSparseCache
 from tercet.model.rope import RopeCache
-from tercet.model.selector import attach_loss, build_selector
+from tercet.model.selecting import Scorer, SelectingLayer
+from tercet.model.selector import build_selector
 from tercet.model.stats import AttentionStats
 
-Scorer = tuple[Tensor, Tensor]
-"""Queries and keys of a learned selector: [B, T, G, size] each."""
 
-
-class BlockSparseAttention(DenseAttention):
+class BlockSparseAttention(SelectingLayer, DenseAttention):
     """Dense attention's parameters; each query reads a few blocks of the past in full (docs/nsa.md, "Block-sparse
     mode"). Other arguments are DenseAttention's.
 
@@ -37,8 +35,8 @@ class BlockSparseAttention(DenseAttention):
     backend      "auto", "reference" or "triton"
     """
 
-    config: NSAConfig
     kind: AttentionKind = "nsa"
+    cache_class = BlockSparseCache
 
     def __init__(
         self,
@@ -81,17 +79,8 @@ class BlockSparseAttention(DenseAttention):
         if self.selector is not None:
             self.selector.init_weights(std)
 
-    def make_cache(  # type: ignore[override]
-        self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None
-    ) -> BlockSparseCache:
-        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
-        return BlockSparseCache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
-
     def cache_key(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"config": self.config, "shared_kv": True, "branches": ("selected",)}
-        if self.selector is not None:
-            own |= self.selector.cache_key()
-        return super().cache_key() | own
+        return super().cache_key() | {"shared_kv": True, "branches": ("selected",)}
 
     # ------------------------------------------------------------ whole sequences
 
@@ -113,14 +102,7 @@ class BlockSparseAttention(DenseAttention):
         )  # fmt: skip
         self.stats.update(None, block_indices, packing)
         if taught is not None and block_indices is not None:
-            if self.selector is None or scored is None:
-                self.stats.update_choice(q, k, taught, block_indices, packing)
-            else:
-                loss, captured = self.selector.loss_of_rows(
-                    x, scored[1], q, k, taught, block_indices, packing, measure=self.stats.enabled, backend=self.backend
-                )
-                self.stats.update_selector(captured)
-                out = attach_loss(out, loss * self.selector.weight)
+            out = self.teach(out, x, scored, q, k, taught, block_indices, packing, self.backend)
         return self.o_proj(out.flatten(2))
 
     # ------------------------------------------------------------ new tokens after a cache
@@ -171,9 +153,6 @@ class BlockSparseAttention(DenseAttention):
             dense_below=self.dense_below if self.dense_below > covered else 0,
         )  # fmt: skip
         return out, read
-
-    def selector_size(self) -> int:
-        return 0 if self.selector is None else self.selector.size
 
     def _prefill(
         self, new: NewTokens, cache: BlockSparseCache, q: Tensor, k: Tensor, v: Tensor, scored: Scorer | None

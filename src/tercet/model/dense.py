@@ -11,7 +11,7 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.dense import dense_attention, dense_route
 from tercet.attention.layout import Packing
 from tercet.model import decode
-from tercet.model.cache import DenseCache
+from tercet.model.cache import Cache, DenseCache
 from tercet.model.config import NSA_ONLY, AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer
 from tercet.model.rope import CosSin, RopeCache, Rotary, rotate
@@ -21,6 +21,7 @@ class DenseAttention(AttentionLayer):
     """The dense baseline: takes NativeSparseAttention's arguments and ignores those that only apply to it."""
 
     kind: AttentionKind = "dense"
+    cache_class: type[Cache] = DenseCache
 
     def __init__(
         self,
@@ -54,10 +55,6 @@ class DenseAttention(AttentionLayer):
     @property
     def branch_names(self) -> tuple[str, ...]:
         return ("dense",)
-
-    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> DenseCache:
-        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
-        return DenseCache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
 
     def project(
         self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None

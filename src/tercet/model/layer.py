@@ -12,6 +12,7 @@ from tercet.attention.checks import check_max_seqlen, make_packing
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing
+from tercet.model.cache import Cache
 from tercet.model.config import AttentionKind
 from tercet.model.rope import RopeCache, Rotary
 
@@ -25,6 +26,8 @@ class AttentionLayer(nn.Module):
 
     kind: AttentionKind
     """As model.attention names it."""
+    cache_class: type[Cache]
+    q_norm: nn.RMSNorm | None
     config: NSAConfig | None = None
     backend: str = "auto"
 
@@ -83,6 +86,13 @@ class AttentionLayer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
+
+    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
+        weight = self.q_proj.weight
+        return self.cache_class(
+            self.cache_key(), batch, max_len, weight.device, weight.dtype if dtype is None else dtype
+        )
 
     def cache_key(self) -> dict[str, Any]:
         """The settings that a cache must have been created for."""
@@ -152,10 +162,6 @@ class AttentionLayer(nn.Module):
 
     def _forward_cached(self, x: Tensor, cache: Any, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
         raise NotImplementedError
-
-    def _cache_placement(self, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-        weight = self.q_proj.weight
-        return weight.device, weight.dtype if dtype is None else dtype
 
 
 def are_plain(*layers: nn.Module) -> bool:

@@ -18,10 +18,11 @@ from tercet.model import decode
 from tercet.model.cache import NewTokens
 from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind, RopeConfig
-from tercet.model.layer import AttentionLayer, are_plain
+from tercet.model.layer import are_plain
 from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rope_cache, rotate
-from tercet.model.selector import RandomBlocks, attach_loss, build_selector
+from tercet.model.selecting import Scorer, SelectingLayer
+from tercet.model.selector import RandomBlocks, build_selector
 from tercet.model.stats import AttentionStats
 
 GATES = ("sigmoid", "softmax")
@@ -58,7 +59,7 @@ class Gate(nn.Module):
         return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
 
 
-class NativeSparseAttention(AttentionLayer):
+class NativeSparseAttention(SelectingLayer):
     """Each query attends to compressed tokens, to a few selected blocks in full, and to a sliding window.
 
     dim, heads, kv_heads, head_dim   sizes; value_dim is the head size of v, head_dim by default
@@ -82,7 +83,7 @@ class NativeSparseAttention(AttentionLayer):
     """
 
     kind: AttentionKind = "nsa"
-    config: NSAConfig
+    cache_class = NSACache
 
     def __init__(
         self,
@@ -148,21 +149,11 @@ class NativeSparseAttention(AttentionLayer):
         if self.selector is not None:
             self.selector.init_weights(std)
 
-    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> NSACache:
-        """An empty cache for `batch` sequences: preallocated for max_len tokens, or growing if max_len is None."""
-        return NSACache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
-
     def cache_key(self) -> dict[str, Any]:
-        own = {"config": self.config, "shared_kv": self.shared_kv, "branches": self.branches}
-        if self.selector is not None:
-            own |= self.selector.cache_key()
-        return super().cache_key() | own
+        return super().cache_key() | {"shared_kv": self.shared_kv, "branches": self.branches}
 
     def phi_is_plain(self) -> bool:
         return self.compress_k.is_plain() and self.compress_v.is_plain()
-
-    def selector_size(self) -> int:
-        return 0 if self.selector is None else self.selector.size
 
     # ------------------------------------------------------------ whole sequences
 
@@ -186,15 +177,8 @@ class NativeSparseAttention(AttentionLayer):
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
         if taught is not None and block_indices is not None:
-            if self.selector is None or scored is None:
-                self.stats.update_choice(inputs.q, inputs.k_selected, taught, block_indices, packing)
-            else:
-                loss, captured = self.selector.loss_of_rows(
-                    x, scored[1], inputs.q, inputs.k_selected, taught, block_indices, packing,
-                    measure=self.stats.enabled, backend=self._route[0],
-                )  # fmt: skip
-                self.stats.update_selector(captured)
-                out = attach_loss(out, loss * self.selector.weight)
+            q, k = inputs.q, inputs.k_selected
+            out = self.teach(out, x, scored, q, k, taught, block_indices, packing, self._route[0])
         return out if fuse_output else self.o_proj(out.flatten(2))
 
     def inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:
@@ -349,7 +333,7 @@ class NativeSparseAttention(AttentionLayer):
 
     def _prefill(
         self, x: Tensor, new: NewTokens, cache: NSACache, rope: RopeCache | None,
-        scored: tuple[Tensor, Tensor] | None, given: Tensor | None,
+        scored: Scorer | None, given: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
         padding from every real token."""

@@ -18,10 +18,11 @@ from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.config import AttentionKind, ModelConfig
 from tercet.model.dense import DenseAttention
 from tercet.model.ffn import SwiGLU
-from tercet.model.layer import check_lengths_have_cache
+from tercet.model.layer import AttentionLayer, check_lengths_have_cache
 from tercet.model.loss import cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
+from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import sample_queries
 from tercet.model.window import WindowAttention
 
@@ -102,7 +103,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             cast(Block, block).init_weights(std, residual_std)
 
-    def attention_layers(self) -> list[NativeSparseAttention | DenseAttention]:
+    def attention_layers(self) -> list[AttentionLayer]:
         """The attention layer of every block, in order."""
         return [cast(Block, block).attention for block in self.blocks]
 
@@ -169,8 +170,7 @@ class Transformer(nn.Module):
             return sample_queries(tokens, self.taught_every)
         # a context-parallel rank does not see all of the sequence
         layers = self.attention_layers() if packing is None or isinstance(packing, Packing) else []
-        sparse = (NativeSparseAttention, BlockSparseAttention)
-        if not any(isinstance(layer, sparse) and layer.stats.enabled for layer in layers):
+        if not any(isinstance(layer, SelectingLayer) and layer.stats.enabled for layer in layers):
             return None
         # by length, not by tokens: the sample is then the same however sequences are spread over ranks
         length = tokens.shape[1] if packing is None else packing.max_seqlen
@@ -211,7 +211,7 @@ _LAYER_OPTIONS = (
 )  # fmt: skip
 
 
-def _build_attention(config: ModelConfig, kind: AttentionKind) -> NativeSparseAttention | DenseAttention:
+def _build_attention(config: ModelConfig, kind: AttentionKind) -> AttentionLayer:
     sparse = BlockSparseAttention if config.gate == "none" else NativeSparseAttention
     build: Any = {"nsa": sparse, "dense": DenseAttention, "window": WindowAttention}[kind]
     options = {name: getattr(config, name) for name in _LAYER_OPTIONS}

@@ -30,6 +30,7 @@ class WindowAttention(DenseAttention):
 
     config: NSAConfig
     kind: AttentionKind = "window"
+    cache_class = NSACache
 
     def __init__(
         self,
@@ -53,10 +54,6 @@ class WindowAttention(DenseAttention):
     @property
     def branch_names(self) -> tuple[str, ...]:
         return _BRANCHES
-
-    def make_cache(self, batch: int, max_len: int | None = None, *, dtype: torch.dtype | None = None) -> NSACache:  # type: ignore[override]
-        """An empty cache for `batch` sequences. It holds one window per row, whatever max_len is."""
-        return NSACache(self.cache_key(), batch, max_len, *self._cache_placement(dtype))
 
     def cache_key(self) -> dict[str, Any]:
         return super().cache_key() | {"config": self.config, "shared_kv": False, "branches": _BRANCHES}

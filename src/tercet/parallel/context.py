@@ -33,6 +33,7 @@ from tercet.model.block_sparse import BlockSparseAttention, mean_keys
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
+from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
 from tercet.model.window import WindowAttention
 from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
@@ -296,7 +297,7 @@ def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: Context
 
 
 def _choose_blocks(
-    layer: NativeSparseAttention | BlockSparseAttention, selector: BlockSelector, x: Tensor, shard: ContextShard
+    layer: SelectingLayer, selector: BlockSelector, x: Tensor, shard: ContextShard
 ) -> tuple[list[Tensor], Tensor]:
     """block_indices of each chunk by a learned selector, and its fetched keys, in the rows of the selected keys."""
     queries, own = selector(x, shard.position)
@@ -312,7 +313,7 @@ def _choose_blocks(
 
 
 def _teach(
-    layer: NativeSparseAttention | BlockSparseAttention, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
+    layer: SelectingLayer, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
     indices: list[Any], taught: Tensor, shard: ContextShard,
 ) -> Tensor:  # fmt: skip
     """The loss of a learned selector, chunk by chunk: each has its own range of the fetched keys."""
@@ -380,9 +381,7 @@ def _buffer_rows(shard: ContextShard, name: str, index: int) -> tuple[slice, int
     return slice(tokens.at, tokens.at + tokens.end - tokens.first), tokens.first
 
 
-def _update_stats(
-    layer: NativeSparseAttention | BlockSparseAttention, gates: Tensor | None, indices: list[Any], shard: ContextShard
-) -> None:
+def _update_stats(layer: SelectingLayer, gates: Tensor | None, indices: list[Any], shard: ContextShard) -> None:
     """Update statistics chunk by chunk. Another rank may own the selection of the token before a chunk."""
     if not layer.stats.enabled:
         return

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
-from tercet.model.block_sparse import BlockSparseAttention
-from tercet.model.dense import DenseAttention
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layer import AttentionLayer
+from tercet.model.selecting import SelectingLayer
 from tercet.telemetry import memory
 from tercet.telemetry.event_log import EventLog, full_disk_allowed
 from tercet.telemetry.events import (
@@ -208,8 +207,8 @@ class LayerProbe:
     """Gates, selection and routes of the attention layers, found by class under any wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [m for m in model.modules() if isinstance(m, (NativeSparseAttention, DenseAttention))]
-        self._sparse = [m for m in self.layers if isinstance(m, (NativeSparseAttention, BlockSparseAttention))]
+        self.layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
+        self._sparse = [m for m in self.layers if isinstance(m, SelectingLayer)]
         self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()  # of completed steps
         self._current: Counter[tuple[int, str, str, str, bool]] = Counter()  # of the current step
         self._sampled = False
@@ -235,7 +234,7 @@ class LayerProbe:
         self._current.clear()
 
     @staticmethod
-    def on_gpu(layer: NativeSparseAttention | DenseAttention) -> bool:
+    def on_gpu(layer: AttentionLayer) -> bool:
         """Whether kernels could run; on a CPU the reference is not a fallback."""
         return layer.q_proj.weight.is_cuda
 

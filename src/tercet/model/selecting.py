@@ -1,0 +1,46 @@
+"""SelectingLayer: what attention layers that choose blocks share: a learned selector, its loss, and statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tercet.attention.config import NSAConfig
+from tercet.attention.layout import Packing
+from tercet.model.layer import AttentionLayer
+from tercet.model.selector import BlockSelector, attach_loss
+from tercet.model.stats import AttentionStats
+
+Scorer = tuple[Tensor, Tensor]
+"""Queries and keys of a learned selector: [B, T, G, size] each."""
+
+
+class SelectingLayer(AttentionLayer):
+    """Subclasses set `config`, `selector` (None if it is not learned) and `stats`."""
+
+    config: NSAConfig
+    selector: BlockSelector | None
+    stats: AttentionStats
+
+    def cache_key(self) -> dict[str, Any]:
+        key = super().cache_key() | {"config": self.config}
+        return key if self.selector is None else key | self.selector.cache_key()
+
+    def selector_size(self) -> int:
+        return 0 if self.selector is None else self.selector.size
+
+    def teach(
+        self, out: Tensor, x: Tensor, scored: Scorer | None, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor,
+        packing: Packing | None, backend: str,
+    ) -> Tensor:  # fmt: skip
+        """`out`, whose backward pass now also teaches the learned selector. Without one, the choice is only measured,
+        if statistics are on. scored: from the selector; the others: see `BlockSelector.loss_of_rows`."""
+        if self.selector is None or scored is None:
+            self.stats.update_choice(q, k, rows, block_indices, packing)
+            return out
+        loss, captured = self.selector.loss_of_rows(
+            x, scored[1], q, k, rows, block_indices, packing, measure=self.stats.enabled, backend=backend
+        )
+        self.stats.update_selector(captured)
+        return attach_loss(out, loss * self.selector.weight)
