@@ -1,4 +1,4 @@
-"""Scripts behind the retrieval page: the probe of needle questions, and how many keys a pooled key can stand for."""
+"""The script behind the retrieval page: the probe of needle questions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from inference.models import language_model
 from tercet.attention.config import NSAConfig
 from tercet.inference.ruler import QuestionWriter
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-PROBE: dict[str, Any] = runpy.run_path(str(SCRIPTS / "needle_probe.py"))
+PROBE: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "needle_probe.py"))
 
 
 def test_a_layer_that_attends_to_the_needle_alone_has_all_mass_there() -> None:
@@ -52,17 +51,3 @@ def test_the_probe_measures_every_layer_and_kv_head(kind: str, tmp_path: Path) -
         assert 0 < cell["mass"] < 1
         assert 0 <= cell["chosen"] <= 1
         assert cell["rank"] >= 1
-
-
-def test_a_key_of_one_token_finds_it_and_a_pooled_one_does_not() -> None:
-    capacity = runpy.run_path(str(SCRIPTS / "selector_capacity.py"))
-    torch.manual_seed(0)
-    vectors, wanted = capacity["draw"](8192, 64)
-    shares = [
-        capacity["found"](capacity["block_scores"](vectors[wanted], vectors, pooling, tokens), wanted // 64)
-        .double()
-        .mean()
-        for pooling, tokens in (("none", 1), ("mean", 16), ("max", 16))
-    ]
-    assert shares[0] == 1
-    assert max(shares[1:]) < 0.9
