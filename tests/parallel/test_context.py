@@ -97,6 +97,18 @@ def test_short_documents_are_only_fetched_by_the_ranks_that_share_them():
     assert max(unaligned.fetched(r) for r in range(4)) <= 2 * 1024
 
 
+@pytest.mark.parametrize("bounds", [(0, 96), (0, 30, 31, 96), (0, 5, 48, 50, 96)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_fetches_no_row_twice(bounds, ranks):
+    """Gradients of fetched rows are added to their owners' by index, where a repeated row would count once."""
+    layout = Layout(bounds, ranks, SMALL)
+    plans = [layout.lookback_plan(tokens) for tokens in (None, 0, 7, 23)]
+    for plan in (*plans, layout.compressed_plan(), layout.previous_token_plan()):
+        for pieces in plan.pieces:
+            rows = [(p.owner, row) for p in pieces for row in range(p.local, p.local + p.count)]
+            assert len(rows) == len(set(rows))
+
+
 def test_a_length_that_does_not_split_is_refused_with_one_that_does():
     with pytest.raises(TercetError, match="multiple of 8, such as 104"):
         Layout((0, 100), 4, CONFIG)

@@ -36,8 +36,8 @@ from tercet.model.rope import rotate
 from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
 from tercet.model.window import WindowAttention
-from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
-from tercet.parallel.exchange import BlockFetch, BlockFetchPlan, Exchange, Fetch
+from tercet.parallel.context_layout import Layout, TokenRange
+from tercet.parallel.exchange import BlockFetchPlan, Exchange, RowMoves
 
 DENSE_REASON = "context parallelism: PyTorch's dense kernels do not support query ranges of packed documents"
 
@@ -89,16 +89,17 @@ class ContextShard:
         return slice(index * self.layout.chunk, (index + 1) * self.layout.chunk)
 
     @cached_property
-    def plans(self) -> dict[str, FetchPlan]:
-        """Fetch plans by purpose, computed once and used by every layer."""
+    def moves(self) -> dict[str, RowMoves]:
+        """What is fetched, by purpose; computed once and used by every layer."""
         config, layout = self.layout.config, self.layout
-        return {
+        plans = {
             "raw": layout.lookback_plan(config.compress_block - 1),
             "compressed": layout.compressed_plan(),
             "window": layout.lookback_plan(config.window - 1),
             "selected": layout.lookback_plan(None),
             "before": layout.previous_token_plan(),
         }
+        return {name: RowMoves.of_plan(plan, self.rank, self.device) for name, plan in plans.items()}
 
     @cached_property
     def ranges(self) -> dict[str, list[TokenRange]]:
@@ -130,19 +131,18 @@ class ContextShard:
 
     @cached_property
     def block_plan(self) -> BlockFetchPlan:
-        return BlockFetchPlan.build(
-            self.layout, self.plans["selected"], self.ranges["selected"], self.rank, self.device
-        )
+        return BlockFetchPlan.build(self.layout, self.moves["selected"], self.ranges["selected"], self.rank)
 
-    def fetch(self, name: str) -> Fetch:
-        """An exchange of rows by the plan of this name."""
-        return Fetch(self.plans[name], self.group, partial(self._count_bytes, name))
+    def fetch(self, name: str) -> Exchange:
+        """An exchange of rows for this purpose."""
+        return Exchange(self.moves[name], self.group, partial(self._count_bytes, name))
 
-    def fetch_blocks(self, block_indices: Tensor) -> BlockFetch:
+    def fetch_blocks(self, block_indices: Tensor) -> Exchange:
         """An exchange of the rows in the selected blocks. block_indices: [1, own tokens, G, n]."""
         selected = self.block_plan.gather_selected(block_indices, self.group)
         self._count_bytes("requests", selected.numel() - selected[0].numel())
-        return BlockFetch(self.block_plan, selected, self.group, partial(self._count_bytes, "selected"))
+        moves = self.block_plan.moves(selected, self.rank)
+        return Exchange(moves, self.group, partial(self._count_bytes, "selected"))
 
     def _count_bytes(self, name: str, size: int) -> None:
         self.traffic[name] += size

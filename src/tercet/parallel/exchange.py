@@ -4,9 +4,9 @@ Forward: `begin` starts the all-to-all and `end` waits for it. Backward: gradien
 owners the same way, started in the backward of `end` and awaited in the backward of `begin`; autograd runs everything
 in between meanwhile. (Not a custom op per collective: the overlap needs a handle that lives from one to the other.)
 
-`Fetch` follows a plan that all ranks know beforehand. `BlockFetch` only moves the selected blocks: every rank announces
-which blocks its queries selected and gets exactly those rows. That takes two messages instead of one, and the host has
-to read the message sizes: one synchronisation per layer.
+Which rows move is known to all ranks beforehand (`RowMoves.of_plan`), or depends on the selected blocks
+(`BlockFetchPlan.moves`): every rank announces which blocks its queries selected and gets exactly those rows. That takes
+two messages instead of one, and the host has to read the message sizes: one synchronisation per layer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tercet.parallel.context_layout import FetchPlan, Layout, Piece, TokenRange
+from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
+
+
+@dataclass(frozen=True)
+class RowMoves:
+    """Which rows one rank exchanges. Rows in transit are sorted by the other rank; none goes to one rank twice."""
+
+    rows: int
+    """Rows of the buffer that receives them; those that nothing fills are zero."""
+    own: tuple[tuple[slice, slice], ...]
+    """(in the buffer, among own rows): what a rank copies from itself."""
+    incoming: Tensor
+    """int64: rows of the buffer that other ranks fill."""
+    outgoing: Tensor
+    """int64: own rows that other ranks get."""
+    in_sizes: list[int]
+    """How many rows come from each rank."""
+    out_sizes: list[int]
+    """How many rows go to each rank."""
+
+    @classmethod
+    def of_plan(cls, plan: FetchPlan, rank: int, device: torch.device) -> RowMoves:
+        others = [r for r in range(len(plan.rows)) if r != rank]
+        incoming = [(p.at, p.count) for r in others for p in plan.pieces[rank] if p.owner == r]
+        outgoing = [(p.local, p.count) for r in others for p in plan.pieces[r] if p.owner == rank]
+        own = [p for p in plan.pieces[rank] if p.owner == rank]
+
+        def rows_of(ranges: list[tuple[int, int]]) -> Tensor:
+            rows = [torch.arange(first, first + count) for first, count in ranges]
+            return torch.cat([torch.arange(0), *rows]).to(device, non_blocking=True)
+
+        return cls(
+            rows=plan.rows[rank],
+            own=tuple((slice(p.at, p.at + p.count), slice(p.local, p.local + p.count)) for p in own),
+            incoming=rows_of(incoming),
+            outgoing=rows_of(outgoing),
+            in_sizes=[plan.received(rank, r) if r != rank else 0 for r in range(len(plan.rows))],
+            out_sizes=[plan.received(r, rank) if r != rank else 0 for r in range(len(plan.rows))],
+        )
 
 
 class Exchange:
-    """One all-to-all. x: this rank's rows [rows, ...]; out: a buffer [rows, ...] with its own and the fetched rows.
+    """One all-to-all. x: this rank's rows [rows, ...]; out: a buffer [moves.rows, ...] with its own and the fetched
+    rows."""
 
-    Subclasses define which rows are sent and where they go.
-    """
-
-    in_sizes: list[int]
-    """Rows received from each rank."""
-    out_sizes: list[int]
-    """Rows sent to each rank."""
-
-    def __init__(self, group: dist.ProcessGroup, count_bytes: Callable[[int], None]) -> None:
-        self.group, self._count_bytes = group, count_bytes
+    def __init__(
+        self, moves: RowMoves, group: dist.ProcessGroup, count_bytes: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.moves, self.group, self._count_bytes = moves, group, count_bytes
         self._work: Any = None
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._backward: tuple[Any, Tensor] | None = None
@@ -64,26 +97,6 @@ class Exchange:
             received = work.target
         return work, received
 
-    def pack(self, x: Tensor) -> Tensor:
-        """Own rows that other ranks requested, sorted by rank."""
-        raise NotImplementedError
-
-    def unpack(self, x: Tensor, incoming: Tensor) -> Tensor:
-        """The buffer: own rows, received rows, zeros elsewhere."""
-        raise NotImplementedError
-
-    def pack_grad(self, grad: Tensor) -> Tensor:
-        """Gradients of the received rows, sorted by owner."""
-        raise NotImplementedError
-
-    def own_grad(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Gradients of own rows in the buffer."""
-        raise NotImplementedError
-
-    def add_grads(self, total: Tensor, received: Tensor) -> None:
-        """Add other ranks' gradients of own rows, one rank after another, so that the order of the sum is fixed."""
-        raise NotImplementedError
-
 
 def staged_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether gloo carries GPU tensors for this group, as for ranks that share a GPU. They are copied to the host
@@ -105,24 +118,28 @@ class _CopyToDevice:
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.rows = exchange, x.shape[0]
-        exchange._work, received = exchange.send(exchange.pack(x), exchange.out_sizes, exchange.in_sizes)
+        ctx.exchange, ctx.rows, moves = exchange, x.shape[0], exchange.moves
+        requested = x.index_select(0, moves.outgoing)
+        exchange._work, received = exchange.send(requested, moves.out_sizes, moves.in_sizes)
         return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        exchange = ctx.exchange
+        exchange, moves = ctx.exchange, ctx.exchange.moves
         work, received = exchange._backward
         work.wait()
         exchange._backward = exchange._buffers = None
-        # several ranks may have read the same row: sum their gradients in fp32
+        # Several ranks may have read the same row: sum their gradients in fp32, one rank after another, so that the
+        # order of the sum is fixed.
         total = torch.zeros(
             ctx.rows,
             *received.shape[1:],
             dtype=torch.promote_types(received.dtype, torch.float32),
             device=received.device,
         )
-        exchange.add_grads(total, received)
+        parts = moves.outgoing.split(moves.out_sizes), received.split(moves.out_sizes)
+        for rows, part in zip(*parts, strict=True):
+            total[rows] += part
         return total.to(received.dtype), None
 
 
@@ -132,77 +149,21 @@ class _End(torch.autograd.Function):
         ctx.exchange, ctx.shape = exchange, x.shape
         exchange._work.wait()
         exchange._work = exchange._buffers = None
-        return exchange.unpack(x, incoming)
+        out = x.new_zeros(exchange.moves.rows, *x.shape[1:])
+        for at, local in exchange.moves.own:
+            out[at] = x[local]
+        return out.index_copy_(0, exchange.moves.incoming, incoming)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
-        exchange = ctx.exchange
-        rows = exchange.pack_grad(grad)
-        exchange._backward = exchange.send(rows, exchange.in_sizes, exchange.out_sizes)
-        return exchange.own_grad(grad, ctx.shape), rows, None
-
-
-class Fetch(Exchange):
-    """Fetch rows by a plan. out: [plan.rows[rank], ...]."""
-
-    def __init__(
-        self, plan: FetchPlan, group: dist.ProcessGroup, count_bytes: Callable[[int], None] = lambda _: None
-    ) -> None:
-        super().__init__(group, count_bytes)
-        rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
-        self.rows = plan.rows[rank]
-        pieces = plan.pieces[rank]
-        self.own = [p for p in pieces if p.owner == rank]
-        self.incoming = [[p for p in pieces if p.owner == r and r != rank] for r in ranks]
-        self.outgoing = [[p for p in plan.pieces[r] if p.owner == rank and r != rank] for r in ranks]
-        self.in_sizes = [sum(p.count for p in pieces) for pieces in self.incoming]
-        self.out_sizes = [sum(p.count for p in pieces) for pieces in self.outgoing]
-
-    def pack(self, x: Tensor) -> Tensor:
-        parts = [x[p.local : p.local + p.count] for pieces in self.outgoing for p in pieces]
-        return torch.cat(parts) if parts else x.new_empty(0, *x.shape[1:])
-
-    def unpack(self, x: Tensor, incoming: Tensor) -> Tensor:
-        out = x.new_zeros(self.rows, *x.shape[1:])
-        for p in self.own:
-            out[p.at : p.at + p.count] = x[p.local : p.local + p.count]
-        at = 0
-        for pieces in self.incoming:
-            for p in pieces:
-                out[p.at : p.at + p.count] = incoming[at : at + p.count]
-                at += p.count
-        return out
-
-    def pack_grad(self, grad: Tensor) -> Tensor:
-        parts = [grad[p.at : p.at + p.count] for pieces in self.incoming for p in pieces]
-        return torch.cat(parts) if parts else grad.new_empty(0, *grad.shape[1:])
-
-    def own_grad(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        own = grad.new_zeros(shape)
-        for p in self.own:
-            # += because a row may appear twice in this rank's buffer
-            own[p.local : p.local + p.count] += grad[p.at : p.at + p.count]
-        return own
-
-    def add_grads(self, total: Tensor, received: Tensor) -> None:
-        at = 0
-        for pieces in self.outgoing:
-            for p in pieces:
-                total[p.local : p.local + p.count] += received[at : at + p.count]
-                at += p.count
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Rows that this rank may exchange with others."""
-
-    rows: Tensor
-    """Row among this rank's own rows (outgoing) or in its buffer (incoming)."""
-    block: Tensor
-    """Selection block of each row, numbered over all documents."""
-    peer: Tensor
-    """The rank on the other side."""
+        exchange, moves = ctx.exchange, ctx.exchange.moves
+        rows = grad.index_select(0, moves.incoming)
+        exchange._backward = exchange.send(rows, moves.in_sizes, moves.out_sizes)
+        own = grad.new_zeros(ctx.shape)
+        for at, local in moves.own:
+            own[local] += grad[at]
+        return own, rows, None
 
 
 @dataclass(frozen=True)
@@ -213,43 +174,43 @@ class BlockFetchPlan:
     ranks, then says which of them are, so sender and receiver skip the same rows.
     """
 
-    rows: int
-    own: tuple[Piece, ...]
-    incoming: Candidates
-    outgoing: Candidates
+    whole: RowMoves
+    in_peer: Tensor
+    """The rank that each incoming row comes from."""
+    in_block: Tensor
+    """Its selection block, numbered over all documents."""
+    out_peer: Tensor
+    out_block: Tensor
     first_block: Tensor
     """[own tokens]: first block of each token's document."""
     blocks: int
 
     @classmethod
-    def build(
-        cls, layout: Layout, plan: FetchPlan, ranges: list[TokenRange], rank: int, device: torch.device
-    ) -> BlockFetchPlan:
-        l = layout.config.select_block
+    def build(cls, layout: Layout, whole: RowMoves, ranges: list[TokenRange], rank: int) -> BlockFetchPlan:
+        """whole: moves of the plan for whole documents; ranges: the token ranges in its buffer."""
+        device = whole.incoming.device
         counts = torch.tensor([layout.config.num_blocks(b - a) for a, b in layout.documents])
         first = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
         starts = torch.tensor(layout.bounds)
         tokens = torch.arange(layout.length)
         document = torch.bucketize(tokens, starts[1:], right=True)
-        block = first[document] + (tokens - starts[document]) // l
+        block = first[document] + (tokens - starts[document]) // layout.config.select_block
         own_tokens = torch.cat([tokens[a:b] for a, b in (layout.tokens(c) for c in layout.owned[rank])])
         buffer_tokens = torch.cat([tokens[r.first : r.end] for r in ranges])
 
-        def candidates(wanted: list[tuple[int, int, int]], token_of: Tensor) -> Candidates:
-            """wanted: (peer, first row, count)."""
-            rows = torch.cat([torch.arange(a, a + n) for _, a, n in wanted] or [tokens[:0]])
-            peer = torch.cat([torch.full((n,), p) for p, _, n in wanted] or [tokens[:0]])
-            return Candidates(*(x.to(device, non_blocking=True) for x in (rows, block[token_of[rows]], peer)))
+        def on_device(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
 
-        others = [r for r in range(layout.ranks) if r != rank]
-        incoming = [(r, p.at, p.count) for r in others for p in plan.pieces[rank] if p.owner == r]
-        outgoing = [(r, p.local, p.count) for r in others for p in plan.pieces[r] if p.owner == rank]
+        def peers(sizes: list[int]) -> Tensor:
+            return on_device(torch.arange(layout.ranks).repeat_interleave(torch.tensor(sizes)))
+
         return cls(
-            rows=plan.rows[rank],
-            own=tuple(p for p in plan.pieces[rank] if p.owner == rank),
-            incoming=candidates(incoming, buffer_tokens),
-            outgoing=candidates(outgoing, own_tokens),
-            first_block=first[document][own_tokens].to(device, non_blocking=True),
+            whole=whole,
+            in_peer=peers(whole.in_sizes),
+            in_block=on_device(block[buffer_tokens])[whole.incoming],
+            out_peer=peers(whole.out_sizes),
+            out_block=on_device(block[own_tokens])[whole.outgoing],
+            first_block=on_device(first[document][own_tokens]),
             blocks=int(first[-1]),
         )
 
@@ -268,54 +229,27 @@ class BlockFetchPlan:
         dist.all_gather(list(gathered.unbind(0)), selected[: self.blocks], group=group)
         return gathered.to(device).bool()
 
-
-class BlockFetch(Exchange):
-    """Fetch the rows of selected blocks only. x: [own tokens · G, D], out: [rows · G, D], one row per KV head."""
-
-    def __init__(
-        self, plan: BlockFetchPlan, selected: Tensor, group: dist.ProcessGroup, count_bytes: Callable[[int], None]
-    ) -> None:
-        super().__init__(group, count_bytes)
-        ranks, _, self.groups = selected.shape
-        self.plan = plan
-        incoming, outgoing = plan.incoming, plan.outgoing
-        received = selected[dist.get_rank(group)][incoming.block]
-        sent = selected[outgoing.peer, outgoing.block]
+    def moves(self, selected: Tensor, rank: int) -> RowMoves:
+        """The moves of the selected blocks, with one row per KV head: [tokens · G, D]. selected: `gather_selected`."""
+        ranks, _, groups = selected.shape
+        received, sent = selected[rank][self.in_block], selected[self.out_peer, self.out_block]
         sizes = selected.new_zeros(2, ranks, dtype=torch.int64)
-        sizes[0].index_add_(0, incoming.peer, received.sum(1))
-        sizes[1].index_add_(0, outgoing.peer, sent.sum(1))
-        self.in_sizes, self.out_sizes = sizes.tolist()
-        self.in_rows, self.out_rows = self._flat_rows(incoming.rows, received), self._flat_rows(outgoing.rows, sent)
+        sizes[0].index_add_(0, self.in_peer, received.sum(1))
+        sizes[1].index_add_(0, self.out_peer, sent.sum(1))
+        in_sizes, out_sizes = sizes.tolist()
 
-    def _flat_rows(self, rows: Tensor, kept: Tensor) -> Tensor:
-        row, head = kept.nonzero(as_tuple=True)
-        return rows[row] * self.groups + head
+        def rows_of(tokens: Tensor, kept: Tensor) -> Tensor:
+            index, head = kept.nonzero(as_tuple=True)
+            return tokens[index] * groups + head
 
-    def pack(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.out_rows)
+        def widened(part: slice) -> slice:
+            return slice(part.start * groups, part.stop * groups)
 
-    def unpack(self, x: Tensor, incoming: Tensor) -> Tensor:
-        out = x.new_zeros(self.plan.rows * self.groups, *x.shape[1:])
-        for at, local in self._own_slices():
-            out[at] = x[local]
-        return out.index_copy_(0, self.in_rows, incoming)
-
-    def pack_grad(self, grad: Tensor) -> Tensor:
-        return grad.index_select(0, self.in_rows)
-
-    def own_grad(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        own = grad.new_zeros(shape)
-        for at, local in self._own_slices():
-            own[local] += grad[at]
-        return own
-
-    def add_grads(self, total: Tensor, received: Tensor) -> None:
-        # No row appears twice in one rank's part, so the sum is deterministic.
-        for rows, part in zip(self.out_rows.split(self.out_sizes), received.split(self.out_sizes), strict=True):
-            total[rows] += part
-
-    def _own_slices(self) -> list[tuple[slice, slice]]:
-        n = self.groups
-        return [
-            (slice(p.at * n, (p.at + p.count) * n), slice(p.local * n, (p.local + p.count) * n)) for p in self.plan.own
-        ]
+        return RowMoves(
+            rows=self.whole.rows * groups,
+            own=tuple((widened(at), widened(local)) for at, local in self.whole.own),
+            incoming=rows_of(self.whole.incoming, received),
+            outgoing=rows_of(self.whole.outgoing, sent),
+            in_sizes=in_sizes,
+            out_sizes=out_sizes,
+        )
