@@ -14,7 +14,7 @@ DOCUMENTS = [None, (3, 41, 26), (70,)]
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smallest tiles: 16 queries each."""
-    monkeypatch.setattr("tercet.attention.reference.TILE_NUMBERS", 1)
+    monkeypatch.setattr("tercet.attention.tiling.TILE_NUMBERS", 1)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

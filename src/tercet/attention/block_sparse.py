@@ -27,6 +27,7 @@ from tercet.attention.layout import (
     why_no_query_range,
 )
 from tercet.attention.selector import check_selector, choose_blocks
+from tercet.attention.tiling import compute_dtype
 
 
 class BlockSparse(NamedTuple):
@@ -169,7 +170,7 @@ def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None) -> T
         chunks = k[:, : k.shape[1] // d * d].unflatten(1, (-1, d))
     else:
         chunks = move_rows(k[0], packing.tokens_to_chunks).unflatten(0, (-1, d))[None]
-    sums = chunks.sum(2, dtype=reference.compute_dtype(k))
+    sums = chunks.sum(2, dtype=compute_dtype(k))
     places, count = l // d, chunks.shape[1] - l // d + 1
     total = sums[:, :count]
     for place in range(1, places):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.layout import WHOLE, Packing, Span
-from tercet.attention.reference import Tile, segments, tiled_attention
+from tercet.attention.tiling import Tile, segments, tiled_attention
 
 # torch.compile traces `_varlen_options` without its cache, which is fine.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")

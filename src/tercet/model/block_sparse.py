@@ -12,7 +12,8 @@ from tercet.attention.checks import check_config
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import check_backend
 from tercet.attention.layout import Packing, Span
-from tercet.attention.reference import block_importance, compute_dtype, select, select_at
+from tercet.attention.reference import block_importance, select, select_at
+from tercet.attention.tiling import compute_dtype
 from tercet.model import decode
 from tercet.model.cache import NewTokens
 from tercet.model.config import AttentionKind

@@ -23,7 +23,8 @@ from tercet.attention.dispatch import REQUESTED, cannot_run
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
-from tercet.attention.reference import block_importance, combine, compute_dtype, select, select_at
+from tercet.attention.reference import block_importance, combine, select, select_at
+from tercet.attention.tiling import compute_dtype
 from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens
 from tercet.model.compression import Compression
 from tercet.model.layer import AttentionLayer
