@@ -14,12 +14,12 @@ from tercet.version import __version__
 _HOME = {
     "NSAConfig": "tercet.attention.config",
     "nsa_attention": "tercet.attention.functional",
-    "compress_mean": "tercet.attention.functional",
-    "compressed_attention": "tercet.attention.functional",
-    "select_blocks": "tercet.attention.functional",
-    "selected_attention": "tercet.attention.functional",
-    "window_attention": "tercet.attention.functional",
-    "combine": "tercet.attention.functional",
+    "compress_mean": "tercet.attention.stages",
+    "compressed_attention": "tercet.attention.stages",
+    "select_blocks": "tercet.attention.stages",
+    "selected_attention": "tercet.attention.stages",
+    "window_attention": "tercet.attention.stages",
+    "combine": "tercet.attention.stages",
     "AttentionAux": "tercet.attention.functional",
     "block_sparse_attention": "tercet.attention.block_sparse",
     "BlockSparseAttention": "tercet.model.block_sparse",
@@ -37,12 +37,11 @@ __all__ = ["__version__", *sorted(_HOME)]
 if TYPE_CHECKING:
     from tercet.attention.block_sparse import block_sparse_attention
     from tercet.attention.config import NSAConfig
-    from tercet.attention.functional import (
-        AttentionAux,
+    from tercet.attention.functional import AttentionAux, nsa_attention
+    from tercet.attention.stages import (
         combine,
         compress_mean,
         compressed_attention,
-        nsa_attention,
         select_blocks,
         selected_attention,
         window_attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.attention import functional
+from tercet.attention import stages
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, Span
 
@@ -30,8 +30,8 @@ def test_a_query_range_equals_those_rows_of_the_whole(bounds, on_device, request
     q, k, v, compressed, packing = make(bounds)
     kc, vc = compressed.split((8, 6), dim=-1)
     part = slice(FIRST, END)
-    whole, chosen = functional.compressed_attention(q, kc, vc, config=CONFIG, packing=packing)
-    some, some_chosen = functional.compressed_attention(
+    whole, chosen = stages.compressed_attention(q, kc, vc, config=CONFIG, packing=packing)
+    some, some_chosen = stages.compressed_attention(
         q[:, part], kc, vc, config=CONFIG, packing=packing, span=Span(FIRST)
     )
     torch.testing.assert_close(some, whole[:, part])
@@ -40,22 +40,22 @@ def test_a_query_range_equals_those_rows_of_the_whole(bounds, on_device, request
     start = 0 if bounds is None else 50
     span, keys = Span(FIRST, start), slice(start, END)
     torch.testing.assert_close(
-        functional.selected_attention(
+        stages.selected_attention(
             q[:, part], k[:, keys], v[:, keys], chosen[:, part], config=CONFIG, packing=packing, span=span
         ),
-        functional.selected_attention(q, k, v, chosen, config=CONFIG, packing=packing)[:, part],
+        stages.selected_attention(q, k, v, chosen, config=CONFIG, packing=packing)[:, part],
     )
     start = FIRST - CONFIG.window + 1
     span, keys = Span(FIRST, start), slice(start, END)
     torch.testing.assert_close(
-        functional.window_attention(q[:, part], k[:, keys], v[:, keys], config=CONFIG, packing=packing, span=span),
-        functional.window_attention(q, k, v, config=CONFIG, packing=packing)[:, part],
+        stages.window_attention(q[:, part], k[:, keys], v[:, keys], config=CONFIG, packing=packing, span=span),
+        stages.window_attention(q, k, v, config=CONFIG, packing=packing)[:, part],
     )
 
 
 def test_keys_that_do_not_reach_the_queries_are_rejected():
     q, k, v, _, _ = make(None)
     with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
-        functional.window_attention(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
+        stages.window_attention(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
     with pytest.raises(ValueError, match="k_window begins at token 60"):
-        functional.window_attention(q[:, FIRST:END], k[:, 60:END], v[:, 60:END], config=CONFIG, span=Span(FIRST, 60))
+        stages.window_attention(q[:, FIRST:END], k[:, 60:END], v[:, 60:END], config=CONFIG, span=Span(FIRST, 60))

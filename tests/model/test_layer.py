@@ -16,8 +16,8 @@ from cases import config, cu
 from oracle import causal_attention, rope
 from tercet.attention import dense
 from tercet.attention.dense import dense_route
-from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, Span
+from tercet.attention.stages import compression_blocks
 from tercet.model.config import NSA_ONLY
 from tercet.model.dense import DenseAttention
 from tercet.model.rope import Rotary, rope_cache, rotate

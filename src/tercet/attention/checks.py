@@ -195,6 +195,24 @@ def make_packing(
     return Packing(cu_seqlens, length, count, config, max_seqlen)
 
 
+def pack_documents(
+    cu_seqlens: Tensor,
+    q: Tensor,
+    k_compressed: Tensor,
+    config: NSAConfig,
+    max_seqlen: int | None = None,
+    *,
+    validate: bool = False,
+) -> Packing:
+    """`make_packing` of q, with the compressed tokens that k_compressed has."""
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        check_tensors({"q": q})
+    packing = make_packing(cu_seqlens, q, config, k_compressed.shape[1], max_seqlen, validate=validate)
+    if validate or cu_seqlens.device.type == "cpu":
+        check_packed_compressed(k_compressed, cu_seqlens, config)
+    return packing
+
+
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
     """max_seqlen needs cu_seqlens: unpacked rows have a known length, and a Packing has its own bound."""
     if max_seqlen is None:

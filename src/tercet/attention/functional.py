@@ -1,4 +1,4 @@
-"""Native Sparse Attention as functions of tensors: the whole operator, and its stages one by one.
+"""Native Sparse Attention as a function of tensors. Its stages one by one: stages.py.
 
 Axes: q [B, T, H, Dk]; k_* [B, T, G, Dk]; v_* [B, T, G, Dv]; compressed ones [B, Tc, G, D*]; gates [B, T, H, 3].
 q and k are already rotated: the operator does not apply RoPE.
@@ -28,6 +28,7 @@ from tercet.attention.layout import (
     why_no_query_range,
 )
 from tercet.attention.selector import check_selector, choose_blocks
+from tercet.attention.stages import check_stage
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def nsa_attention(
         raise ValueError("packing and cu_seqlens were both given: packing is built from cu_seqlens, pass one")
     checks.check_max_seqlen(max_seqlen, cu_seqlens if packing is None else packing)
     if cu_seqlens is not None:
-        packing = _pack(cu_seqlens, q, k_compressed, config, validate, max_seqlen)
+        packing = checks.pack_documents(cu_seqlens, q, k_compressed, config, max_seqlen, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
     inputs = NSAInputs(q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates)
@@ -175,7 +176,7 @@ def run_window(
     span: Span = WHOLE,
 ) -> tuple[Tensor, tuple[str, str | None]]:
     """The window branch alone, without a gate, as a whole layer needs it: (out, (backend, reason)). See run_nsa."""
-    _check_stage(q, k, v, "window", config, None, packing, span)
+    check_stage(q, k, v, "window", config, None, packing, span)
     route = choose_backend(backend, _without_gates(NSAInputs(q, k, v, k, v, k, v, q)), config)
     with torch.autocast(q.device.type, enabled=False):
         if route[0] == "triton":
@@ -297,175 +298,3 @@ def _run_reference_by_buckets(
     if block_indices is None and selections:
         block_indices = buckets.unpack(selections)
     return buckets.unpack(outs), block_indices
-
-
-# ------------------------------------------------------------ stages, always on the reference
-
-
-def compress_mean(x: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
-    """φ = mean: each block of l tokens, every d tokens, becomes its mean. [B, T, G, D] -> [B, Tc, G, D]
-
-    With cu_seqlens, Tc is T // d, enough for any documents; unused rows at the end are zero.
-    """
-    checks.check_config(config)
-    checks.check_tensors({"x": x})
-    packing = None if cu_seqlens is None else _pack(cu_seqlens, x, None, config)
-    return compression_blocks(x, config, packing).mean(2)
-
-
-def compression_blocks(x: Tensor, config: NSAConfig, packing: Packing | None = None) -> Tensor:
-    """The l tokens of each compressed token. [B, T, G, D] -> [B, Tc, l, G, D], zeros in a packing's padding."""
-    l, d = config.compress_block, config.compress_stride
-    if packing is None:
-        if x.shape[1] < l:
-            return x.new_zeros(x.shape[0], 0, l, *x.shape[2:])
-        return x.unfold(1, l, d).movedim(-1, 2)
-    if x.shape[1] < l:
-        return x.new_zeros(1, packing.compressed_length, l, *x.shape[2:])
-    index = packing.compressed_first_token[:, None] + torch.arange(l, device=x.device)
-    real = packing.compressed_document < packing.num_documents
-    return torch.where(real[:, None, None, None], x[0, index], 0)[None]
-
-
-def compressed_attention(
-    q: Tensor,
-    k_compressed: Tensor,
-    v_compressed: Tensor,
-    *,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    return_scores: bool = False,
-    packing: Packing | None = None,
-    span: Span = WHOLE,
-) -> tuple[Tensor, Tensor]:
-    """The compressed branch and its selection: (out [B, T, H, Dv], block_indices [B, T, G, n]).
-
-    With return_scores, (out, scores [B, T, G, blocks]): the importance of Eq. 10, which takes T²/l' memory.
-    With a span, q holds a query range; k_compressed and v_compressed are those of the whole sequence.
-    """
-    packing = _check_stage(q, k_compressed, v_compressed, "compressed", config, cu_seqlens, packing, span)
-    with torch.autocast(q.device.type, enabled=False):
-        out, indices, scores = reference.compressed_attention(
-            q, k_compressed, v_compressed, config, packing,
-            want_indices=not return_scores, want_scores=return_scores, span=span,
-        )  # fmt: skip
-    if return_scores:
-        assert scores is not None
-        return out, scores
-    assert indices is not None
-    return out, keep_selection(indices)
-
-
-def select_blocks(scores: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Selected blocks (Eq. 11) for scores [B, T, G, blocks]: int32 [B, T, G, n], ascending, padded with -1."""
-    checks.check_config(config)
-    checks.check_tensors({"scores": scores})
-    length = scores.shape[1]
-    if scores.shape[-1] < config.num_blocks(length) and cu_seqlens is None:
-        raise ValueError(
-            f"scores has {scores.shape[-1]} blocks: {length} tokens need {config.num_blocks(length)} selection blocks"
-        )
-    if cu_seqlens is None:
-        t = torch.arange(length, device=scores.device)
-    else:
-        t = _pack(cu_seqlens, scores, None, config).position
-    return reference.select(scores.transpose(1, 2), t, config).transpose(1, 2)
-
-
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    *,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    packing: Packing | None = None,
-    span: Span = WHOLE,
-) -> Tensor:
-    """The selected branch (Eq. 12) over given blocks [B, T, G, n]; blocks after a query's own are not read.
-
-    With a span, q holds a query range, and k and v at least the selected tokens.
-    """
-    packing = _check_stage(q, k, v, "selected", config, cu_seqlens, packing, span)
-    checks.check_block_indices(block_indices, q, k.shape[2], config)
-    with torch.autocast(q.device.type, enabled=False):
-        return reference.selected_attention(q, k, v, block_indices, config, packing, span)
-
-
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    packing: Packing | None = None,
-    span: Span = WHOLE,
-) -> Tensor:
-    """The window branch: the last w tokens, including the current one.
-
-    With a span, q holds a query range, and k and v at least the tokens of its windows.
-    """
-    packing = _check_stage(q, k, v, "window", config, cu_seqlens, packing, span)
-    with torch.autocast(q.device.type, enabled=False):
-        return reference.window_attention(q, k, v, config, packing, span)
-
-
-def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor) -> Tensor:
-    """out = Σ_c g_c · branch_c (Eq. 5). gates [B, T, H, 3]; branches [B, T, H, Dv]."""
-    checks.check_tensors({"compressed": compressed, "selected": selected, "window": window, "gates": gates})
-    checks.check_gates(gates, compressed)
-    for name, branch in (("selected", selected), ("window", window)):
-        if branch.shape != compressed.shape:
-            raise ValueError(
-                f"{name} has shape {checks.shape_of(branch)} and compressed {checks.shape_of(compressed)}: "
-                "all branches must have the same shape"
-            )
-    out = reference.combine(gates, {"compressed": compressed, "selected": selected, "window": window})
-    return out.to(compressed.dtype)
-
-
-def _check_stage(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: str,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None,
-    packing: Packing | None,
-    span: Span,
-) -> Packing | None:
-    checks.check_config(config)
-    checks.check_tensors({"q": q, f"k_{branch}": k, f"v_{branch}": v})
-    packed = cu_seqlens is not None or packing is not None
-    tokens: int | None = q.shape[1]
-    if branch == "compressed":
-        tokens = None if packed else config.num_compressed(q.shape[1])
-    if span is not WHOLE:
-        tokens = None
-        checks.check_span(q, k, branch, span, config, packing)
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens was given with a span: pass the Packing of the whole sequence instead")
-    checks.check_keys(q, k, v, branch, tokens)
-    if packing is not None or cu_seqlens is None:
-        return packing
-    return _pack(cu_seqlens, q, k if branch == "compressed" else None, config)
-
-
-def _pack(
-    cu_seqlens: Tensor,
-    q: Tensor,
-    k_compressed: Tensor | None,
-    config: NSAConfig,
-    validate: bool = False,
-    max_seqlen: int | None = None,
-) -> Packing:
-    if not isinstance(q, Tensor) or q.dim() != 4:
-        checks.check_tensors({"q": q})
-    if k_compressed is None:
-        return checks.make_packing(cu_seqlens, q, config)
-    packing = checks.make_packing(cu_seqlens, q, config, k_compressed.shape[1], max_seqlen, validate=validate)
-    if validate or cu_seqlens.device.type == "cpu":
-        checks.check_packed_compressed(k_compressed, cu_seqlens, config)
-    return packing

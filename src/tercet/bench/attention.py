@@ -30,7 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.block_sparse import block_sparse_attention
 from tercet.attention.config import NSAConfig
-from tercet.attention.functional import compressed_attention, nsa_attention
+from tercet.attention.functional import nsa_attention
+from tercet.attention.stages import compressed_attention
 from tercet.bench.timing import measure, print_profile
 from tercet.errors import TercetError
 from tercet.inference.arguments import check_known

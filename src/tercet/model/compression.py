@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.functional import compression_blocks
 from tercet.attention.layout import Packing, move_rows
+from tercet.attention.stages import compression_blocks
 from tercet.model.layer import are_plain
 
 KINDS = ("mlp", "mean")
