@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import (
@@ -53,11 +53,9 @@ def perplexity(
     check_plot(plot)
     _check_models(run, data_of)
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
-    from tercet.inference.load import load_model
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
-    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
-    _print_data(model)
+    model = _load(run, device, dtype, data_of)
     warning = _warn_beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
     sizes, progress = [], Progress(sequences * (seq_len or model.context))
 
@@ -80,9 +78,9 @@ def perplexity(
 
         perplexity_plot({model.run.run.name: buckets}, plot)
         print(plot)
-    print(json.dumps({"eval": "perplexity", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "data_of": _path(data_of), "bits_per_byte": bits, "bytes": sum(sizes),
-                      "all": total.as_dict(), "by_position": [b.as_dict() for b in buckets]}))  # fmt: skip
+    record = _record("perplexity", run, model, warning, data_of)
+    record |= {"bits_per_byte": bits, "bytes": sum(sizes), "all": total.as_dict()}
+    print(json.dumps({**record, "by_position": [b.as_dict() for b in buckets]}))
     return 0
 
 
@@ -106,11 +104,9 @@ def context(
     check_plot(plot)
     _check_models(run, data_of)
     at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
-    from tercet.inference.load import load_model
     from tercet.inference.perplexity import ContextLoss, by_context, within_documents
 
-    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
-    _print_data(model)
+    model = _load(run, device, dtype, data_of)
     sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
     scored = sizes[0] if last is None else last
     if scored > sizes[0]:
@@ -140,10 +136,9 @@ def context(
 
         context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
         print(plot)
-    print(json.dumps({"eval": "context", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "data_of": _path(data_of), "last": scored, "sequences": len(losses),
-                      "by_context": [{"tokens": each.context, "loss": each.loss, "losses": each.losses}
-                                     for each in found]}))  # fmt: skip
+    record = _record("context", run, model, warning, data_of) | {"last": scored, "sequences": len(losses)}
+    by_length = [{"tokens": each.context, "loss": each.loss, "losses": each.losses} for each in found]
+    print(json.dumps({**record, "by_context": by_length}))
     return 0
 
 
@@ -174,11 +169,9 @@ def needle(
     _check_models(run, data_of)
     at_least_one(trials=trials, batch=batch, lengths=min(lengths, default=None))
     check_depths(depths)
-    from tercet.inference.load import load_model
     from tercet.inference.needle import default_lengths, find_needles
 
-    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
-    _print_data(model)
+    model = _load(run, device, dtype, data_of)
     sizes = lengths or default_lengths(model, style)
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     results = []
@@ -194,9 +187,8 @@ def needle(
 
         needle_map(results, plot)
         print(plot)
-    print(json.dumps({"eval": "needle", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "data_of": _path(data_of),
-                      "found": [r.as_dict() for r in results]}))  # fmt: skip
+    record = _record("needle", run, model, warning, data_of)
+    print(json.dumps({**record, "found": [r.as_dict() for r in results]}))
     return 0
 
 
@@ -232,12 +224,10 @@ def ruler(
         if out.suffix not in (".json", ".csv"):
             raise UsageError(f"--out {out} ends in neither .json nor .csv: choose a name that does")
         check_writable("--out", out)
-    from tercet.inference.load import load_model
     from tercet.inference.needle import default_lengths
     from tercet.inference.ruler import TASKS, RulerResult, ask, table, write_results
 
-    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
-    _print_data(model)
+    model = _load(run, device, dtype, data_of)
     sizes = lengths or tuple(default_lengths(model, "text"))
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     progress = Progress(sum(sizes) * len(tasks or TASKS) * questions)
@@ -258,33 +248,16 @@ def ruler(
 
         ruler_map(results, plot)
         print(plot)
-    about = {"eval": "ruler", "run": str(run), "step": model.step, "trained_length": model.context,
-             "warning": warning, "data_of": _path(data_of), "wording": wording, "seed": seed,
-             "skipped": skipped}  # fmt: skip
+    record = _record("ruler", run, model, warning, data_of)
+    record |= {"wording": wording, "seed": seed, "skipped": skipped}
     if out is not None:
-        write_results(results, about, out)
+        write_results(results, record, out)
         print(out)
     print(f"correct answers in percent, [95% interval], {questions} questions per length and task;")
     print(f"{wording} wording; not comparable with published RULER scores")
     print(table(results))
-    print(json.dumps({**about, "found": [result.as_dict() for result in results]}))
+    print(json.dumps({**record, "found": [result.as_dict() for result in results]}))
     return 0
-
-
-def _check_models(run: Path, data_of: Path | None) -> None:
-    check_model(run)
-    if data_of is not None:
-        check_model(data_of)
-
-
-def _print_data(model: LanguageModel) -> None:
-    """The data and seed decide which text is held out: two models are comparable on the same text only."""
-    data = model.run.data
-    print(" ".join(["validation text of", data.source, *data.path]) + f", seed {model.run.run.seed}", flush=True)
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def recall(
@@ -470,6 +443,31 @@ def selections(
     print(json.dumps({"eval": "selections", "run": str(run), "step": model.step, "trained_length": model.context,
                       "warning": warning, "length": length, "layers": recording.layers, "bytes": size}))  # fmt: skip
     return 0
+
+
+def _check_models(run: Path, data_of: Path | None) -> None:
+    check_model(run)
+    if data_of is not None:
+        check_model(data_of)
+
+
+def _load(run: Path, device: Device, dtype: Dtype, data_of: Path | None) -> LanguageModel:
+    """Load a model and print its data and seed, which decide what text is held out: two models are comparable on the
+    same text only."""
+    from tercet.inference.load import load_model
+
+    model = load_model(run, device=device, dtype=dtype, data_of=data_of)
+    data = model.run.data
+    print(" ".join(["validation text of", data.source, *data.path]) + f", seed {model.run.run.seed}", flush=True)
+    return model
+
+
+def _record(name: str, run: Path, model: LanguageModel, warning: str | None, data_of: Path | None) -> dict[str, Any]:
+    """The beginning of the JSON line of an evaluation on validation text."""
+    return {
+        "eval": name, "run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
+        "data_of": None if data_of is None else str(data_of),
+    }  # fmt: skip
 
 
 def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
