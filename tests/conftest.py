@@ -68,6 +68,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["directions", pytest.param("elements", marks=pytest.mark.slow)])
+def fast_mode(request: pytest.FixtureRequest) -> bool:
+    """For torch's gradcheck: compare derivatives along random directions, or (slow) in every element."""
+    return bool(request.param == "directions")
+
+
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not read cu_seqlens on the host, as on a GPU. On a CPU it is read, since that needs no synchronisation."""

@@ -59,7 +59,7 @@ def test_select_blocks_on_given_scores():
 
 
 @pytest.mark.parametrize("documents", [None, (1, 6, 2)], ids=["plain", "packed"])
-def test_gradcheck_of_the_stages(documents):
+def test_gradcheck_of_the_stages(documents, fast_mode):
     x = inputs(CFG, 9, groups=2, per_group=2, key_size=3, value_size=2, documents=documents).leaves()
     options = {"config": CFG, "cu_seqlens": cu(documents)}
     _, indices = tercet.compressed_attention(x.q, x.kc, x.vc, **options)
@@ -69,7 +69,7 @@ def test_gradcheck_of_the_stages(documents):
         (lambda *qkv: tercet.window_attention(*qkv, **options), (x.q, x.kw, x.vw)),
         (lambda k: tercet.compress_mean(k, **options), (x.ks,)),
     ):
-        assert gradcheck(stage, tensors, atol=1e-7, rtol=1e-5)
+        assert gradcheck(stage, tensors, atol=1e-7, rtol=1e-5, fast_mode=fast_mode)
 
 
 def test_gradcheck_of_combine():

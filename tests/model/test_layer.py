@@ -189,14 +189,14 @@ def test_shared_kv_and_compress_selected_keys_exclude_each_other():
 GRADCHECKED = [
     {},
     {"gate": "softmax", "shared_kv": True},
-    pytest.param({"compress_selected_keys": True, "bias": True}, marks=pytest.mark.slow),
-    pytest.param({"qk_norm": True, "value_dim": 3}, marks=pytest.mark.slow),
+    {"compress_selected_keys": True, "bias": True},
+    {"qk_norm": True, "value_dim": 3},
     {"compression": "mean", "bias": True},
 ]
 
 
 @pytest.mark.parametrize("options", GRADCHECKED, ids=str)
-def test_gradcheck_of_the_layer_in_its_input_and_every_parameter(options):
+def test_gradcheck_of_the_layer_in_its_input_and_every_parameter(options, fast_mode):
     cfg = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
     layer = make(cfg, dim=3, heads=2, kv_heads=1, head_dim=2, **options)
     names = [n for n, _ in layer.named_parameters()]
@@ -206,7 +206,7 @@ def test_gradcheck_of_the_layer_in_its_input_and_every_parameter(options):
 
     x = sequence(6, dim=3).requires_grad_()
     parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
-    assert gradcheck(run, (x, *parameters), atol=1e-6, rtol=1e-4, fast_mode=False)
+    assert gradcheck(run, (x, *parameters), atol=1e-6, rtol=1e-4, fast_mode=fast_mode)
 
 
 def test_every_parameter_gets_a_finite_gradient_even_without_compressed_tokens():
