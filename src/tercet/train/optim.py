@@ -176,6 +176,18 @@ def selector_group(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     return next((group for group in optimizer.param_groups if "clip" in group), None)
 
 
+def gradient_norms(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor | None]:
+    """`global_norm` of the model without its learned selectors, and of these; None if there are none. If nothing but
+    selectors is trained, both are theirs."""
+    selectors = selector_group(optimizer)
+    separate = set() if selectors is None else {id(p) for p in selectors["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in separate]
+    if selectors is None:
+        return global_norm(others), None
+    selector_norm = global_norm(selectors["params"])
+    return global_norm(others) if others else selector_norm, selector_norm
+
+
 def update(
     optimizer: torch.optim.Optimizer,
     lr: float,

@@ -15,7 +15,7 @@ from tercet.config.sections import resolved_precision
 from tercet.data.loader import Batch
 from tercet.data.packing import LoaderStats
 from tercet.parallel.strategy import Single, Strategy
-from tercet.train.optim import global_norm, selector_group, update
+from tercet.train.optim import gradient_norms, update
 
 IGNORED_TARGET = -100
 
@@ -149,11 +149,7 @@ def train_step(
     with phase("communication"):
         mean = strategy.all_sum(total) / targets
     with phase("optimizer"):
-        selectors = selector_group(optimizer)
-        separate = {id(p) for p in selectors["params"]} if selectors is not None else set()
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in separate]
-        selector_norm = None if selectors is None else global_norm(selectors["params"])
-        norm = selector_norm if selector_norm is not None and not others else global_norm(others)
+        norm, selector_norm = gradient_norms(model, optimizer)
         # the sum is finite only if both are
         nonfinite, skip = guard.check(step, mean, norm if selector_norm is None else norm + selector_norm)
         update(optimizer, lr, clip, norm, skip, selector_norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 
@@ -38,6 +38,7 @@ from tercet.train.console import (
     precision_of,
     print_summary,
 )
+from tercet.train.cuda_graph import StepGraph
 from tercet.train.device import device_name, environment, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
 from tercet.train.hooks import StopSignals, attach, run_started
@@ -118,18 +119,25 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             config, state, strategy, stages, tokenizer, folder, log, beat, screen, stop, past, observer, forked
         )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
-        if damaged:
-            lines = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-            text = f"warning: {log.path} has damaged lines, which were ignored: line {lines}"
-            log.emit(events.Noted(step=state.step, text=text))
-        elif strategy.rank == 0 and start is not None and not forked and not past:
-            text = f"warning: {log.path} was deleted or emptied: events of steps 1 to {state.step} are lost"
-            log.emit(events.Noted(step=state.step, text=f"{text}, and training.csv and the report lack them"))
-        for text in loader.held_out if start is None else ():
+        emptied = strategy.rank == 0 and start is not None and not forked and not past
+        notes = [*_lost_events(log, damaged, emptied, state.step), *(loader.held_out if start is None else ())]
+        for text in notes:
             log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
         return trainer.run()
+
+
+def _lost_events(log: EventLog, damaged: list[int], emptied: bool, step: int) -> Iterator[str]:
+    """Warn about events of earlier processes that cannot be read. damaged: line numbers."""
+    if damaged:
+        lines = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        yield f"warning: {log.path} has damaged lines, which were ignored: line {lines}"
+    elif emptied:
+        yield (
+            f"warning: {log.path} was deleted or emptied: events of steps 1 to {step} are lost, and training.csv and "
+            "the report lack them"
+        )
 
 
 class Halted(TercetError):
@@ -281,26 +289,27 @@ class Trainer:
             progress=self.screen.micro_batch,
         )
         self.observer.after_step(step)
-        for message in state.graph.take_messages() if state.graph is not None else ():
-            self.log.emit(events.Noted(step=step, text=message))
         state.step = step
         state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.data_ranks
         state.cursor = self.batches.cursor
         state.interval.add(step, result)
         self._recent[step] = batches
         self.screen.advance(step)
-        if state.graph is not None and state.graph.choice is not None:
-            for decision in state.graph.choice.take_decisions():
-                self.log.emit(events.GraphChosen(step=step, **asdict(decision)))
-        for reason in state.graph.take_failures() if state.graph is not None else ():
-            self._log_graph_failure(reason)
+        if state.graph is not None:
+            self._log_graph(state.graph)
 
-    def _log_graph_failure(self, reason: str) -> None:
-        """train.cuda_graph=auto has fallen back to eager execution."""
-        event = events.GraphCaptureFailed(step=self.state.step, reason=reason)
-        self.log.emit(event)
-        if halting := self.observer.observe(event):
-            raise Halted(f"stopped by health.fallback=halt after step {self.state.step}: {halting[0].sentence}")
+    def _log_graph(self, graph: StepGraph) -> None:
+        """Log what was captured in this step, what train.cuda_graph=auto chose, and why it runs eagerly from now on."""
+        step = self.state.step
+        for message in graph.take_messages():
+            self.log.emit(events.Noted(step=step, text=message))
+        for decision in graph.choice.take_decisions() if graph.choice is not None else ():
+            self.log.emit(events.GraphChosen(step=step, **asdict(decision)))
+        for reason in graph.take_failures():
+            event = events.GraphCaptureFailed(step=step, reason=reason)
+            self.log.emit(event)
+            if halting := self.observer.observe(event):
+                raise Halted(f"stopped by health.fallback=halt after step {step}: {halting[0].sentence}")
 
     def _after_step(self) -> None:
         """Log, validate, sample and save if due. The save comes last, so that the log has everything it contains."""
