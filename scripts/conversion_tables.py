@@ -6,10 +6,7 @@ python scripts/results_tables.py             # fills the tables below between th
 
 from __future__ import annotations
 
-import csv
 import json
-import re
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,7 @@ KINDS = {
     "block-sparse": "by means",
     "learned": "learned selectors",
     "nsa": "three branches",
-    "continued": "dense, continued",
+    "continued": "dense, trained on",
 }
 STEPS = (0, 76, 304, 760)
 TOKENS_PER_STEP = 65_536
@@ -62,9 +59,7 @@ def _tokens_read(name: str) -> tuple[int, ...]:
 
 def _references() -> dict[str, str]:
     """Models that were not converted, as `_models`."""
-    same = _tokens_read("dense") == _tokens_read(next(f"{kind}-{step}" for kind in _kinds() for step in _steps(kind)))
-    found = {"NSA from scratch": "scratch"} if _has("scratch") else {}
-    return {**found, "dense" if same else "dense, other held-out text": "dense"}
+    return {"dense, before": "dense", **({"NSA from scratch": "scratch"} if _has("scratch") else {})}
 
 
 def _models() -> dict[str, str]:
@@ -74,7 +69,7 @@ def _models() -> dict[str, str]:
         for kind, label in _kinds().items()
         for step in _steps(kind)
     }
-    return converted | _references()
+    return _references() | converted
 
 
 def _found(name: str) -> dict[int, tuple[int, int]]:
@@ -85,9 +80,9 @@ def _found(name: str) -> dict[int, tuple[int, int]]:
 
 
 def losses() -> str:
-    """Held-out loss, overall and by position. All but dense must have read the same tokens."""
+    """Held-out loss, overall and by position."""
     models = _models()
-    if len({_tokens_read(name) for name in models.values() if name != "dense"}) != 1:
+    if len({_tokens_read(name) for name in models.values()}) != 1:
         raise ValueError("the models were evaluated on different text: run the evaluations again")
     records = {label: _evaluation(f"{name}-perplexity") for label, name in models.items()}
     bins = [b for b in _evaluation("dense-perplexity")["by_position"] if b["first"] >= 512]
@@ -108,77 +103,42 @@ def needles() -> str:
 
 
 def target() -> str:
-    """Against dense after 20M tokens: loss, and needles in points of a percent."""
+    """After 20M tokens, against dense as it was and trained on for as long: loss, and needles in points."""
 
-    def change(name: str, first: int | None) -> str:
-        both = (_evaluation(f"{each}-perplexity") for each in (name, "dense"))
+    def change(name: str, reference: str, first: int | None) -> str:
+        both = (_evaluation(f"{each}-perplexity") for each in (name, reference))
         mine, dense = (
             r["all"]["loss"] if first is None else next(b["loss"] for b in r["by_position"] if b["first"] == first)
             for r in both
         )
         return f"{mine / dense - 1:+.1%}".replace("-", "−")
 
-    def points(name: str, length: int) -> str:
-        mine, dense = (found / asked for found, asked in (_found(each)[length] for each in (name, "dense")))
+    def points(name: str, reference: str, length: int) -> str:
+        mine, dense = (found / asked for found, asked in (_found(each)[length] for each in (name, reference)))
         return f"{100 * (mine - dense):+.0f}".replace("-", "−")
 
-    kinds = {f"{kind}-304": label for kind, label in _kinds().items() if _has(f"{kind}-304")}
-    names = list(kinds)
-    rows = [["loss", *(change(name, None) for name in names)]]
-    rows += [[f"loss, {_k(n)}–{_k(2 * n)}", *(change(name, n) for name in names)] for n in (512, 1024)]
-    rows += [[f"needles at {_k(n)}, points", *(points(name, n) for name in names)] for n in _found("dense")]
-    text = ", other text" if "dense" not in _references() else ""
-    return _rows([f"20M tokens vs dense{text}", *kinds.values()], rows)
-
-
-def validations() -> str:
-    """Loss at the end of the runs, on the same tokens."""
-    labels = {
-        "learned-warmup": "dense weights, selectors trained alone for 5M tokens",
-        "block-sparse": "by means, 50M tokens",
-        "learned": "learned selectors, 50M tokens",
-        "nsa": "three branches, 50M tokens",
-        "continued": "dense, continued, 50M tokens",
-    }
-    rows = []
-    for name, label in labels.items():
-        file = FOLDER / f"{name}-validation.csv"
-        if not file.exists():
-            continue
-        with file.open(encoding="utf-8") as stream:
-            rows.append([label, f"{float(list(csv.DictReader(stream))[-1]['loss']):.4f}"])
-    return _rows(["", "loss"], rows)
-
-
-def speeds() -> str:
-    """Median of the logged steps."""
-    labels = {
-        "dense": "dense",
-        "nsa": "three branches",
-        "learned": "block-sparse, learned selectors",
-        "block-sparse": "block-sparse, by means",
-    }
-    read = {}
-    for name in labels:
-        file = FOLDER / f"{name}-log.txt"
-        if file.exists():
-            speeds = re.findall(r"([\d.]+)k tok/s", file.read_text(encoding="utf-8"))
-            read[name] = statistics.median(map(float, speeds))
-    rows = [[labels[name], f"{speed:.0f}k", f"{speed / read['dense']:.2f}×"] for name, speed in read.items()]
-    return _rows(["", "tokens/s", "vs dense"], rows)
+    references = {"dense": "dense, before", "continued-304": "dense, trained on"}
+    rows = [
+        [f"{label} vs {against}"]
+        + [change(f"{kind}-304", reference, first) for first in (None, 512, 1024)]
+        + [points(f"{kind}-304", reference, length) for length in _found("dense")]
+        for kind, label in _kinds().items()
+        if kind != "continued"
+        for reference, against in references.items()
+    ]
+    asked = [f"needles, {_k(length)}" for length in _found("dense")]
+    return _rows(["20M tokens", "loss", "loss, 512–1k", "loss, 1k–2k", *asked], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "conversion-losses": losses,
     "conversion-needles": needles,
     "conversion-target": target,
-    "conversion-validations": validations,
-    "conversion-speeds": speeds,
 }
 
 
 def draw() -> Path:
-    """Loss and needles against tokens of training after the conversion; dense as a line."""
+    """Loss and needles against tokens of training after the conversion; models that were not converted as lines."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -198,15 +158,17 @@ def draw() -> Path:
 
     for axes, value in ((left, loss), (right, share)):
         for kind, label in _kinds().items():
-            tokens = [step * TOKENS_PER_STEP / 1e6 for step in _steps(kind)]
-            values = [value(f"{kind}-{step}") for step in _steps(kind)]
-            axes.plot(tokens, values, "o-", color=COLOURS[kind], label=label)
+            points = {step: value(f"{kind}-{step}") for step in _steps(kind)}
+            if kind == "continued":
+                points = {0: value("dense"), **points}
+            tokens = [step * TOKENS_PER_STEP / 1e6 for step in points]
+            axes.plot(tokens, list(points.values()), "o-", color=COLOURS[kind], label=label)
         for label, name in _references().items():
             axes.axhline(value(name), color=COLOURS[name], ls="--" if name == "dense" else ":", label=label)
-        axes.set(xlabel="million tokens after the conversion", xlim=(0, 52))
+        axes.set(xlabel="million tokens after the conversion", xlim=(-0.5, None))
         axes.grid(alpha=0.25)
     left.set(ylabel="held-out loss, nats per byte")
-    right.set(ylabel=f"needles found at {_k(longest)}, %", ylim=(0, 100))
+    right.set(ylabel=f"needles found at {_k(longest)}, %", ylim=(0, 102))
     left.legend(frameon=False)
     figure.tight_layout()
     target = FOLDER / "conversion.svg"

@@ -11,6 +11,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "retrieval"
 QUALITY = FOLDER.parent / "quality"
+CONVERSION = FOLDER.parent / "conversion"
 
 
 def _rows(header: list[str], rows: list[list[str]]) -> str:
@@ -41,6 +42,9 @@ def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
         "NSA, learned selectors": FOLDER / "learned-needle.txt",
+        "NSA, learned selectors, step 1,700": CONVERSION / "scratch-needle.txt",
+        "dense, step 1,700": CONVERSION / "dense-needle.txt",
+        "dense to step 1,700, then block-sparse for 20M tokens": CONVERSION / "learned-304-needle.txt",
         "NSA, earlier exercises": FOLDER / "earlier-needle.txt",
         "dense, earlier exercises": FOLDER / "dense-needle.txt",
         "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",

@@ -35,11 +35,27 @@ def test_losses_of_other_text_are_not_compared(tmp_path: Path, tables: dict[str,
 
 
 def test_rows_follow_the_evaluations_that_are_there(tmp_path: Path, tables: dict[str, Callable[[], str]]) -> None:
-    for new in ("dense", "scratch", "nsa-0", "nsa-304"):
-        for kind in ("perplexity", "needle"):
-            shutil.copyfile(tmp_path / f"learned-304-{kind}.txt", tmp_path / f"{new}-{kind}.txt")
+    for kind in ("perplexity", "needle"):
+        shutil.copyfile(tmp_path / f"learned-304-{kind}.txt", tmp_path / f"learned-760-{kind}.txt")
+        (tmp_path / f"scratch-{kind}.txt").unlink()
     for name in ("conversion-losses", "conversion-needles"):
         rows = [line.split(" | ")[0].strip("| ") for line in tables[name]().splitlines()[2:]]
-        assert rows[6:] == ["three branches, 0M tokens", "three branches, 20M tokens", "NSA from scratch", "dense"]
-    head = tables["conversion-target"]().splitlines()[0]
-    assert head == "| 20M tokens vs dense | by means | learned selectors | three branches |"
+        assert rows[0] == "dense, before"
+        assert [row for row in rows if row.startswith("learned")] == [
+            f"learned selectors, {tokens}M tokens" for tokens in (0, 5, 20, 50)
+        ]
+        assert "NSA from scratch" not in rows
+
+
+def test_the_target_compares_with_dense_before_and_trained_on(
+    tmp_path: Path, tables: dict[str, Callable[[], str]]
+) -> None:
+    for kind in ("perplexity", "needle"):
+        shutil.copyfile(tmp_path / f"learned-304-{kind}.txt", tmp_path / f"continued-304-{kind}.txt")
+    rows = {
+        cells[0].strip("| "): cells[1:]
+        for line in tables["conversion-target"]().splitlines()
+        if (cells := line.split(" | "))
+    }
+    assert rows["learned selectors vs dense, trained on"] == ["+0.0%"] * 3 + ["+0"] * 3 + ["+0 |"]
+    assert rows["learned selectors vs dense, before"][0].startswith("−")
