@@ -8,7 +8,6 @@ lists them.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import os
 import sys
@@ -300,16 +299,13 @@ def _diff(arguments: list[str]) -> int:
 
 
 def _function(command: str, arguments: list[str]) -> int:
-    function = _found(command)
-    if function is None:
-        raise _usage(f"tercet {command} is not part of this version")
+    module, _, name = FUNCTIONS[command][0].partition(":")
+    function = getattr(importlib.import_module(module), name)
     return _call(function, arguments, f"tercet {command}", positional=True)
 
 
 def _group(group: str, arguments: list[str]) -> int:
     functions = _members(group)
-    if not functions:
-        raise _usage(f"tercet {group} is not part of this version")
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, functions))
         for name, function in functions.items():
@@ -332,15 +328,8 @@ def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, posi
     return int(call(function, arguments, prog=prog, positional=positional) or 0)
 
 
-def _found(command: str) -> Callable[..., Any] | None:
-    module, _, name = FUNCTIONS[command][0].partition(":")
-    return getattr(importlib.import_module(module), name, None) if _exists(module) else None
-
-
 def _members(group: str) -> dict[str, Callable[..., Any]]:
     """Public functions defined in the group's module, by command name."""
-    if not _exists(GROUPS[group][0]):
-        return {}
     module = importlib.import_module(GROUPS[group][0])
     own = [f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__]
     return {f.__name__.replace("_", "-"): f for f in own if not f.__name__.startswith("_")}
@@ -457,18 +446,9 @@ def _named(name: str) -> Loaded:
 
 
 def _overview() -> str:
-    # Hide what is not installed. Looking for a module does not import it.
-    commands = [(name, where.partition(":")[0], about) for name, (where, about) in FUNCTIONS.items()]
-    groups = [(f"{name} …", where, about) for name, (where, about) in GROUPS.items()]
-    lines = [f"  {name:<15}  {about}\n" for name, where, about in commands + groups if _exists(where)]
-    return OVERVIEW.format(others="".join(lines))
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing too
-        return False
+    commands = [(name, about) for name, (_, about) in FUNCTIONS.items()]
+    commands += [(f"{name} …", about) for name, (_, about) in GROUPS.items()]
+    return OVERVIEW.format(others="".join(f"  {name:<15}  {about}\n" for name, about in commands))
 
 
 def _near(wrong: str, among: Iterable[str]) -> str:
