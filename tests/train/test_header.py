@@ -75,9 +75,9 @@ def test_a_learned_selector_with_nothing_to_choose_is_noted(count, noted):
 
 
 def test_a_long_first_step_is_announced_with_a_shorter_one(monkeypatch):
-    assert "if steps reach 30% of the device's peak" in lines()["time"]
+    assert "if steps reach 15% of the device's peak" in lines()["time"]
     assert "note" not in lines()
-    monkeypatch.setattr(console, "measured_cpu_flops", lambda: 1e5)
+    monkeypatch.setattr(console, "measured_cpu_flops", lambda threads: 2e5)
     assert re.search(r"about \d+m\d\ds", lines()["time"])
     accumulated = lines(train__tokens_per_step=512)["note"]
     assert re.search(r"the first step will take about .*, use --train.tokens_per_step 128$", accumulated)

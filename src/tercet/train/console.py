@@ -144,7 +144,7 @@ def _speed(config: RunConfig, device: torch.device, strategy: Strategy) -> float
     precision = precision_of(config, device)
     if device.type == "cpu":  # several ranks would share its cores
         measurable = precision == "fp32" and strategy.world_size == 1
-        return measured_cpu_flops() * CPU_UTILISATION if measurable else None
+        return measured_cpu_flops(torch.get_num_threads()) * CPU_UTILISATION if measurable else None
     # Known peaks are for bf16. fp32 is slower by a factor that differs between devices.
     peak = peak_flops(device_name(device)) if precision == "bf16" else None
     return None if peak is None else peak * GPU_UTILISATION * strategy.world_size
