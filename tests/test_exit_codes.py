@@ -215,8 +215,16 @@ def test_a_full_disk_is_reported_before_a_run_folder_is_created(capsys, monkeypa
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**20, used=2**20, free=5))
     code = cli.main(["train", "--preset", "tiny", "--run.device", "cpu", "--run.dir", "new"])
     assert code == EXIT_USAGE
-    assert "new has 0.00 GiB free" in capsys.readouterr().err
+    assert "new has 0.0 MiB free" in capsys.readouterr().err
     assert not Path("new").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_kernels_without_a_gpu_are_wrong_use(capsys):
+    flags = "--model.backend triton --data.source text --data.path text.txt --data.separator s --train.val_tokens 0"
+    code = cli.main(["train", "--preset", "tiny", *flags.split(), "--data.shuffle_sequences", "0", "--run.dir", "new"])
+    assert code == EXIT_USAGE
+    assert 'error: backend="triton" cannot run here: ' in capsys.readouterr().err
 
 
 def test_an_event_log_that_a_rank_cannot_write_is_reported_first():

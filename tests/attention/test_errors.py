@@ -64,6 +64,10 @@ def test_a_tensor_that_does_not_fit_is_rejected_by_name(what: str, name: str):
     refusal(lambda: attend(X.with_(**{name: change(getattr(X, name))}), CFG), NAMES[name], *words)
 
 
+def test_heads_before_tokens_are_answered_with_the_order_of_the_axes():
+    refusal(lambda: attend(X.map(lambda v: v.transpose(1, 2)), CFG), "[batch, tokens, heads, size]")
+
+
 def test_heads_must_be_a_multiple_of_kv_heads():
     x = X.with_(q=X.q[:, :, :3], gates=X.gates[:, :, :3])
     refusal(lambda: attend(x, CFG), "heads=3", "kv_heads=2")
@@ -105,10 +109,11 @@ def test_wrong_values_of_cu_seqlens_are_rejected_when_validated(bounds, words):
         (torch.tensor([[0, 9, 21]], dtype=torch.int32), "cu_seqlens"),
         (torch.tensor([0.0, 9.0, 21.0]), "float32"),
         (torch.tensor([0], dtype=torch.int32), "cu_seqlens"),
+        ([0, 9, 21], "list"),
     ],
-    ids=["rank", "dtype", "no document"],
+    ids=["rank", "dtype", "no document", "list"],
 )
-def test_malformed_cu_seqlens_are_always_rejected(bounds: torch.Tensor, word: str):
+def test_malformed_cu_seqlens_are_always_rejected(bounds: object, word: str):
     refusal(lambda: attend(PACKED, CFG, cu_seqlens=bounds), "cu_seqlens", word)
 
 

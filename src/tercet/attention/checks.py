@@ -51,7 +51,10 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None)
                 if branch == "compressed"
                 else f"q's {tokens} tokens"
             )
-            raise ValueError(f"{name} has {x.shape[1]} tokens (shape {shape_of(x)}): expected {rule}")
+            raise ValueError(
+                f"{name} has {x.shape[1]} tokens (shape {shape_of(x)}, read as [batch, tokens, heads, size]): "
+                f"expected {rule}"
+            )
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"{k_name} has {k.shape[1]} tokens and {v_name} {v.shape[1]}: they must be equal")
     if k.shape[2] != v.shape[2]:
@@ -189,7 +192,8 @@ def make_packing(
     """The Packing of x [B, T, ...] after checking cu_seqlens. Values are checked where reading them costs nothing, on
     the CPU, and with `validate`. compressed_length: T // d by default, enough for any documents."""
     length = x.shape[1]
-    readable = validate or (cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling())
+    on_host = isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type == "cpu"
+    readable = validate or (on_host and not torch.compiler.is_compiling())
     check_cu_seqlens(cu_seqlens, x.shape[0], length, x.device, values=readable, max_seqlen=max_seqlen)
     count = length // config.compress_stride if compressed_length is None else compressed_length
     return Packing(cu_seqlens, length, count, config, max_seqlen)

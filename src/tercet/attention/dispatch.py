@@ -8,6 +8,7 @@ from typing import Any
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
+from tercet.errors import UsageError
 
 BACKENDS = ("auto", "reference", "triton")
 REQUESTED = "asked for"
@@ -33,9 +34,13 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} is unknown: pick one of {', '.join(BACKENDS)}")
 
 
-def cannot_run(reason: str) -> RuntimeError:
+class BackendError(UsageError, RuntimeError):
+    """The requested backend cannot run."""
+
+
+def cannot_run(reason: str) -> BackendError:
     """The error for backend="triton" where the kernels cannot run."""
-    return RuntimeError(f'backend="triton" cannot run here: {reason}; backend="auto" falls back to the reference')
+    return BackendError(f'backend="triton" cannot run here: {reason}; backend="auto" falls back to the reference')
 
 
 def choose_backend(

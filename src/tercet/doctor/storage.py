@@ -11,6 +11,7 @@ from pathlib import Path
 from tercet.config.schema import RunConfig
 from tercet.doctor.machine import FAILED, OK, WARNING, Finding
 from tercet.model.cost import parameters
+from tercet.telemetry.units import size
 
 SLOW_MB_S = 50.0
 # A smaller write shows that the disk is writable, but not how fast it is.
@@ -28,7 +29,7 @@ def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) 
     except OSError as error:
         return Finding("disk", FAILED, f"{place} cannot be written ({error.strerror})", "pick another --run.dir")
     free = shutil.disk_usage(place).free
-    seen = f"{free / 2**30:.1f} GiB free in {place}"
+    seen = f"{size(free)} free in {place}"
     if megabytes >= MIN_SPEED_MB:
         seen = f"{speed:.0f} MB/s with fsync, {seen}"
     if config is not None:
@@ -37,9 +38,9 @@ def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) 
         if kept == 0:
             kept = config.train.steps // (config.checkpoint.every or config.train.steps)
         needed = checkpoint * (kept + 1)
-        seen += f"; a checkpoint takes about {checkpoint / 2**30:.2f} GiB"
+        seen += f"; a checkpoint takes about {size(checkpoint)}"
         if free < needed:
-            fix = f"free {(needed - free) / 2**30:.1f} GiB, lower checkpoint.keep, or pick another --run.dir"
+            fix = f"free {size(needed - free)}, lower checkpoint.keep, or pick another --run.dir"
             return Finding("disk", FAILED if free < 2 * checkpoint else WARNING, seen, fix)
     if speed < SLOW_MB_S and megabytes >= MIN_SPEED_MB:
         return Finding("disk", WARNING, seen, "checkpoints will be slow here: pick a local disk with --run.dir")

@@ -30,6 +30,7 @@ from tercet.parse import one_line_errors
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
+from tercet.telemetry.units import size
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint, run_of
 from tercet.train.run_folder import RunFolder, locate
@@ -318,6 +319,6 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
     free = shutil.disk_usage(folder.path).free
     if free < needed:
         raise UsageError(
-            f"one checkpoint takes about {needed / 2**30:.2f} GiB, {folder.path} has {free / 2**30:.2f} GiB free: "
+            f"one checkpoint takes about {size(needed)}, {folder.path} has {size(free)} free: "
             "free some space, or pick another --run.dir"
         )
