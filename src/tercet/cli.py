@@ -310,9 +310,7 @@ def _diff(arguments: list[str]) -> int:
 
 
 def _function(command: str, arguments: list[str]) -> int:
-    module, _, name = FUNCTIONS[command][0].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    return _call(function, arguments, f"tercet {command}", positional=True)
+    return _call(_found(command), arguments, f"tercet {command}", positional=True)
 
 
 def _group(group: str, arguments: list[str]) -> int:
@@ -337,6 +335,12 @@ def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, posi
         print(function_help(function, prog=prog, positional=positional))
         return 0
     return int(call(function, arguments, prog=prog, positional=positional) or 0)
+
+
+def _found(command: str) -> Callable[..., Any]:
+    module, _, name = FUNCTIONS[command][0].partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _members(group: str) -> dict[str, Callable[..., Any]]:
