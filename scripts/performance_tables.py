@@ -19,7 +19,20 @@ from pathlib import Path
 
 from performance import decode, modes, operator, results, steps
 from performance.charts import Line, panel, svg
-from performance.results import MISSING, ROOT, day, first, measured_line, part, ratio, rows, table, thousands, tokens
+from performance.results import (
+    MISSING,
+    ROOT,
+    day,
+    first,
+    measured_line,
+    paragraph,
+    part,
+    ratio,
+    rows,
+    table,
+    thousands,
+    tokens,
+)
 from performance.steps import step, step_ratio
 
 QUALITY = ROOT / "docs" / "results" / "quality"
@@ -85,18 +98,24 @@ def readme() -> str:
             for kind in ("nsa", "dense")
         )
         decodes.append(nsa / dense if nsa and dense else None)
+    found = [modes.step_ratio("block-sparse learned", n) for n in lengths]
+    block_sparse = (
+        [["**the same, block-sparse**", *(f"**{ratio(n)}**" if n else "–" for n in found)]] if any(found) else []
+    )
     lines = [
         ["`m7c`, training, tokens/s", *(thousands(step("nsa", n).get("tokens_per_s")) for n in lengths)],
         ["its dense baseline, tokens/s", *(thousands(step("dense", n).get("tokens_per_s")) for n in lengths)],
         ["**training step, × dense**", *(f"**{ratio(value)}**" for value in ratios)],
+        *block_sparse,
         ["memory, × dense", *(ratio(a / b if a and b else None) for a, b in memory)],
         ["operator with 64 heads of 128, × dense", *map(ratio, operator_ratios)],
         ["decoding with the whole model at batch 16, × dense", *map(ratio, decodes)],
     ]
     about = part("train")
-    note = (
-        f"Measured on {day(about['date'])} with `python scripts/measure.py OUT` on one {about['device']} "
-        f"(torch {about['torch']});\ndense is cuDNN attention. Operator: forward + backward, 4 KV heads."
+    apart = f", block-sparse (with learned selectors) on {day(part('modes')['date'])}" if block_sparse else ""
+    note = paragraph(
+        f"Measured on {day(about['date'])}{apart} with `python scripts/measure.py OUT` on one {about['device']} "
+        f"(torch {about['torch']}); dense is cuDNN attention. Operator: forward + backward, 4 KV heads."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"
 
