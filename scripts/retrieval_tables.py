@@ -115,6 +115,19 @@ def losses() -> str:
     return _rows(["loss, time of a step", *(f"step {end:,}, {length}" for end, length in ends.items())], rows)
 
 
+def positions() -> str:
+    """Held-out loss by position in the document, after the same steps."""
+    files = (CONVERSION / f"{name}-perplexity.txt" for name in ("dense", "scratch"))
+    dense, nsa = (_last_line(file)["by_position"] for file in files)
+    bins = [pair for pair in zip(dense, nsa, strict=True) if pair[0]["first"] in (8, 64, 512, 1024, 2048, 4096)]
+    if any(a["tokens"] != b["tokens"] for a, b in bins):
+        raise ValueError("the models were evaluated on different text: run the evaluations again")
+    spans = [f"{a['first']:,}–{a['last']:,}" for a, _ in bins]
+    rows = [[name, *(f"{pair[i]['loss']:.4f}" for pair in bins)] for i, name in enumerate(("dense", "NSA"))]
+    change = [f"{b['loss'] / a['loss'] - 1:.1%}".replace("-", "−") for a, b in bins]
+    return _rows(["tokens before", *spans], [*rows, ["NSA vs dense", *change]])
+
+
 def tasks() -> str:
     """All tasks at the lengths measured, and what a run with earlier exercises found at the longest."""
     found = {(f["task"], f["length"]): f for f in _ruler("learned-tasks.json") if f["depth"] is None}
@@ -153,6 +166,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "retrieval-single": single,
     "retrieval-probe": probe,
     "retrieval-losses": losses,
+    "retrieval-positions": positions,
     "retrieval-tasks": tasks,
     "retrieval-context": context,
 }
