@@ -63,7 +63,7 @@ class DenseAttention(AttentionLayer):
         batch, length, _ = x.shape
         cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
-        k, v = self.kv_proj(x).split((self.kv_heads * self.head_dim, self.kv_heads * self.value_dim), dim=-1)
+        k, v = self.kv_proj(x).split(self.kv_rows, dim=-1)
         k = k.view(batch, length, self.kv_heads, self.head_dim)
         v = v.view(batch, length, self.kv_heads, self.value_dim)
         if self.q_norm is not None and self.k_norm is not None:

@@ -257,7 +257,6 @@ class NativeSparseAttention(SelectingLayer):
     def _project_flat(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """q, and keys and values by branch, all flat: [B, T, heads · size]."""
         sizes = self.kv_rows
-        own = 1 - self.compress_selected_keys  # whether the compressed branch has keys of its own
         q = self.q_proj(x)
         if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
             parts = self.kv_proj(x).split(sizes, dim=-1)
@@ -269,7 +268,8 @@ class NativeSparseAttention(SelectingLayer):
             weights = self.kv_proj.weight.split(sizes)
             biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
             found: dict[int, Tensor] = {}
-            for group in (tuple(range(own + 1)), (own + 1, own + 3), (own + 2, own + 4)):
+            keys, values = self._keys_and_values(tuple(range(len(sizes))))
+            for group in ((*keys[:-2], *values[:-2]), keys[-2:], values[-2:]):
                 weight = torch.cat([weights[i] for i in group])
                 bias = None if biases is None else torch.cat([biases[i] for i in group])
                 found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
@@ -278,9 +278,15 @@ class NativeSparseAttention(SelectingLayer):
 
     def _by_branch(self, parts: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Keys and values by branch, from the parts of kv_proj's output (`kv_rows`)."""
-        own = 1 - self.compress_selected_keys
-        keys = dict(zip(BRANCHES, self.per_branch(parts[1 - own :: 2]), strict=True))
-        return keys, dict(zip(BRANCHES, self.per_branch(parts[own::2]), strict=True))
+        keys, values = (
+            dict(zip(BRANCHES, self.per_branch(sets), strict=True)) for sets in self._keys_and_values(parts)
+        )
+        return keys, values
+
+    def _keys_and_values(self, parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Which parts of kv_proj's output, in the order of `kv_rows`, are keys and which are values."""
+        first_key = int(self.compress_selected_keys)
+        return parts[first_key::2], parts[1 - first_key :: 2]
 
     @property
     def kv_rows(self) -> tuple[int, ...]:
