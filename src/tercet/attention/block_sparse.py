@@ -92,7 +92,7 @@ def check_dense_below(dense_below: object) -> None:
 
 def reads_all_below(config: NSAConfig, dense_below: int) -> int:
     """Queries at positions below this read every key up to their own."""
-    return max(dense_below, config.select_count * config.select_block)
+    return max(dense_below, config.selected_tokens)
 
 
 def run_block_sparse(
@@ -118,11 +118,11 @@ def run_block_sparse(
     select      select blocks even if no query has to choose
     """
     _check(q, k, v, config, packing, block_indices, span)
-    beyond = dense_below > config.select_count * config.select_block
+    beyond = dense_below > config.selected_tokens
     if beyond and span is not WHOLE:
         raise ValueError(
             f"dense_below={dense_below} is more than select_count · select_block = "
-            f"{config.select_count * config.select_block}, which a query range does not support"
+            f"{config.selected_tokens}, which a query range does not support"
         )
     route = _route(q, k, v, config, backend, why_no_query_range(span, packing, ("selected",)))
     longest = packing.max_seqlen if packing is not None else span.first_query + q.shape[1]

@@ -105,6 +105,11 @@ class NSAConfig:
                 f"set select_count to at least {forced}"
             )
 
+    @property
+    def selected_tokens(self) -> int:
+        """Tokens of select_count whole blocks: queries at positions below this select every block of their past."""
+        return self.select_count * self.select_block
+
     def num_visible(self, t: int) -> int:
         """num_cmp(t): compressed tokens visible to query t, those whose last token is at or before t."""
         seen = t + 1

@@ -106,7 +106,7 @@ class RunConfig(Section):
 
     def _check_context(self) -> None:
         nsa = self.model.nsa
-        covered = nsa.select_count * nsa.select_block
+        covered = nsa.selected_tokens
         if self.parallel.strategy == "cp" and self.model.dense_below > covered:
             raise ValueError(
                 f"model.dense_below={self.model.dense_below} with parallel.strategy=cp: ranks have no dense kernel for "

@@ -103,7 +103,7 @@ def check_length(cfg: NSAConfig, precision: str, *, packed: bool, seq_len: int |
 
     seq_len: of the run, to check only the kernels that it uses.
     """
-    selected = cfg.select_count * cfg.select_block
+    selected = cfg.selected_tokens
     short = max(1024, (3 if packed else 2) * selected)
     # The selected branch uses another kernel where the queries of a tile read more than about three times the blocks
     # of one query. The fp32 tolerance of 1e-5 is established at the short length only.

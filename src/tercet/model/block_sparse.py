@@ -133,9 +133,7 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
         self._branch, self._route = "selected", ("triton", None) if reason is None else ("reference", reason)
         attend = self._attend_chunk if reason is None else self._attend_tokens
         out = attend(q, cache, new, scored)
-        if self.dense_below > self.config.select_count * self.config.select_block and (
-            new.first is None or new.first < self.dense_below
-        ):
+        if self.dense_below > self.config.selected_tokens and (new.first is None or new.first < self.dense_below):
             reads, early = cache.reads, (new.positions < self.dense_below)[..., None]
             out = torch.where(early[..., None], decode.cached_dense_attention(q, cache, new), out)
             cache.reads = None if reads is None else torch.where(early, cache.reads, reads)
@@ -147,11 +145,10 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
         q, kv = self.q_proj(x), self.kv_proj(x)
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
         scored = None if self.selector is None else (self.selector.q_proj(x), self.selector.k_proj(x))
-        covered = self.config.select_count * self.config.select_block
         out, read, cache.block_indices = kernels.nsa_step(
             q, kv, None, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),
             branches=("selected",), shared=True, softmax_gate=False, norms=norms, phi=None, selector=scored,
-            dense_below=self.dense_below if self.dense_below > covered else 0,
+            dense_below=self.dense_below if self.dense_below > self.config.selected_tokens else 0,
         )  # fmt: skip
         return out, read
 
@@ -199,7 +196,7 @@ def attend_tokens(
     Returns their output [B, C, H, Dv], keys read [B, C, G] and block keys read [B, C].
     """
     (batch, width, heads, size), groups = q.shape, k.shape[2]
-    gathered = groups * config.select_count * config.select_block * (size + v.shape[3])
+    gathered = groups * config.selected_tokens * (size + v.shape[3])
     scores = heads * means.shape[1] if means is not None else groups * k.shape[1]
     outs, tokens, block_keys = [], [], []
     with torch.autocast(q.device.type, enabled=False):

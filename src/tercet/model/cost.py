@@ -149,7 +149,7 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
 def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
     """Queries below dense_below read everything; below select_count · select_block, so does a selection."""
     nsa = model.nsa
-    covered = nsa.select_count * nsa.select_block
+    covered = nsa.selected_tokens
     if length <= max(model.dense_below, covered):
         return Pairs(dense=length * (length + 1) // 2)
     early = model.dense_below if model.dense_below > covered else 0
@@ -160,7 +160,7 @@ def scoring_flops(model: ModelConfig, length: int) -> float:
     """FLOPs of choosing blocks in one layer, which has no gradient. 0 where every block is read, or where the
     probabilities of the compressed branch choose."""
     nsa = model.nsa
-    if length <= max(model.dense_below, nsa.select_count * nsa.select_block):
+    if length <= max(model.dense_below, nsa.selected_tokens):
         return 0.0
     if model.selector == "learned":  # a selector's queries times its keys in free blocks
         return 2.0 * model.kv_heads * model.selector_dim * _free_pairs(nsa, length)

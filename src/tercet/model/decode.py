@@ -217,7 +217,7 @@ def _cached_nsa(
     batch, width, heads, size = q.shape
     groups = cache.key["kv_heads"]
     per_query = max(
-        groups * config.select_count * config.select_block * (size + cache.key["value_dim"]),
+        groups * config.selected_tokens * (size + cache.key["value_dim"]),
         heads * (config.num_compressed(new.longest) + config.window),
         0 if selector is None else groups * new.longest,
     )

@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         nsa = self.config.nsa
         packing = make_packing(cu_seqlens, tokens, nsa, max_seqlen=max_seqlen)
         packings = [packing]
-        if nsa.select_count * nsa.select_block < self.config.dense_below < packing.max_seqlen:
+        if nsa.selected_tokens < self.config.dense_below < packing.max_seqlen:
             packings.append(packing.first_tokens(self.config.dense_below)[1])  # once for all layers
         if self.compiled:
             # The document count varies per batch; mark it dynamic before the first compile.

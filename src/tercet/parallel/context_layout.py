@@ -238,5 +238,8 @@ class Layout:
 
 def _keys_read(length: int, config: NSAConfig) -> int:
     """Keys that the queries of a document's first `length` tokens read: Σ num_cmp + min(n·l', t+1) + min(w, t+1)."""
-    selected = config.select_count * config.select_block
-    return compressed_pairs(config, length) + window_pairs(selected, length) + window_pairs(config.window, length)
+    return (
+        compressed_pairs(config, length)
+        + window_pairs(config.selected_tokens, length)
+        + window_pairs(config.window, length)
+    )

@@ -99,7 +99,7 @@ def header_lines(
 def _nothing_to_select(config: RunConfig) -> str:
     """A note if a learned selector is never needed, because every query reads all blocks."""
     model, longest = config.model, max(stage.data.seq_len for stage in config.stages)
-    reach = max(model.nsa.select_count * model.nsa.select_block, model.dense_below)
+    reach = max(model.nsa.selected_tokens, model.dense_below)
     if model.selector != "learned" or "nsa" not in model.attention_kinds or longest > reach:
         return ""
     return (

@@ -38,7 +38,7 @@ Cover = Literal["selected", "window"]
 def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover) -> int | None:
     """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always."""
     nsa = config.nsa
-    blocks = max(config.dense_below, nsa.select_count * nsa.select_block)
+    blocks = max(config.dense_below, nsa.selected_tokens)
     reach = {
         "nsa": nsa.window if cover == "window" and config.gate != "none" else blocks,
         "dense": None,
