@@ -200,6 +200,7 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     assert "equal to the dense model up to 2,000 tokens" in said
     assert "still dense in sequences of" in said
     assert "to train the choice of blocks, use longer ones" in said
+    assert "import it with --selector learned" in said
     longer = ["--attention", "block-sparse", "--dense_below", "2000", "--seq_len", "4000"]
     assert cli.main(["import", "hf", source, str(tmp_path / "longer"), *longer]) == 0
     assert "still dense" not in capsys.readouterr().out
@@ -208,6 +209,21 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     assert (tmp_path / "back" / "model.safetensors").exists()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tercet"]["dense_below"] == 2000
     assert AutoModelForCausalLM.from_pretrained(back).dtype == torch.bfloat16
+
+
+def test_an_import_with_new_selectors_says_how_to_train_them_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dense_model(tmp_path / "dense", LlamaConfig(**{**FAMILIES["llama"].to_dict(), "vocab_size": 256}))
+    (tmp_path / "text.txt").write_text("a sentence about blocks. " * 400)
+    words = ["--attention", "block-sparse", "--selector", "learned", "--seq_len", "256", "--nsa.select_count", "3"]
+    assert cli.main(["import", "hf", "dense", "ours", *words]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(commands) == 2
+    for command in commands:
+        _, _, flags = command.replace("YOUR-TEXTS", "text.txt").partition(" train ")
+        small = ["--train.micro_batch", "1", "--train.tokens_per_step", "256", "--train.sample_tokens", "0"]
+        assert cli.main(["train", *flags.split(), *small, "--train.steps", "1", "--run.device", "cpu"]) == 0
+    assert (tmp_path / "converted" / "metrics.json").exists()
 
 
 @pytest.mark.parametrize(

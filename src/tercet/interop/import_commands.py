@@ -72,8 +72,8 @@ def hf(
     )
     if imported.restored:
         print("restored the settings that the model was exported with")
+    model = imported.run.model
     if imported.exact_length is not None:
-        model = imported.run.model
         gated = "nsa" in model.attention_kinds and model.gate != "none"
         gates = f"gates start with the {cover} branch open: " if gated else ""
         print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
@@ -81,10 +81,19 @@ def hf(
         if model.gate == "none" and length <= imported.exact_length:
             print(f"attention is still dense in sequences of {length:,} tokens: to train the choice of blocks, use "
                   f"longer ones with --data.seq_len, or import with --seq_len")  # fmt: skip
+        if model.gate == "none" and model.selector == "compressed":
+            print("blocks are chosen by the means of their keys: if you can train the model, import it with --selector "
+                  "learned, which finds far more in long texts")  # fmt: skip
     if not (source / "tokenizer.json").is_file():
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
-    own_data = {"data.source": "text", "data.path": "YOUR-TEXTS"}
-    print(f"Wrote {out}. To train it:  {hints.train_config(out / 'config.toml', own_data)}")
+    file, flags = out / "config.toml", {"data.source": "text", "data.path": "YOUR-TEXTS"}
+    if model.selector == "learned" and not imported.restored:
+        alone = flags | {"run.dir": "warmup", "train.selector.only": "true", "train.lr": "1e-3", "train.steps": 500}
+        print(f"Wrote {out}. Its selectors start at random. To train them alone, then everything:")
+        print(f"  {hints.train_config(file, alone)}")
+        print(f"  {hints.train_config(file, flags | {'run.dir': 'converted', 'train.init_from': 'warmup'})}")
+        return 0
+    print(f"Wrote {out}. To train it:  {hints.train_config(file, flags)}")
     print(f"To use it without training:  {hints.generate(out)}")
     return 0
