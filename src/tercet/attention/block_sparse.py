@@ -5,6 +5,7 @@ Axes: q [B, T, H, Dk]; k [B, T, G, Dk]; v [B, T, G, Dv]; block keys [B, Tc, G, D
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from tercet.attention.layout import (
     Packing,
     RowMap,
     Span,
+    document_buckets,
     keep_selection,
     kernel_layout,
     move_rows,
@@ -208,17 +210,16 @@ def _select(q: Tensor, keys: Tensor, config: NSAConfig, packing: Packing | None,
         from tercet.attention import kernels
 
         return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
-    indices: Tensor | None
-    if packing is not None and span is WHOLE and packing.buckets is not None:
-        found = []
-        for bucket in packing.buckets.buckets:
-            own = bucket.compressed_rows(keys)
-            found.append(reference.compressed_attention(bucket.rows(q), own, own[..., :0], config)[1])
-        indices = packing.buckets.unpack(found)  # type: ignore[arg-type]
-    else:
+
+    def select(q: Tensor, keys: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
         _, indices, _ = reference.compressed_attention(q, keys, keys[..., :0], config, packing, span=span)
-    assert indices is not None
-    return keep_selection(indices)
+        assert indices is not None
+        return indices
+
+    if (buckets := document_buckets(packing, span)) is not None:
+        found = [select(bucket.rows(q), bucket.compressed_rows(keys)) for bucket in buckets.buckets]
+        return keep_selection(buckets.unpack(found))
+    return keep_selection(select(q, keys, packing, span))
 
 
 def _attend(
@@ -230,14 +231,9 @@ def _attend(
         from tercet.attention import kernels
 
         return kernels.attend_selected(q, k, v, block_indices, config, kernel_layout(q, packing, span, k))
-    if packing is None or span is not WHOLE or packing.buckets is None:
-        return reference.selected_attention(q, k, v, block_indices, config, packing, span)
-    buckets = packing.buckets
-    outs = []
-    for bucket in buckets.buckets:
-        own_q, own_k, own_v, own = (bucket.rows(x) for x in (q, k, v, block_indices))
-        outs.append(reference.selected_attention(own_q, own_k, own_v, own, config))
-    return buckets.unpack(outs)
+    if (buckets := document_buckets(packing, span)) is not None:
+        return buckets.run(partial(reference.selected_attention, config=config), q, k, v, block_indices)
+    return reference.selected_attention(q, k, v, block_indices, config, packing, span)
 
 
 # ------------------------------------------------------------ queries that read every key

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from tercet.attention.layout import (
     Buckets,
     Packing,
     Span,
+    document_buckets,
     keep_selection,
     kernel_layout,
     why_no_query_range,
@@ -183,11 +185,9 @@ def run_window(
             from tercet.attention import kernels
 
             return kernels.attend_window(q, k, v, config, kernel_layout(q, packing, span, k)), route
-        buckets = packing.buckets if packing is not None and span is WHOLE else None
-        if buckets is None:
-            return reference.window_attention(q, k, v, config, packing, span), route
-        outs = [reference.window_attention(b.rows(q), b.rows(k), b.rows(v), config) for b in buckets.buckets]
-        return buckets.unpack(outs), route
+        if (buckets := document_buckets(packing, span)) is not None:
+            return buckets.run(partial(reference.window_attention, config=config), q, k, v), route
+        return reference.window_attention(q, k, v, config, packing, span), route
 
 
 # Plain calls on a GPU that passed the checks, and their (backend, reason). The checks take a quarter of the
@@ -249,8 +249,8 @@ def _run_reference(
     span: Span = WHOLE,
     select: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    if packing is not None and span is WHOLE and packing.buckets is not None:
-        return _run_reference_by_buckets(inputs, config, packing.buckets, branches, block_indices, select)
+    if (buckets := document_buckets(packing, span)) is not None:
+        return _run_reference_by_buckets(inputs, config, buckets, branches, block_indices, select)
     q = inputs.q
     outs: dict[str, Tensor] = {}
     want_indices = block_indices is None and (select or "selected" in branches)

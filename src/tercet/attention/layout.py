@@ -6,7 +6,7 @@ follow). Everything here is computed on the device without synchronising.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -252,6 +252,16 @@ class Buckets:
         """One [D, L, ...] per bucket -> [1, T, ...]"""
         real = [out.flatten(0, 1).index_select(0, bucket.real) for out, bucket in zip(outs, self.buckets, strict=True)]
         return torch.cat(real).index_select(0, self.order)[None]
+
+    def run(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """A function of tensors [1, T, ...] that takes a batch of documents, bucket by bucket."""
+        return self.unpack([function(*map(bucket.rows, tensors)) for bucket in self.buckets])
+
+
+def document_buckets(packing: Packing | None, span: Span) -> Buckets | None:
+    """The documents of a whole packed sequence as batches, on which the reference is fastest; None if it has to run on
+    the sequence as it is."""
+    return packing.buckets if packing is not None and span is WHOLE else None
 
 
 def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> Buckets:

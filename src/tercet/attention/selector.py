@@ -5,6 +5,8 @@ queries [B, T, G, size]; keys [B, T, G, size], the rows of the selected branch's
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,15 @@ from tercet.attention import checks, reference
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import choose_backend
 from tercet.attention.hardware import kernels_run_on
-from tercet.attention.layout import WHOLE, Packing, Span, keep_selection, kernel_layout, why_no_query_range
+from tercet.attention.layout import (
+    WHOLE,
+    Packing,
+    Span,
+    document_buckets,
+    keep_selection,
+    kernel_layout,
+    why_no_query_range,
+)
 
 
 def choose_blocks(
@@ -35,10 +45,8 @@ def choose_blocks(
             from tercet.attention import kernels
 
             return kernels.select_by_tokens(queries, keys, config, kernel_layout(queries, packing, span, keys))
-        if packing is not None and span is WHOLE and packing.buckets is not None:
-            buckets = packing.buckets
-            found = [reference.select_by_tokens(b.rows(queries), b.rows(keys), config) for b in buckets.buckets]
-            return keep_selection(buckets.unpack(found))
+        if (buckets := document_buckets(packing, span)) is not None:
+            return keep_selection(buckets.run(partial(reference.select_by_tokens, config=config), queries, keys))
         return keep_selection(reference.select_by_tokens(queries, keys, config, packing, span))
 
 
