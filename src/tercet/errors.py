@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
@@ -32,3 +34,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def first_few(names: Sequence[str], count: int = 3) -> str:
+    """A list in an error message: "a, b, c and 5 more"."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more

@@ -79,7 +79,7 @@ class RunConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _batches_divide(self) -> Self:
+    def _stages_are_valid(self) -> Self:
         for number, stage in enumerate(self.stages, 1):
             try:
                 stage._check_tokens_per_step()
@@ -112,7 +112,7 @@ class RunConfig(Section):
                 f"model.dense_below={self.model.dense_below} with parallel.strategy=cp: ranks have no dense kernel for "
                 f"part of a sequence; use at most model.nsa.select_count × select_block = {covered}, or raise these"
             )
-        # ContextLayout checks each batch too; checking here fails before the run folder is created.
+        # context_layout.Layout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
             unit = 2 * ranks // math.gcd(2 * ranks, batch)

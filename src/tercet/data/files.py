@@ -20,6 +20,7 @@ from tercet.atomic_io import write_json
 from tercet.data.order import permutation
 from tercet.data.records import Reader, Record
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
+from tercet.errors import first_few
 from tercet.parse import parse_json
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # waits before an I/O error is final: network storage is away for seconds
@@ -97,11 +98,7 @@ def describe_changes(folder: Path | None, contents: str | None, now: FileSet) ->
         "removed": before.keys() - now.listing.keys(),
         "changed": {name for name in before.keys() & now.listing.keys() if before[name] != now.listing[name]},
     }
-    return ", ".join(f"{what} {_first_names(names)}" for what, names in changes.items() if names)
-
-
-def _first_names(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(f"{what} {first_few(sorted(names))}" for what, names in changes.items() if names)
 
 
 def find_files(paths: Sequence[str], kind: str) -> FileSet:

@@ -36,6 +36,7 @@ from tercet.data.tokenizers import (
     check_round_trip,
     load_tokenizer,
 )
+from tercet.errors import first_few
 
 PLAN = "prepare.json"
 LOCK = ".lock"
@@ -318,8 +319,7 @@ def _make_folder(out: Path) -> None:
     if out.is_dir() and not (out / PLAN).is_file() and not any(out.glob("shard-*.json")):
         others = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, f"{PLAN}.partial"))
         if others:
-            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            raise DataUsageError(f"out={out} contains {shown}, but no shards: choose a new or empty folder")
+            raise DataUsageError(f"out={out} contains {first_few(others)}, but no shards: choose a new or empty folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

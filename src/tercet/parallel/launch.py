@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tercet import hints
 from tercet.config.environment import launch_number
 from tercet.config.sections import ParallelConfig
-from tercet.errors import TercetError, UsageError
+from tercet.errors import TercetError, UsageError, first_few
 from tercet.parallel import flight_recorder
 from tercet.version import __version__
 
@@ -304,10 +304,9 @@ def _wait_for_ranks(store: dist.Store, ranks: int, seconds: float, members: dict
         now = time.monotonic()
         if missing and now - started > seconds:
             hosts = ", ".join(sorted({m["host"] for m in members.values()}))
-            some = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             return (
-                f"rank {some} did not arrive within {seconds:g} s ({len(members)} of {ranks} are here, on {hosts}): "
-                "see the output of the machine that should have started it"
+                f"rank {first_few(missing, 8)} did not arrive within {seconds:g} s ({len(members)} of {ranks} are "
+                f"here, on {hosts}): see the output of the machine that should have started it"
             )
         if missing and now - last_report > 10:
             last_report = now

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.config.keys import flatten_table
+from tercet.errors import first_few
 from tercet.report.facts import Facts, Figure, collect_facts, format_value, key_figures
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, downsample, draw, label_step_axis
 from tercet.report.plots import loss_axis_limits, paint_losses, step_series, validation_points
@@ -103,8 +104,7 @@ def loss_caution(runs: Sequence[Run]) -> str:
     """Which settings make the losses of these runs incomparable; empty if none does."""
     rows = differences([with_defaults(run) for run in runs if run.config])
     keys = [row["key"] for row in rows if row["key"].startswith(_LOSS_KEYS)]
-    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-    named = f"{', '.join(keys[:4])}{more} differ{'s' * (len(keys) == 1)}"
+    named = f"{first_few(keys, 4)} differ{'s' * (len(keys) == 1)}"
     return f"The losses are of different data: {named}." if keys else ""
 
 

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tercet.atomic_io import sync, write_json, write_text
 from tercet.config.sections import CheckpointConfig
+from tercet.errors import first_few
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint
 from tercet.version import __version__
@@ -119,8 +120,7 @@ def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[s
     ]
     for problem, names in (("lacks", missing), ("has extra", extra), ("differs in shape:", sorted(differ))):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {', '.join(names[:3])}{more}")
+            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {first_few(names)}")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
 from tercet.data.files import check_paths
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
-from tercet.errors import UsageError
+from tercet.errors import UsageError, first_few
 from tercet.model.config import NSA_ONLY, is_all_dense
 from tercet.model.cost import optimizer_numbers, parameters
 from tercet.parse import one_line_errors
@@ -92,9 +92,9 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
     _check_events_writable(folder, config.parallel.world_size)
     if others := folder.other_files:
-        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise UsageError(
-            f"{folder.path} holds {shown}, which a run does not write: pick a new or empty folder as --run.dir"
+            f"{folder.path} holds {first_few(others)}, which a run does not write: pick a new or empty folder as "
+            "--run.dir"
         )
     if resume is None:
         if folder.has_run:
