@@ -93,7 +93,7 @@ def probe() -> str:
 
 
 def losses() -> str:
-    """Held-out loss at the same step of the same run through the data, and the time that the steps of a stage took."""
+    """Held-out loss at the same step of the same run through the data, and the time that the steps took."""
     ends = {1700: "8k", 2000: "32k", 2500: "64k"}
     rows = []
     kinds = {
@@ -106,13 +106,17 @@ def losses() -> str:
             loss = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
         with (FOLDER / f"{kind}-training.csv").open(encoding="utf-8") as stream:
             seconds = {int(row["step"]): float(row["step_seconds"]) for row in csv.DictReader(stream)}
-        cells, first = [], 0
+        cells, first, minutes = [], 0, 0.0
         for end in ends:
             step = statistics.median(s for n, s in seconds.items() if first < n <= end)
-            cells.append(f"{loss[end]:.4f}, {step * 1000:.0f} ms")
+            minutes += step * (end - first) / 60
+            cells.append(f"{loss[end]:.4f}, {step * 1000:.0f} ms, {minutes:.1f} min")
             first = end
         rows.append([name, *cells])
-    return _rows(["loss, time of a step", *(f"step {end:,}, {length}" for end, length in ends.items())], rows)
+    return _rows(
+        ["loss, time of a step, of all steps so far", *(f"step {end:,}, {length}" for end, length in ends.items())],
+        rows,
+    )
 
 
 def positions() -> str:
