@@ -203,17 +203,9 @@ def phi_weights(compression: Compression) -> CompressionWeights:
 
 def cached_nsa_attention(
     q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
-    selector: tuple[Tensor, Tensor] | None = None, block_indices: Tensor | None = None,
+    selector: tuple[Tensor, Tensor] | None = None, given: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    # as in the whole-sequence operator, scores and selection must not be computed in half precision
-    with torch.autocast(q.device.type, enabled=False):
-        return _cached_nsa(q, gates, cache, new, config, branches, selector, block_indices)
-
-
-def _cached_nsa(
-    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
-    selector: tuple[Tensor, Tensor] | None, given: Tensor | None,
-) -> Tensor:  # fmt: skip
+    """given: block_indices [B, C, G, n] to read instead of selecting."""
     batch, width, heads, size = q.shape
     groups = cache.key["kv_heads"]
     per_query = max(
@@ -222,27 +214,29 @@ def _cached_nsa(
         0 if selector is None else groups * new.longest,
     )
     outs, reads = [], []
-    for part in query_chunks(width, batch * per_query):
-        rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
-        t = new.positions[:, part]
-        results: dict[str, tuple[Tensor, Tensor]] = {}
-        counts: list[Tensor] = []
-        if "compressed" in branches or "selected" in branches:
-            compressed, read, block_indices = _compressed(rows, t, cache, new, config)
-            if "compressed" in branches:
-                results["compressed"] = compressed, read
-            elif selector is None and given is None:
-                counts.append(read)  # read only to select blocks
-            if given is not None:
-                block_indices = given[:, part]
-            elif selector is not None:
-                block_indices = select_at(selector[0][:, part], selector[1], t, config)
-            if "selected" in branches:
-                results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
-        if "window" in branches:
-            results["window"] = _window(rows, t, part, new, config)
-        outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
-        reads.append(torch.stack([*counts, *(read for _, read in results.values())]).sum(0))
+    # as in the whole-sequence operator, scores and selection must not be computed in half precision
+    with torch.autocast(q.device.type, enabled=False):
+        for part in query_chunks(width, batch * per_query):
+            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
+            t = new.positions[:, part]
+            results: dict[str, tuple[Tensor, Tensor]] = {}
+            counts: list[Tensor] = []
+            if "compressed" in branches or "selected" in branches:
+                compressed, read, block_indices = _compressed(rows, t, cache, new, config)
+                if "compressed" in branches:
+                    results["compressed"] = compressed, read
+                elif selector is None and given is None:
+                    counts.append(read)  # read only to select blocks
+                if given is not None:
+                    block_indices = given[:, part]
+                elif selector is not None:
+                    block_indices = select_at(selector[0][:, part], selector[1], t, config)
+                if "selected" in branches:
+                    results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
+            if "window" in branches:
+                results["window"] = _window(rows, t, part, new, config)
+            outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
+            reads.append(torch.stack([*counts, *(read for _, read in results.values())]).sum(0))
     cache.reads = torch.cat(reads, dim=1)
     return torch.cat(outs, dim=1).to(q.dtype)
 
@@ -332,11 +326,6 @@ def cached_dense_route(q: Tensor, cache: DenseCache, new: NewTokens) -> tuple[st
 
 
 def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
-    with torch.autocast(q.device.type, enabled=False):
-        return _cached_dense(q, cache, new)
-
-
-def _cached_dense(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
     batch, width, heads, size = q.shape
     k, v = cache.all(new)
     groups = k.shape[2]
@@ -345,18 +334,20 @@ def _cached_dense(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
         cache.reads = (new.positions + 1)[..., None].expand(-1, -1, groups)
         # aligned to the lower right: the last query sees every key
         bias = causal_lower_right(width, k.shape[1])
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True
+            )
         return out.transpose(1, 2)
     s_index = torch.arange(k.shape[1], device=q.device)
     outs, reads = [], []
-    for part in query_chunks(width, batch * heads * k.shape[1]):
-        rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
-        visible = s_index <= new.positions[:, part, None]
-        p = softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
-        outs.append(torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3))
-        reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
+    with torch.autocast(q.device.type, enabled=False):
+        for part in query_chunks(width, batch * heads * k.shape[1]):
+            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
+            visible = s_index <= new.positions[:, part, None]
+            p = softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
+            outs.append(torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3))
+            reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
     cache.reads = torch.cat(reads, dim=1)
     return torch.cat(outs, dim=1).to(q.dtype)
 
