@@ -12,15 +12,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import runs
 from fork_server import ForkServer
 from parallel.world import TorchrunRun, flags
-from runs import SMALL, events_of, losses, small, train_small
+from runs import SMALL, events_of, losses
 from tercet import atomic_io
 from tercet.config.load import to_toml
 from tercet.data import loader, records
@@ -39,6 +41,8 @@ from tercet.train.hooks import StopSignals
 from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
 
+# one layer is enough here; test_exact_resume.py resumes two
+small, train_small = (partial(make, model__layers=1) for make in (runs.small, runs.train_small))
 LONG = {"train__steps": 100_000, "checkpoint__every": 100_000, "train__warmup_steps": 0}
 
 
@@ -305,10 +309,10 @@ def test_retries_of_io_errors_are_logged(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A 3 MB file system, if one can be mounted."""
+    """A 2 MB file system, if one can be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here")
     yield disk

@@ -163,22 +163,22 @@ def test_a_flipped_byte_anywhere_is_found_before_anything_is_loaded(tmp_path: Pa
     assert_damaged(newest, older, "step-00000002")
 
 
-@pytest.mark.parametrize("mask", [1, 2, 16, 128])
-def test_a_flipped_bit_anywhere_in_the_file_list_is_found(tmp_path: Path, mask: int) -> None:
+def test_a_flipped_bit_anywhere_in_the_file_list_is_found(tmp_path: Path) -> None:
+    """One bit of each byte, in turn bit 0, 1, 4 and 7."""
     path = save(tmp_path, 1, *build())
     listed = path / "manifest.json"
     intact = listed.read_bytes()
     found = set()
     for at in range(intact.index(b'"files"'), len(intact.rstrip())):
         content = bytearray(intact)
-        content[at] ^= mask
+        content[at] ^= (1, 2, 16, 128)[at % 4]
         if json_or_none(bytes(content)) == json_or_none(intact):
             continue  # one kind of white space for another
         listed.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"step-00000001") as refused:
             manifest.verify(path)
         found |= {word for word in ("is damaged", "cannot be read", "is missing") if word in str(refused.value)}
-    assert found >= ({"cannot be read"} if mask == 128 else {"is damaged", "cannot be read", "is missing"})
+    assert found == {"is damaged", "cannot be read", "is missing"}
 
 
 def json_or_none(content: bytes) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runs import events_of, losses, small, train_small
+import runs
+from runs import events_of, losses, small
 from stepping import SimulatedClock, SteppedModel
 from tercet.errors import TercetError
 from tercet.model.layer import AttentionLayer
@@ -38,7 +40,8 @@ from tercet.train.state import uses_cuda_graph
 from tercet.train.step import IGNORED_TARGET, MicroBatch
 from tercet.train.trainer import train
 
-CPU = torch.device("cpu")
+# one layer: steps are compared layer by layer in the tests without a run
+one_layer, train_small = (partial(make, model__layers=1) for make in (runs.small, runs.train_small))
 
 
 class FakeCapturer:
@@ -362,7 +365,7 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
 
     monkeypatch.setattr(FakeCapturer, "capture", capture)
     runs = {
-        how: small(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action, train__steps=10)
+        how: one_layer(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action, train__steps=10)
         for how in ("off", "auto")
     }
     if action == "halt":
@@ -402,8 +405,8 @@ def test_a_resumed_run_keeps_its_document_capacity(tmp_path: Path, graphs_anywhe
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "build_state", build)
-        train(small(**several, train__steps=2))
-        train(small(**several, train__steps=4), origins={}, resume="auto")
+        train(one_layer(**several, train__steps=2))
+        train(one_layer(**several, train__steps=4), origins={}, resume="auto")
     assert [g.capacity for g in made] == [64, 64]
     assert made[1]._shape is not None
     assert made[1]._shape.capacity == 64
@@ -478,7 +481,7 @@ def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
     clock.device = 8e-3 if graph_is_faster else 200e-3
     clock.queue = clock.device
     folder, steps = tmp_path / "run", {"checkpoint__every": 10, "log__every": 5}
-    run = small(run__dir=str(folder), train__steps=14, **steps)
+    run = one_layer(run__dir=str(folder), train__steps=14, **steps)
     assert run.train.cuda_graph == "auto"
     train(run)
     (chosen,) = events_of(folder, GraphChosen)
@@ -524,6 +527,6 @@ def test_a_cpu_run_says_why_it_is_eager_only_if_asked_for_auto(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for origin in ("default", "file imported", "flag"):  # a file that was written for a run or an import has every key
-        run = small(run__dir=str(tmp_path / origin), train__steps=1)
+        run = one_layer(run__dir=str(tmp_path / origin), train__steps=1)
         train(run, origins={"train.cuda_graph": origin})
         assert ("train.cuda_graph=auto on a cpu" in capsys.readouterr().out) == (origin == "flag")
