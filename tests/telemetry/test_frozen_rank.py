@@ -97,8 +97,13 @@ def test_a_slow_save_is_waited_for(ranks):
 
 def train_and_freeze_in_a_save() -> int:
     """On each rank: `tercet train`, but rank 1 stops while it writes its first checkpoint."""
+
+    def freeze(*_: object) -> None:
+        time.sleep(1.5 * failure.HEARTBEAT_SECONDS)  # so that a heartbeat says that it is saving
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     if os.environ["RANK"] == "1":
-        HashingFile._write_part = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        HashingFile._write_part = freeze
     return main(sys.argv[1:])
 
 
