@@ -163,7 +163,8 @@ def _last(errors: str) -> str:
 def _parity_line(checked: dict[str, Any]) -> str:
     on = f"{checked['device']}, torch {checked['torch']}: kernels vs reference"
     if checked["correct"] is None:
-        return f"{on} not checked: {checked['of']}"
+        dry_run = "; for a dry run: --preset tiny --lengths 256 --tokens 1024" * checked["device"].startswith("CPU")
+        return f"{on} not checked: {checked['of']}{dry_run}"
     verdict = "ok" if checked["correct"] else "WRONG, no ratios are given"
     of = f"{checked['of']}{', packed documents' * checked['packed']}"
     return f"{on}: worst error {checked['parity']:.1e} ({of}): {verdict}"
