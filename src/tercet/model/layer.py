@@ -113,7 +113,7 @@ class AttentionLayer(nn.Module):
 
     def chooses_randomly(self) -> bool:
         """Whether blocks are chosen at random, as a control."""
-        return getattr(self, "random_blocks", None) is not None
+        return False
 
     def selector_size(self) -> int:
         """Channels of a learned selector; 0 without one."""

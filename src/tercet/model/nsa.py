@@ -13,7 +13,7 @@ from tercet.attention.config import BRANCHES, NSAConfig, check_branches, check_s
 from tercet.attention.dispatch import check_backend
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.hardware import kernels_run_on
-from tercet.attention.layout import Packing, keep_selection
+from tercet.attention.layout import Packing
 from tercet.model import decode
 from tercet.model.cache import NewTokens
 from tercet.model.compression import Compression, compress_keys_and_values
@@ -152,6 +152,9 @@ class NativeSparseAttention(SelectingLayer):
     def cache_key(self) -> dict[str, Any]:
         return super().cache_key() | {"shared_kv": self.shared_kv, "branches": self.branches}
 
+    def chooses_randomly(self) -> bool:
+        return self.random_blocks is not None
+
     def phi_is_plain(self) -> bool:
         return self.compress_k.is_plain() and self.compress_v.is_plain()
 
@@ -164,16 +167,12 @@ class NativeSparseAttention(SelectingLayer):
         inputs = self.inputs(x, packing, rope)
         positions = None if packing is None else packing.position
         scored = None if self.selector is None else self.selector(x, positions, rope.selector)
-        given = None
-        if self.random_blocks is not None:
-            longest = x.shape[1] if packing is None else packing.max_seqlen
-            position = torch.arange(longest, device=x.device) if packing is None else packing.position
-            given = keep_selection(self.random_blocks(position, longest, rope.layer)).expand(x.shape[0], -1, -1, -1)
+        random = None if self.random_blocks is None else self.random_blocks.of_sequences(x, packing, rope.layer)
         fuse_output = not self.keep_sum and are_plain(self.o_proj)
         out, block_indices, self._route = run_nsa(
             inputs, config=self.config, packing=packing, backend=self.backend, branches=self.branches,
             output=(self.o_proj.weight, self.o_proj.bias) if fuse_output else None, selector=scored,
-            block_indices=given,
+            block_indices=random,
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
         if taught is not None and block_indices is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.first_order import first_order
-from tercet.attention.layout import Packing
+from tercet.attention.layout import Packing, keep_selection
 from tercet.attention.selector import block_lse
 from tercet.model.cache import NewTokens
 from tercet.model.nsa_cache import NSACache
@@ -193,6 +193,14 @@ class RandomBlocks:
         first, last = place[:initial], current - local + 1 + place[:local]
         parts = (first.expand(*every.shape[:-1], -1), chosen, last.expand(*every.shape[:-1], -1))
         return torch.where(current < n, every, torch.cat(parts, -1)).int()
+
+    def of_sequences(self, x: Tensor, packing: Packing | None, layer: Tensor | None) -> Tensor:
+        """block_indices [B, T, G, n] of the queries of whole sequences x [B, T, ...]."""
+        if packing is None:
+            position, longest = torch.arange(x.shape[1], device=x.device), x.shape[1]
+        else:
+            position, longest = packing.position, packing.max_seqlen
+        return keep_selection(self(position, longest, layer)).expand(x.shape[0], -1, -1, -1)
 
 
 def _mix(x: Tensor) -> Tensor:
