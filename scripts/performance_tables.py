@@ -65,16 +65,20 @@ def answer() -> str:
     operator64, recorded64 = (
         first(rows("operator", shape="P64k", inputs=kind)).get("speedup") for kind in ("random", "recorded")
     )
-    decode64 = first(decode.decode_rows("compressed", of="attention", context=65536, batch=16)).get("times_dense")
+    decode64, learned64 = (
+        first(decode.decode_rows(selector, of="attention", context=65536, batch=16)).get("times_dense")
+        for selector in ("compressed", "learned")
+    )
     if None in (*ratios.values(), operator64, decode64):
         return f"{MISSING}."
     recorded = f"\n  ({ratio(recorded64)}× with blocks that a trained model selected)" if recorded64 else ""
+    learned = f"\n  ({ratio(learned64)}× with a learned selector)" if learned64 else ""
     return (
         f"- **Training**: a whole step of `m7c` runs at {ratio(ratios[2048])}× dense at 2k tokens, "
         f"{ratio(ratios[8192])}× at 8k and {ratio(ratios[65536])}× at 64k.\n"
         f"- **Operator**: forward + backward with 64 heads of 128 at 64k tokens is {ratio(operator64)}× as fast as "
         f"cuDNN{recorded}.\n"
-        f"- **Decode**: the attention step at 64k tokens and batch 16 is {ratio(decode64)}× as fast as dense."
+        f"- **Decode**: the attention step at 64k tokens and batch 16 is {ratio(decode64)}× as fast as dense{learned}."
     )
 
 
@@ -112,9 +116,13 @@ def readme() -> str:
         ["decoding with the whole model at batch 16, × dense", *map(ratio, decodes)],
     ]
     about = part("train")
-    apart = f", block-sparse (with learned selectors) on {day(part('modes')['date'])}" if block_sparse else ""
+    apart = (
+        f", block-sparse (with learned selectors) on {day(part('modes')['date'])} with `--parts modes`"
+        if block_sparse
+        else ""
+    )
     note = paragraph(
-        f"Measured on {day(about['date'])}{apart} with `python scripts/measure.py OUT` on one {about['device']} "
+        f"Measured on {day(about['date'])} with `python scripts/measure.py OUT`{apart}, on one {about['device']} "
         f"(torch {about['torch']}); dense is cuDNN attention. Operator: forward + backward, 4 KV heads."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"

@@ -24,7 +24,18 @@ def modes() -> str:
         "in brackets × dense."
     )
     found = [section for section in sections if section]
-    return "\n\n".join(["## Block-sparse mode", about, results.measured_line(results.part("modes")), *found])
+    return "\n\n".join(["## Block-sparse mode", about, paragraph(" ".join(_measurement())), *found])
+
+
+def _measurement() -> list[str]:
+    """When and how it was measured, and what that leaves open."""
+    found = results.part("modes")
+    sentences = [results.measured_line(found)]
+    if spread := max((row.get("spread", 0.0) for row in found["results"]), default=0.0):
+        sentences.append(f"Repeated timings of a step differ by up to {spread:.0%}.")
+    if not found["complete"]:
+        sentences.append("The measurement was cut short: lengths and decoding that are not here were not reached.")
+    return sentences
 
 
 def _training() -> str:
@@ -38,7 +49,6 @@ def _training() -> str:
         ratios = [step_ratio(mode, length) for mode in names]
         lines.append([tokens(length), *map(_cell, speeds, ratios)])
     peaks = [max(row["peak_gib"] for row in rows("modes", mode=mode, outcome="ok")) for mode in names]
-    lines.append(["faster than dense from", *(_wins_from(mode, lengths) for mode in names)])
     lines.append(["peak, GiB", *map(number, peaks)])
     head = ["length", *(LABELS[mode] for mode in names)]
     return "\n\n".join(["Training steps of 65,536 tokens:", table(head, lines)])
@@ -89,14 +99,3 @@ def _correct(mode: str) -> bool | None:
 
 def _cell(speed: str, times: float | None) -> str:
     return speed if times is None else f"{speed} ({ratio(times)})"
-
-
-def _wins_from(mode: str, lengths: list[int]) -> str:
-    """The shortest measured length from which on a mode's steps are faster than dense ones."""
-    shortest = "–"
-    for length in reversed(lengths):
-        times = step_ratio(mode, length)
-        if times is None or times <= 1:
-            break
-        shortest = tokens(length)
-    return shortest
