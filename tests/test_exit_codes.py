@@ -40,6 +40,8 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
     Path("run/checkpoints").mkdir(parents=True)
     Path("run/events_rank0.jsonl").write_text("told\n")
     Path("list.json").write_text("[]")
+    Path("hf-model").mkdir()
+    Path("hf-model/config.json").write_text("{}")
     Path("blocked/events_rank0.jsonl").mkdir(parents=True)
 
 
@@ -47,6 +49,7 @@ WRONG = """
 trian                                                                        unknown command trian: did you mean train?
 config shwo                                                              unknown command config shwo: did you mean show?
 train                                                                        tercet train --preset tiny` (
+train tiny                                                       unexpected argument tiny: did you mean --preset tiny?
 train --preset tinny                                                         unknown preset tinny: did you mean tiny?
 train --preset tiny --train.lrr 1                                    unknown option --train.lrr: did you mean --train.lr
 train --preset tiny --lr 1                                                 unknown option --lr: did you mean --train.lr?
@@ -76,6 +79,7 @@ train --preset tiny --run.dir blocked                                        blo
 train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
 train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
+train --preset tiny --train.init_from hf-model --run.dir new                  import hf hf-model OUT`
 train --preset tiny --resume ""                                              --resume '' is empty: give auto
 train --resume "" --run.dir new                                              --resume '' is empty: give auto
 train --preset tiny --resume text.txt                                        --resume text.txt is a file, not a folder

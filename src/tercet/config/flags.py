@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from tercet.config.keys import all_keys, docstrings, fields_of, is_table, nest, suggestion
-from tercet.config.load import ConfigError, as_none, explain
+from tercet.config.load import ConfigError, as_none, explain, preset_names
 
 T = TypeVar("T")
 
@@ -460,8 +460,11 @@ def _assign(
         for i, (flag, negated) in switch_before.items():
             if (word := free[i]).lower() in _BOOLEANS:
                 raise ConfigError(f"{flag} {word}: write {f'{flag} alone' if negated else f'{flag}={word}'}")
+        word = free[used]
+        if not positional and word in preset_names():
+            raise ConfigError(f"unexpected argument {word}: did you mean --preset {word}?")
         rule = "" if positional else "options start with --; "
-        raise ConfigError(f"unexpected argument {free[used]}: {rule}`{prog} --help` lists the options")
+        raise ConfigError(f"unexpected argument {word}: {rule}`{prog} --help` lists the options")
 
 
 def _missing(missing: Sequence[Option], options: Mapping[str, Option], prog: str) -> str:

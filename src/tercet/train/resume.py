@@ -202,6 +202,12 @@ def _resolve(path: Path) -> Path:
         found = manifest.complete_checkpoints(folder)
         if found:
             return found[-1]
+    if (path / "config.json").is_file():
+        command = hints.tercet("import", "hf", path, "OUT")
+        raise WrongCheckpoint(
+            f"{path} is a model folder of transformers, not a run: convert it with `{command}`, then train with "
+            "--config OUT/config.toml"
+        )
     raise WrongCheckpoint(
         f"{path} is neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one"
     )
