@@ -64,12 +64,13 @@ def _references() -> dict[str, str]:
 
 def _models() -> dict[str, str]:
     """Label of each evaluated model, and the beginning of its files' names."""
-    converted = {
-        f"{label}, {step * TOKENS_PER_STEP / 1e6:.0f}M tokens": f"{kind}-{step}"
-        for kind, label in _kinds().items()
-        for step in _steps(kind)
-    }
-    return _references() | converted
+    models = _references()
+    for kind, label in _kinds().items():
+        for step in _steps(kind):
+            models[f"{label}, {step * TOKENS_PER_STEP / 1e6:.0f}M tokens"] = f"{kind}-{step}"
+            if kind == "learned" and step == 0 and _has("learned-warmup"):
+                models[f"{label}, trained alone"] = "learned-warmup"
+    return models
 
 
 def _found(name: str) -> dict[int, tuple[int, int]]:

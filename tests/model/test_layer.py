@@ -329,7 +329,7 @@ def test_a_shared_rope_cache_changes_nothing():
         packing = None if bounds is None else Packing(bounds, 29, 29 // CFG.compress_stride, CFG)
         for layer in (make(), DenseAttention(12, 4, 2, 4).double()):
             rope = rope_cache(layer.rotary, x, packing, CFG)
-            torch.testing.assert_close(layer(x, packing, turns=rope), layer(x, packing), rtol=0, atol=0)
+            torch.testing.assert_close(layer(x, packing, rope=rope), layer(x, packing), rtol=0, atol=0)
 
 
 def test_dense_attention_ignores_nsa_arguments_and_rejects_unknown_ones():

@@ -125,7 +125,7 @@ class AttentionLayer(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         cache: Any = None,
         lengths: Tensor | None = None,
-        turns: RopeCache | None = None,
+        rope: RopeCache | None = None,
         max_seqlen: int | None = None,
         taught: Tensor | None = None,
     ) -> Tensor:
@@ -135,7 +135,7 @@ class AttentionLayer(nn.Module):
         cache       x continues the tokens in this cache; inference only
         lengths     [B], with a cache: how many of each row's T tokens are real. The rest is right padding, and its
                     outputs are meaningless
-        turns       cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`); with a cache:
+        rope        cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`); with a cache:
                     only if it is empty
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
         taught      int64 [S]: flat indices of the queries on which the loss of a learned selector is computed in this
@@ -147,13 +147,13 @@ class AttentionLayer(nn.Module):
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
-            return self._forward_cached(x, cache, lengths, turns)
+            return self._forward_cached(x, cache, lengths, rope)
         check_lengths_have_cache(lengths)
         if isinstance(cu_seqlens, Tensor):
             # a layer without a config has no compressed tokens
             count = 0 if self.config is None else None
             cu_seqlens = make_packing(cu_seqlens, x, self.config or NSAConfig(), count, max_seqlen)
-        return self._forward_sequence(x, cu_seqlens, turns, taught)
+        return self._forward_sequence(x, cu_seqlens, rope, taught)
 
     def _forward_sequence(
         self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None

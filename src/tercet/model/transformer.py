@@ -55,7 +55,7 @@ class Block(nn.Module):
         taught: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x.detach() if self.frozen else x)
-        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, turns=rope, taught=taught)
+        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, rope=rope, taught=taught)
         return x + self.ffn(self.ffn_norm(x.detach() if self.frozen else x))
 
     def init_weights(self, std: float, residual_std: float) -> None:

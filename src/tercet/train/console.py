@@ -72,9 +72,9 @@ def header_lines(
         ("model", f"{quantity(parameters(model).total)} parameters{trains}: {sizes}"),
         ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, sequences of {_lengths(config)}"),
         ("device", f"{device_name(device)}, {', '.join(options)}"),
-        ("strategy", f"{strategy.name}, {strategy.world_size} rank{'s' * (strategy.world_size > 1)}"),
+        ("strategy", f"{strategy.name}, {plural(strategy.world_size, 'rank')}"),
         *_step_lines(config),
-        ("run", f"{train.steps} steps, {tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
+        ("run", f"{plural(train.steps, 'step')}, {tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
         *_time_lines(config, state, device, strategy),
     ]
     if train.val_tokens:
