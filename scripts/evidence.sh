@@ -9,13 +9,14 @@
 #     bash scripts/evidence.sh production CORPUS RUNS [flags]           # SIGTERM at 30%, kill -9 at 65%, dense, report
 #     bash scripts/evidence.sh parameters                               # of every kind
 #
-# KIND: nsa (m7c), learned (with a learned selector), all-blocks (NSA that reads every block), random-blocks, dense, or
-# dense-matched (a wider FFN: as many parameters as nsa; MATCHED=2224 for learned).
+# KIND: nsa (m7c), learned (with a learned selector), block-sparse (one branch, no gates, a learned selector), all-blocks
+# (NSA that reads every block), random-blocks, dense, or dense-matched (a wider FFN: as many parameters as nsa;
+# MATCHED=2224 for learned).
 # CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate (1e-3). STEPS: instead of
 # 200M tokens. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
 # On an H200 a step of nsa takes 0.14 s at 8,192 tokens. scripts/evidence_tables.py collects the results.
 set -euo pipefail
-usage() { sed -n '2,16p' "$0" >&2; exit 2; }
+usage() { sed -n '2,17p' "$0" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 phase=$1
 shift
@@ -31,6 +32,7 @@ flags_of() { # kind, length -> preset and flags
     case $1 in
     nsa) echo m7c ;;
     learned) echo m7c --model.selector learned ;;
+    block-sparse) echo m7c --model.gate none --model.compress_selected_keys false --model.selector learned ;;
     all-blocks)
         [ "$2" -le 16384 ] || { echo "evidence: all-blocks at length $2: the kernels read at most 256 blocks, 16384 tokens" >&2; return 2; }
         echo m7c --model.nsa.select_count $(($2 / 64))
@@ -165,7 +167,7 @@ production)
     "$python" -m tercet report "$runs/production" --baseline "$runs/production-dense"
     ;;
 parameters)
-    for kind in nsa learned all-blocks random-blocks dense dense-matched; do
+    for kind in nsa learned block-sparse all-blocks random-blocks dense dense-matched; do
         # shellcheck disable=SC2046
         "$python" -c '
 import sys

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "evidence"
 KINDS = {
     "nsa": "NSA (`m7c`)",
     "learned": "NSA, learned selector",
+    "block-sparse": "block-sparse, learned selector",
     "all-blocks": "NSA, every block read",
     "random-blocks": "NSA, random blocks",
     "dense": "dense",
@@ -33,7 +34,7 @@ NAME = re.compile(
     r"(?:small-(?P<rate>[\d.e-]+)|(?P<length>\d+)-(?P<seconds>\d+)s|(?P<seed>\d+))"
 )
 POINTS = 100  # of a training curve
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 
 Run = dict[str, Any]
 
