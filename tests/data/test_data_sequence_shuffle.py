@@ -36,7 +36,7 @@ def test_every_block_is_a_permutation_of_its_sequences(kind, configs, read):
         assert sorted(mixed[at : at + 12]) == sorted(plain[at : at + 12])
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "jsonl", "mixture"])
 def test_resuming_after_any_batch_is_exact(kind, configs, assert_resumes):
     assert_resumes(shuffled(configs[kind], block=5), 40, every=3)  # batches span blocks
 
@@ -62,7 +62,7 @@ def test_every_sequence_is_delivered_once_by_the_end_of_the_data(configs, read):
     assert len(mixed) - len(plain) < 4
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "shards", "mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "jsonl", "shards", "mixture"])
 def test_counts_equal_those_of_as_many_sequences_in_packing_order(kind, configs, read):
     """A block that spans ten epochs does not count as ten epochs read."""
     plain = [b.stats for b in read(configs[kind], 400, sequences=4)]

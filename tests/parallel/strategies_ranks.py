@@ -196,7 +196,8 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         train__lr=3e-3 if DEVICE.type == "cuda" else 1e-2,
         train__compile="off",
         parallel__backend="nccl" if NCCL else "gloo",
-        data__source="python-source",
+        data__source="text",
+        data__path=str(Path(__file__).parent),
         data__cross_document_attention=cross,
     )
 
