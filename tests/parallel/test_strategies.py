@@ -23,8 +23,8 @@ MANY = ["hsdp, plain", "cp with data"]
 SLOW = [
     "ddp", "fsdp", "cp", "cp, whole rows", "cp, accumulated, recomputed", "fsdp, bf16", "fsdp, learned selector",
     "ddp, graph not static", "ddp, bf16 gradients", "ddp, fp16 gradients", "ddp, bf16", "fsdp, accumulated",
-    "fsdp, untied", "cp, replicated", "cp, bf16", "ddp, learned selector", "ddp, muon", "cp, muon", "ddp, selectors only",
-    "cp, selectors only",
+    "fsdp, untied", "cp, replicated", "cp, bf16", "ddp, learned selector", "ddp, muon", "cp, muon",
+    "ddp, selectors only", "cp, selectors only",
     *(f"{s} {m} {a}" for s in ("ddp", "fsdp", "cp") for m in ("none", "selective", "full") for a in (1, 3)),
 ]  # fmt: skip
 PLAIN = ("ddp", "fsdp", "cp", "hsdp, plain", "cp with data")
