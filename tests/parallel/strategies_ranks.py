@@ -197,7 +197,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         train__compile="off",
         parallel__backend="nccl" if NCCL else "gloo",
         data__source="text",
-        data__path=str(Path(__file__).parent),
+        data__path=str(Path(__file__).parent / "*.py"),
         data__cross_document_attention=cross,
     )
 
