@@ -38,7 +38,8 @@ from tercet.train.trainer import train
 # A constant learning rate, so that a shorter run equals the start of a longer one.
 SETTINGS = SMALL | {
     "data.source": "text", "data.path": str(Path(__file__).parent / "*.py"), "train.schedule": "constant",
-    "train.lr": 0.003, "train.tokens_per_step": 256, "train.micro_batch": 2, "train.steps": 6, "checkpoint.every": 2, "log.every": 1,
+    "train.lr": 0.003, "train.tokens_per_step": 256, "train.micro_batch": 2, "train.steps": 6, "checkpoint.every": 2,
+    "log.every": 1,
 }  # fmt: skip
 
 
