@@ -19,6 +19,7 @@ KINDS = {
     "nsa": "three branches",
     "continued": "dense, trained on",
 }
+SECOND = "second/"  # a second dense model, trained and converted in the same way
 STEPS = (0, 76, 304, 760)
 TOKENS_PER_STEP = 65_536
 COLOURS = {
@@ -131,10 +132,31 @@ def target() -> str:
     return _rows(["20M tokens", "loss", "loss, 512–1k", "loss, 1k–2k", *asked], rows)
 
 
+def second() -> str:
+    """Loss and needles of the second dense model and of what became of it."""
+    models = {
+        "dense, before": "dense",
+        "learned selectors, 0M tokens": "learned-0",
+        "learned selectors, trained alone": "learned-warmup",
+    }
+    for step in STEPS[1:]:
+        models[f"learned selectors, {step * TOKENS_PER_STEP / 1e6:.0f}M tokens"] = f"learned-{step}"
+    models["dense, trained on, 50M tokens"] = "continued-760"
+    rows = []
+    for label, name in models.items():
+        file = f"{SECOND}{name}"
+        found = [str(right) for right, _ in _found(file).values()] if (FOLDER / f"{file}-needle.txt").exists() else []
+        rows.append(
+            [label, f"{_evaluation(f'{file}-perplexity')['all']['loss']:.4f}", *found, *[""] * (4 - len(found))]
+        )
+    return _rows(["", "loss", *map(_k, _found(f"{SECOND}dense"))], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "conversion-losses": losses,
     "conversion-needles": needles,
     "conversion-target": target,
+    "conversion-second": second,
 }
 
 
@@ -164,10 +186,16 @@ def draw() -> Path:
                 points = {0: value("dense"), **points}
             tokens = [step * TOKENS_PER_STEP / 1e6 for step in points]
             axes.plot(tokens, list(points.values()), "o-", color=COLOURS[kind], label=label)
+        points = {step: value(f"{SECOND}learned-{step}") for step in STEPS}
+        tokens = [step * TOKENS_PER_STEP / 1e6 for step in points]
+        axes.plot(tokens, list(points.values()), "s--", color=COLOURS["learned"], label="learned selectors, second run")
         for label, name in _references().items():
             axes.axhline(value(name), color=COLOURS[name], ls="--" if name == "dense" else ":", label=label)
         axes.set(xlabel="million tokens after the conversion", xlim=(-0.5, None))
         axes.grid(alpha=0.25)
+    left.plot(
+        50, loss(f"{SECOND}continued-760"), "D", color=COLOURS["continued"], label="dense, trained on, second run"
+    )
     left.set(ylabel="held-out loss, nats per byte")
     right.set(ylabel=f"needles found at {_k(longest)}, %", ylim=(0, 102))
     left.legend(frameon=False)

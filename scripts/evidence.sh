@@ -32,7 +32,7 @@ flags_of() { # kind, length -> preset and flags
     case $1 in
     nsa) echo m7c ;;
     learned) echo m7c --model.selector learned ;;
-    block-sparse) echo m7c --model.gate none --model.compress_selected_keys false --model.selector learned ;;
+    block-sparse) echo m7c-block-sparse ;;
     all-blocks)
         [ "$2" -le 16384 ] || { echo "evidence: all-blocks at length $2: the kernels read at most 256 blocks, 16384 tokens" >&2; return 2; }
         echo m7c --model.nsa.select_count $(($2 / 64))

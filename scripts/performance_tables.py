@@ -11,12 +11,12 @@ same date, device and versions, except those in SEPARATE, whose tables state the
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import retrieval_tables
 from performance import decode, modes, operator, results, steps
 from performance.charts import Line, panel, svg
 from performance.results import (
@@ -35,7 +35,6 @@ from performance.results import (
 )
 from performance.steps import step, step_ratio
 
-QUALITY = ROOT / "docs" / "results" / "quality"
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 SEPARATE = ("modes",)  # parts that may be measured on another day than the rest
@@ -102,25 +101,22 @@ def readme() -> str:
             for kind in ("nsa", "dense")
         )
         decodes.append(nsa / dense if nsa and dense else None)
-    found = [modes.step_ratio("block-sparse learned", n) for n in lengths]
-    block_sparse = (
-        [["**the same, block-sparse**", *(f"**{ratio(n)}**" if n else "–" for n in found)]] if any(found) else []
-    )
+    block_sparse = [modes.step_ratio("block-sparse learned", n) for n in lengths]
+    block_sparse_decodes = [modes.decode_ratio("block-sparse learned", n, batch=16) for n in lengths]
     lines = [
         ["`m7c`, training, tokens/s", *(thousands(step("nsa", n).get("tokens_per_s")) for n in lengths)],
         ["its dense baseline, tokens/s", *(thousands(step("dense", n).get("tokens_per_s")) for n in lengths)],
         ["**training step, × dense**", *(f"**{ratio(value)}**" for value in ratios)],
-        *block_sparse,
+        ["**the same, block-sparse**", *(f"**{ratio(value)}**" for value in block_sparse)],
         ["memory, × dense", *(ratio(a / b if a and b else None) for a, b in memory)],
         ["operator with 64 heads of 128, × dense", *map(ratio, operator_ratios)],
         ["decoding with the whole model at batch 16, × dense", *map(ratio, decodes)],
+        ["the same, block-sparse", *map(ratio, block_sparse_decodes)],
     ]
     about = part("train")
-    apart = (
-        f", block-sparse (with learned selectors) on {day(part('modes')['date'])} with `--parts modes`"
-        if block_sparse
-        else ""
-    )
+    apart = ""
+    if any(block_sparse):
+        apart = f", block-sparse (with learned selectors) on {day(part('modes')['date'])} with `--parts modes`"
     note = paragraph(
         f"Measured on {day(about['date'])} with `python scripts/measure.py OUT`{apart}, on one {about['device']} "
         f"(torch {about['torch']}); dense is cuDNN attention. Operator: forward + backward, 4 KV heads."
@@ -154,28 +150,31 @@ TABLES: dict[str, Callable[[], str]] = {
 # Plots
 
 
-NSA, DENSE = "#d1782c", "#3b6ea5"
+NSA, BLOCK_SPARSE, DENSE = "#d1782c", "#2e8b57", "#3b6ea5"
 
 
 def headline() -> str:
-    """The README's picture: training throughput over length, and validation loss over the training run."""
+    """The README's picture: training throughput over length, and held-out loss over training time."""
     lengths = (2048, 4096, 8192, 16384, 32768, 65536)
+    kinds = (
+        ("block-sparse learned", "block-sparse", "block-sparse", BLOCK_SPARSE),
+        ("nsa learned", "learned", "NSA", NSA),
+        ("dense", "dense", "dense", DENSE),
+    )
     speed: list[Line] = []
-    for kind, label, colour in (("nsa", "NSA (m7c)", NSA), ("dense", "dense", DENSE)):
-        points = [(n, step(kind, n)["tokens_per_s"] / 1e3) for n in lengths if step(kind, n)]
-        speed.append((label, colour, points))
     loss: list[Line] = []
-    for name, label, colour in (("nsa", "NSA (m7c)", NSA), ("dense", "dense", DENSE)):
-        with (QUALITY / f"{name}-validation.csv").open(encoding="utf-8") as stream:
-            records = [(int(row["step"]) * 65536 / 1e6, float(row["loss"])) for row in csv.DictReader(stream)]
-        loss.append((label, colour, [(x, y) for x, y in records if y <= 1.0]))
+    for mode, run, label, colour in kinds:
+        measured = ((n, first(rows("modes", mode=mode, length=n, outcome="ok"))) for n in lengths)
+        speed.append((label, colour, [(n, row["tokens_per_s"] / 1e3) for n, row in measured if row]))
+        found = retrieval_tables.validations(run)
+        loss.append((label, colour, [(retrieval_tables.minutes(run, n), found[n]) for n in (1300, 1700, 2000, 2500)]))
     left = panel(
         20, "Training throughput, thousand tokens/s", "context length, tokens", speed, log_x=True, zero=True,
         x_ticks=[(n, tokens(n)) for n in lengths],
     )  # fmt: skip
     right = panel(
-        430, "Validation loss at 8k, nats per byte", "million bytes trained on", loss, log_x=False, zero=False,
-        x_ticks=[(n, str(n)) for n in (50, 100, 150, 200)],
+        430, "Held-out loss from 8k to 64k, nats per byte", "minutes of training steps", loss, log_x=False, zero=False,
+        x_ticks=[(n, str(n)) for n in range(2, 14, 2)],
     )  # fmt: skip
     return svg(840, 300, [*left, *right])
 

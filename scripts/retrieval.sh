@@ -19,7 +19,7 @@ flags_of() { # kind -> preset and flags
     case ${1%-plain} in
     learned) echo m7c --model.selector learned ;;
     compressed) echo m7c ;;
-    block-sparse) echo m7c --model.gate none --model.compress_selected_keys false --model.selector learned ;;
+    block-sparse) echo m7c-block-sparse ;;
     random) echo m7c --model.selector random ;;
     all) echo m7c --model.nsa.select_count 128 ;;
     dense) echo m7c-dense ;;

@@ -42,9 +42,13 @@ def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
         "NSA, learned selectors": FOLDER / "learned-needle.txt",
-        "NSA, learned selectors, step 1,700": CONVERSION / "scratch-needle.txt",
+        "block-sparse, learned selectors": FOLDER / "block-sparse-needle.txt",
+        "NSA, step 1,700": CONVERSION / "scratch-needle.txt",
+        "block-sparse, step 1,700": FOLDER / "block-sparse-1700-needle.txt",
         "dense, step 1,700": CONVERSION / "dense-needle.txt",
+        "dense, step 1,700, second run": CONVERSION / "second" / "dense-needle.txt",
         "dense to step 1,700, then block-sparse for 20M tokens": CONVERSION / "learned-304-needle.txt",
+        "the same of the second run": CONVERSION / "second" / "learned-304-needle.txt",
         "NSA, earlier exercises": FOLDER / "earlier-needle.txt",
         "dense, earlier exercises": FOLDER / "dense-needle.txt",
         "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",
@@ -68,9 +72,13 @@ def single() -> str:
     """Single needles by length."""
     files = {
         "NSA, learned selectors": "learned-single-training.json",
+        "block-sparse, learned selectors": "block-sparse-single-training.json",
+        "dense, step 1,700": "dense-1700-single-training.json",
         "NSA, earlier exercises": "earlier-single-training.json",
         "dense, earlier exercises": "dense-single-training.json",
         "NSA, held-out wording": "learned-single-held-out.json",
+        "block-sparse, held-out wording": "block-sparse-single-held-out.json",
+        "dense, step 1,700, held-out wording": "dense-1700-single-held-out.json",
     }
     records = {label: _whole(name) for label, name in files.items()}
     lengths = sorted({length for found in records.values() for length in found})
@@ -92,70 +100,96 @@ def probe() -> str:
     return _rows(["attention, rank, chosen", *(_k(record["length"]) for record in found)], rows)
 
 
+ENDS = {1700: 8192, 2000: 32768, 2500: 65536}  # last step and length of each stage
+
+
+def validations(kind: str) -> dict[int, float]:
+    """Held-out loss by step."""
+    with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
+
+
+def step_times(kind: str) -> dict[int, float]:
+    """Median seconds of a step by the last step of its stage."""
+    with (FOLDER / f"{kind}-training.csv").open(encoding="utf-8") as stream:
+        seconds = {int(row["step"]): float(row["step_seconds"]) for row in csv.DictReader(stream)}
+    starts = (0, *ENDS)
+    return {
+        end: statistics.median(s for n, s in seconds.items() if start < n <= end)
+        for start, end in zip(starts, ENDS, strict=False)
+    }
+
+
+def minutes(kind: str, step: int) -> float:
+    """Time of all steps up to this one, each as long as the median of its stage."""
+    starts = (0, *ENDS)
+    times = step_times(kind).items()
+    return sum(s * max(0, min(step, end) - start) for start, (end, s) in zip(starts, times, strict=False)) / 60
+
+
 def losses() -> str:
     """Held-out loss at the same step of the same run through the data, and the time that the steps took."""
-    ends = {1700: "8k", 2000: "32k", 2500: "64k"}
-    rows = []
     kinds = {
         "learned": "NSA, learned selectors",
+        "block-sparse": "block-sparse, learned selectors",
         "earlier": "NSA, earlier exercises",
         "dense": "dense, earlier exercises",
     }
+    rows = []
     for kind, name in kinds.items():
-        with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
-            loss = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
-        with (FOLDER / f"{kind}-training.csv").open(encoding="utf-8") as stream:
-            seconds = {int(row["step"]): float(row["step_seconds"]) for row in csv.DictReader(stream)}
-        cells, first, minutes = [], 0, 0.0
-        for end in ends:
-            step = statistics.median(s for n, s in seconds.items() if first < n <= end)
-            minutes += step * (end - first) / 60
-            cells.append(f"{loss[end]:.4f}, {step * 1000:.0f} ms, {minutes:.1f} min")
-            first = end
+        loss, times = validations(kind), step_times(kind)
+        cells = (f"{loss[end]:.4f}, {times[end] * 1000:.0f} ms, {minutes(kind, end):.1f} min" for end in ENDS)
         rows.append([name, *cells])
-    return _rows(
-        ["loss, time of a step, of all steps so far", *(f"step {end:,}, {length}" for end, length in ends.items())],
-        rows,
-    )
+    head = (f"step {end:,}, {_k(length)}" for end, length in ENDS.items())
+    return _rows(["loss, time of a step, of all steps so far", *head], rows)
 
 
 def positions() -> str:
     """Held-out loss by position in the document, after the same steps."""
-    files = (CONVERSION / f"{name}-perplexity.txt" for name in ("dense", "scratch"))
-    dense, nsa = (_last_line(file)["by_position"] for file in files)
-    bins = [pair for pair in zip(dense, nsa, strict=True) if pair[0]["first"] in (8, 64, 512, 1024, 2048, 4096)]
-    if any(a["tokens"] != b["tokens"] for a, b in bins):
+    files = {
+        "dense": CONVERSION / "dense-perplexity.txt",
+        "NSA": CONVERSION / "scratch-perplexity.txt",
+        "block-sparse": FOLDER / "block-sparse-1700-perplexity.txt",
+    }
+    found = {name: _last_line(file)["by_position"] for name, file in files.items()}
+    if len({tuple(b["tokens"] for b in bins) for bins in found.values()}) != 1:
         raise ValueError("the models were evaluated on different text: run the evaluations again")
-    spans = [f"{a['first']:,}–{a['last']:,}" for a, _ in bins]
-    rows = [[name, *(f"{pair[i]['loss']:.4f}" for pair in bins)] for i, name in enumerate(("dense", "NSA"))]
-    change = [f"{b['loss'] / a['loss'] - 1:.1%}".replace("-", "−") for a, b in bins]
-    return _rows(["tokens before", *spans], [*rows, ["NSA vs dense", *change]])
+    shown = {name: [b for b in bins if b["first"] in (8, 64, 512, 1024, 2048, 4096)] for name, bins in found.items()}
+    dense = shown["dense"]
+    rows = [[name, *(f"{b['loss']:.4f}" for b in bins)] for name, bins in shown.items()]
+    for name in ("NSA", "block-sparse"):
+        change = (f"{b['loss'] / a['loss'] - 1:.1%}" for a, b in zip(dense, shown[name], strict=True))
+        rows.append([f"{name} vs dense", *(text.replace("-", "−") for text in change)])
+    return _rows(["tokens before", *(f"{b['first']:,}–{b['last']:,}" for b in dense)], rows)
 
 
 def tasks() -> str:
-    """All tasks at the lengths measured, and what a run with earlier exercises found at the longest."""
-    found = {(f["task"], f["length"]): f for f in _ruler("learned-tasks.json") if f["depth"] is None}
-    earlier = {(f["task"], f["length"]): f for f in _ruler("earlier-tasks.json") if f["depth"] is None}
-    lengths = sorted({length for _, length in found})
+    """All tasks by length, and what other models find at the longest."""
+    files = {"NSA": "learned", "block-sparse": "block-sparse", "dense, step 1,700": "dense-1700"}
+    found = {
+        kind: {(f["task"], f["length"]): f for f in _ruler(f"{name}-tasks.json") if f["depth"] is None}
+        for kind, name in files.items()
+    }
+    columns = [("NSA", 1024), ("NSA", 4096), ("NSA", 8192), ("block-sparse", 8192), ("dense, step 1,700", 8192)]
     rows = [
-        [f"`{task}`", *(_cell(found[task, n]) for n in lengths), _cell(earlier[task, lengths[-1]])]
-        for task in dict.fromkeys(task for task, _ in found)
+        [f"`{task}`", *(_cell(found[kind][task, length]) for kind, length in columns)]
+        for task in dict.fromkeys(task for task, _ in found["NSA"])
     ]
-    return _rows(["task", *map(_k, lengths), f"{_k(lengths[-1])}, earlier exercises"], rows)
+    return _rows(["task", *(f"{kind}, {_k(length)}" for kind, length in columns)], rows)
 
 
 def context() -> str:
     """Loss of the same last tokens with more context."""
-    kinds = ("learned", "dense")
-    found = {kind: _last_line(FOLDER / f"{kind}-context.txt")["by_context"] for kind in kinds}
+    kinds = {"NSA": "learned", "block-sparse": "block-sparse", "dense": "dense"}
+    found = [_last_line(FOLDER / f"{name}-context.txt")["by_context"] for name in kinds.values()]
     rows = []
-    for cells in zip(*found.values(), strict=True):
+    for cells in zip(*found, strict=True):
         row = [_k(cells[0]["tokens"])]
-        for cell, base in zip(cells, (f[0] for f in found.values()), strict=True):
-            row += [f"{cell['loss']:.4f}", _gain(cell["losses"], base["losses"])]
+        for cell, record in zip(cells, found, strict=True):
+            row += [f"{cell['loss']:.4f}", _gain(cell["losses"], record[0]["losses"])]
         rows.append(row)
-    base = f"against {_k(found['dense'][0]['tokens'])}"
-    return _rows(["tokens read", "NSA", base, "dense", base], rows)
+    base = f"against {_k(found[0][0]['tokens'])}"
+    return _rows(["tokens read", *(name for kind in kinds for name in (kind, base))], rows)
 
 
 def _gain(losses: list[float], base: list[float]) -> str:

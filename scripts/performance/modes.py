@@ -61,14 +61,12 @@ def _decoding() -> str:
         return ""
     lines = []
     for context, batch in sorted({(row["context"], row["batch"]) for row in found}):
-        own = {mode: first(rows("modes", of="decode", mode=mode, context=context, batch=batch)) for mode in names}
-        dense = own.get("dense", {}).get("tokens_per_s")
         cells = []
-        for mode, row in own.items():
-            speed = row.get("tokens_per_s")
+        for mode in names:
+            row = _decode(mode, context, batch)
             failed = "out of memory" if row.get("out_of_memory") else "–"
-            times = speed / dense if speed and dense and mode != "dense" and _correct(mode) is not False else None
-            cells.append(_cell(f"{speed:,.0f}" if speed else failed, times))
+            speed = f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else failed
+            cells.append(_cell(speed, decode_ratio(mode, context, batch)))
         lines.append([tokens(context), str(batch), *cells])
     longest = max(row["context"] for row in found)
     caches = (first(rows("modes", of="decode", mode=mode, context=longest)) for mode in names)
@@ -84,6 +82,19 @@ def step_ratio(mode: str, length: int) -> float | None:
         return None
     found: float | None = compared(cells, _correct(mode))[0]["times_dense"]
     return found
+
+
+def decode_ratio(mode: str, context: int, batch: int) -> float | None:
+    """A mode's tokens/s over dense's when decoding; None for dense, or if the kernels failed their check."""
+    own, dense = (_decode(name, context, batch).get("tokens_per_s") for name in (mode, "dense"))
+    if mode == "dense" or not own or not dense or _correct(mode) is False:
+        return None
+    times: float = own / dense
+    return times
+
+
+def _decode(mode: str, context: int, batch: int) -> Row:
+    return first(rows("modes", of="decode", mode=mode, context=context, batch=batch))
 
 
 def _step(mode: str, length: int) -> Row:

@@ -20,7 +20,7 @@ GPU = Device("H200", 989e12, 141 * 2**30, 0.3)
 
 def test_the_documented_presets_exist():
     documented = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k", "350m", "350m-64k", "1b", "1b-64k"}
-    assert set(NAMES) == documented | {f"{name}-dense" for name in documented}
+    assert set(NAMES) == documented | {f"{name}-dense" for name in documented} | {"m7c-block-sparse"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,6 +42,14 @@ def test_a_dense_baseline_differs_only_in_attention(name):
     found = differences(load(name.removesuffix("-dense")).config, load(name).config)
     assert set(found) == {"run.name", "model.attention"}
     assert found["model.attention"] == ("nsa", "dense")
+
+
+def test_the_block_sparse_preset_differs_from_its_baseline_only_in_attention():
+    found = differences(load("m7c-dense").config, load("m7c-block-sparse").config)
+    assert {name for name in found if not name.startswith("model.")} == {"run.name"}
+    for name, value in {"attention": "nsa", "gate": "none", "selector": "learned"}.items():
+        assert found.pop(f"model.{name}")[1] == value
+    assert set(found) <= {"run.name", "model.branches", "model.shared_kv", "model.compress_selected_keys"}
 
 
 def test_tiny_shuffles_over_many_more_sequences_than_it_reads():
@@ -107,7 +115,8 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        ("m7c-dense", 73), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77), ("350m", 357), ("350m-dense", 338),
+        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77),
+        ("350m", 357), ("350m-dense", 338),
         ("1b", 1004), ("1b-dense", 946),
     ],
 )  # fmt: skip
