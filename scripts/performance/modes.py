@@ -51,7 +51,8 @@ def _training() -> str:
     peaks = [max(row["peak_gib"] for row in rows("modes", mode=mode, outcome="ok")) for mode in names]
     lines.append(["peak, GiB", *map(number, peaks)])
     head = ["length", *(LABELS[mode] for mode in names)]
-    return "\n\n".join(["Training steps of 65,536 tokens:", table(head, lines)])
+    wins = _wins({mode: {n: step_ratio(mode, n) for n in lengths} for mode in names if mode != "dense"})
+    return "\n\n".join(["Training steps of 65,536 tokens:", table(head, lines), *wins])
 
 
 def _decoding() -> str:
@@ -72,7 +73,22 @@ def _decoding() -> str:
     caches = (first(rows("modes", of="decode", mode=mode, context=longest)) for mode in names)
     lines.append(["cache, B/token", "", *(number(row.get("cache_bytes_per_token")) for row in caches)])
     head = ["context", "batch", *(LABELS[mode] for mode in names)]
-    return "\n\n".join(["Greedy decoding of the whole model:", table(head, lines)])
+    contexts = sorted({row["context"] for row in found})
+    batch = max(row["batch"] for row in found)
+    ratios = {mode: {n: decode_ratio(mode, n, batch) for n in contexts} for mode in names if mode != "dense"}
+    return "\n\n".join(
+        ["Greedy decoding of the whole model:", table(head, lines), *_wins(ratios, f" at batch {batch}")]
+    )
+
+
+def _wins(ratios: dict[str, dict[int, float | None]], when: str = "") -> list[str]:
+    """From which measured length on each mode is at least as fast as dense."""
+    parts = []
+    for mode, found in ratios.items():
+        slower = [n for n, times in found.items() if times is None or times < 1]
+        faster = [n for n in found if n > max(slower, default=0)]
+        parts.append(f"{LABELS[mode]} from {tokens(min(faster))}" if faster else f"{LABELS[mode]} at no length")
+    return [paragraph(f"At least as fast as dense{when}: {'; '.join(parts)}.")] if parts else []
 
 
 def step_ratio(mode: str, length: int) -> float | None:
