@@ -132,6 +132,28 @@ def target() -> str:
     return _rows(["20M tokens", "loss", "loss, 512–1k", "loss, 1k–2k", *asked], rows)
 
 
+def answer() -> str:
+    """What the converted models reach, beside the dense models that they were."""
+    rows = []
+    for label, folder, step in (("first", "", 304), ("second", SECOND, 304), ("second", SECOND, 760)):
+        name, trained_on = f"{folder}learned-{step}", f"{folder}continued-{step}"
+        mine, dense = _found(name), _found(f"{folder}dense")
+        longest = max(mine)
+        all_of = [sum(found for found, _ in by.values()) for by in (mine, dense)]
+        change = ""
+        if _has(trained_on):
+            losses = [_evaluation(f"{each}-perplexity")["all"]["loss"] for each in (name, trained_on)]
+            change = f"{losses[0] / losses[1] - 1:+.1%}"
+        rows.append(
+            [f"{label}, {step * TOKENS_PER_STEP / 1e6:.0f}M tokens", f"{mine[longest][0]} ({dense[longest][0]})"]
+            + [f"{all_of[0]} ({all_of[1]})", change or "not measured"]
+        )
+    asked = _found("dense")
+    longest, total = max(asked), sum(n for _, n in asked.values())
+    head = [f"needles at {_k(longest)}, of {asked[longest][1]}", f"at all lengths, of {total}"]
+    return _rows(["run", *head, "loss vs dense trained on for as long"], rows)
+
+
 def second() -> str:
     """Loss and needles of the second dense model and of what became of it."""
     models = {
@@ -157,6 +179,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "conversion-needles": needles,
     "conversion-target": target,
     "conversion-second": second,
+    "conversion-answer": answer,
 }
 
 

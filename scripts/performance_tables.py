@@ -24,6 +24,7 @@ from performance.results import (
     ROOT,
     day,
     first,
+    item,
     measured_line,
     paragraph,
     part,
@@ -33,7 +34,6 @@ from performance.results import (
     thousands,
     tokens,
 )
-from performance.steps import step, step_ratio
 
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
@@ -55,71 +55,68 @@ def measured() -> str:
         raise ValueError(
             f"{results.RESULTS} mixes runs ({len(about)} dates, devices or versions): measure all parts together"
         )
-    return measured_line(found[0])
+    line = measured_line(found[0])
+    if rows("modes"):
+        line += f" The summary above and [block-sparse mode](#block-sparse-mode): {day(part('modes')['date'])}."
+    return paragraph(line)
 
 
 def answer() -> str:
     """The summary at the top of the page."""
-    ratios = {length: step_ratio(length) for length in (2048, 8192, 65536)}
-    operator64, recorded64 = (
-        first(rows("operator", shape="P64k", inputs=kind)).get("speedup") for kind in ("random", "recorded")
-    )
-    decode64, learned64 = (
-        first(decode.decode_rows(selector, of="attention", context=65536, batch=16)).get("times_dense")
-        for selector in ("compressed", "learned")
-    )
-    if None in (*ratios.values(), operator64, decode64):
+    kinds = {"block-sparse learned": "block-sparse", "nsa learned": "NSA"}
+    steps = {mode: [modes.step_ratio(mode, n) for n in (2048, 4096, 8192, 65536)] for mode in kinds}
+    decodes = {
+        mode: [modes.decode_ratio(mode, 65536, batch) for batch in (1, 16)]
+        for mode in ("block-sparse", "block-sparse learned", "nsa")
+    }
+    if None in (value for found in (*steps.values(), *decodes.values()) for value in found):
         return f"{MISSING}."
-    recorded = f"\n  ({ratio(recorded64)}× with blocks that a trained model selected)" if recorded64 else ""
-    learned = f"\n  ({ratio(learned64)}× with a learned selector)" if learned64 else ""
-    return (
-        f"- **Training**: a whole step of `m7c` runs at {ratio(ratios[2048])}× dense at 2k tokens, "
-        f"{ratio(ratios[8192])}× at 8k and {ratio(ratios[65536])}× at 64k.\n"
-        f"- **Operator**: forward + backward with 64 heads of 128 at 64k tokens is {ratio(operator64)}× as fast as "
-        f"cuDNN{recorded}.\n"
-        f"- **Decode**: the attention step at 64k tokens and batch 16 is {ratio(decode64)}× as fast as dense{learned}."
+    training = "; ".join(
+        "{} at {}× dense at 2k tokens, {}× at 4k, {}× at 8k and {}× at 64k".format(kinds[mode], *map(ratio, found))
+        for mode, found in steps.items()
+    )
+    means, learned, nsa = ("{}× and {}×".format(*map(ratio, found)) for found in decodes.values())
+    return "\n".join(
+        [
+            item(f"**Training** steps of `m7c` with learned selectors: {training}."),
+            item(
+                f"**Decoding** with the whole model at 64k tokens and batch 1 and 16: block-sparse {means} dense, with "
+                f"learned selectors {learned}; NSA {nsa}."
+            ),
+        ]
     )
 
 
 def readme() -> str:
     lengths = (2048, 4096, 8192, 16384, 32768, 65536)
-    if not rows("train"):
+    if not rows("modes"):
         return f"{MISSING}."
-    ratios = [step_ratio(length) for length in lengths]
-    memory = [
-        (step("nsa", n).get("peak_gib"), step("dense", n).get("peak_gib"))
-        for n in lengths
-    ]  # fmt: skip
-    operator_ratios = [
-        first(rows("operator", shape=f"P{n >> 10}k", inputs="random")).get("speedup") if n >= 8192 else None
-        for n in lengths
-    ]
-    decodes = []
-    for n in lengths:
-        nsa, dense = (
-            first(rows("decode", of="model", kind=kind, context=n, batch=16)).get("tokens_per_s")
-            for kind in ("nsa", "dense")
-        )
-        decodes.append(nsa / dense if nsa and dense else None)
-    block_sparse = [modes.step_ratio("block-sparse learned", n) for n in lengths]
-    block_sparse_decodes = [modes.decode_ratio("block-sparse learned", n, batch=16) for n in lengths]
+
+    def steps(mode: str) -> list[str]:
+        return [ratio(modes.step_ratio(mode, n)) for n in lengths]
+
+    def memory(mode: str) -> list[str]:
+        own, dense = ([modes.step(name, n).get("peak_gib") for n in lengths] for name in (mode, "dense"))
+        return [ratio(a / b if a and b else None) for a, b in zip(own, dense, strict=True)]
+
+    def decoding(mode: str, batch: int) -> list[str]:
+        return [ratio(modes.decode_ratio(mode, n, batch)) for n in lengths]
+
     lines = [
-        ["`m7c`, training, tokens/s", *(thousands(step("nsa", n).get("tokens_per_s")) for n in lengths)],
-        ["its dense baseline, tokens/s", *(thousands(step("dense", n).get("tokens_per_s")) for n in lengths)],
-        ["**training step, × dense**", *(f"**{ratio(value)}**" for value in ratios)],
-        ["**the same, block-sparse**", *(f"**{ratio(value)}**" for value in block_sparse)],
-        ["memory, × dense", *(ratio(a / b if a and b else None) for a, b in memory)],
-        ["operator with 64 heads of 128, × dense", *map(ratio, operator_ratios)],
-        ["decoding with the whole model at batch 16, × dense", *map(ratio, decodes)],
-        ["the same, block-sparse", *map(ratio, block_sparse_decodes)],
+        ["dense, tokens/s", *(thousands(modes.step("dense", n).get("tokens_per_s")) for n in lengths)],
+        ["**block-sparse, × dense**", *(f"**{cell}**" for cell in steps("block-sparse learned"))],
+        ["**NSA, × dense**", *(f"**{cell}**" for cell in steps("nsa learned"))],
+        ["NSA without learned selectors, × dense", *steps("nsa")],
+        ["memory, block-sparse, × dense", *memory("block-sparse learned")],
+        ["memory, NSA, × dense", *memory("nsa learned")],
+        ["decoding, block-sparse, batch 1, × dense", *decoding("block-sparse learned", 1)],
+        ["decoding, block-sparse, batch 16, × dense", *decoding("block-sparse learned", 16)],
     ]
-    about = part("train")
-    apart = ""
-    if any(block_sparse):
-        apart = f", block-sparse (with learned selectors) on {day(part('modes')['date'])} with `--parts modes`"
+    about = part("modes")
     note = paragraph(
-        f"Measured on {day(about['date'])} with `python scripts/measure.py OUT`{apart}, on one {about['device']} "
-        f"(torch {about['torch']}); dense is cuDNN attention. Operator: forward + backward, 4 KV heads."
+        f"Training steps of `m7c`, 65,536 tokens each, and decoding with the whole model, on one {about['device']} "
+        f"(torch {about['torch']}), {day(about['date'])}: `python scripts/measure.py OUT --parts modes`. Dense is "
+        "cuDNN attention."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"
 

@@ -45,7 +45,7 @@ def _training() -> str:
         return ""
     lines = []
     for length in lengths:
-        speeds = [thousands(_step(mode, length).get("tokens_per_s")) for mode in names]
+        speeds = [thousands(step(mode, length).get("tokens_per_s")) for mode in names]
         ratios = [step_ratio(mode, length) for mode in names]
         lines.append([tokens(length), *map(_cell, speeds, ratios)])
     peaks = [max(row["peak_gib"] for row in rows("modes", mode=mode, outcome="ok")) for mode in names]
@@ -93,7 +93,7 @@ def _wins(ratios: dict[str, dict[int, float | None]], when: str = "") -> list[st
 
 def step_ratio(mode: str, length: int) -> float | None:
     """A mode's tokens/s over dense's; None for dense, if the kernels failed their check or if the losses differ."""
-    cells = [_step(mode, length), _step("dense", length)]
+    cells = [step(mode, length), step("dense", length)]
     if mode == "dense" or not all(cells):
         return None
     found: float | None = compared(cells, _correct(mode))[0]["times_dense"]
@@ -113,7 +113,7 @@ def _decode(mode: str, context: int, batch: int) -> Row:
     return first(rows("modes", of="decode", mode=mode, context=context, batch=batch))
 
 
-def _step(mode: str, length: int) -> Row:
+def step(mode: str, length: int) -> Row:
     return first(rows("modes", mode=mode, length=length, outcome="ok"))
 
 

@@ -95,3 +95,8 @@ def tokens(length: int) -> str:
 
 def paragraph(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 120, break_on_hyphens=False))
+
+
+def item(text: str) -> str:
+    """An item of a list."""
+    return "\n".join(textwrap.wrap(f"- {text}", 120, subsequent_indent="  ", break_on_hyphens=False))
