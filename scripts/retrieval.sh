@@ -5,12 +5,13 @@
 #     bash scripts/retrieval.sh evals KIND RUNS
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
-# KIND: learned, compressed (the paper's choice of blocks), block-sparse (one branch without gates, learned selectors)
-# or dense; small also takes the controls random and all (blocks). A suffix -plain leaves the exercises out.
+# KIND: learned, two-branch (learned without the compressed branch), compressed (the paper's choice of blocks),
+# block-sparse (one branch without gates, learned selectors) or dense; small also takes the controls random and all
+# (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh.
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,11p' "$0" >&2; exit 2; }
+usage() { sed -n '2,12p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
@@ -18,6 +19,7 @@ python=${PYTHON:-python3}
 flags_of() { # kind -> preset and flags
     case ${1%-plain} in
     learned) echo m7c --model.selector learned ;;
+    two-branch) echo m7c --model.selector learned --model.branches selected,window ;;
     compressed) echo m7c ;;
     block-sparse) echo m7c-block-sparse ;;
     random) echo m7c --model.selector random ;;
