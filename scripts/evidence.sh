@@ -170,13 +170,7 @@ production)
 parameters)
     for kind in nsa learned two-branch block-sparse all-blocks random-blocks dense dense-matched; do
         # shellcheck disable=SC2046
-        "$python" -c '
-import sys
-from tercet.config.load import load
-from tercet.model.cost import parameters
-flags = dict(zip((name.removeprefix("--") for name in sys.argv[3::2]), sys.argv[4::2]))
-print(f"{sys.argv[1]}: {parameters(load(preset=sys.argv[2], flags=flags).config.model).total:,}")
-' "$kind" $(flags_of "$kind" 8192)
+        echo "$kind: $("$python" -m tercet plan --gpu H200 --preset $(flags_of "$kind" 8192) | grep ^parameters)"
     done
     ;;
 *) usage ;;
