@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -36,12 +36,12 @@ from tercet.model.rope import rotate
 from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
 from tercet.model.window import WindowAttention
-from tercet.parallel.context_layout import Layout, TokenRange
+from tercet.parallel.context_layout import Chunk, Layout, TokenRange
 from tercet.parallel.exchange import BlockFetchPlan, Exchange, RowMoves
 
 DENSE_REASON = "context parallelism: PyTorch's dense kernels do not support query ranges of packed documents"
 
-# Starts when created; calling it waits and returns the fetched (k, v).
+# Starts when created; calling it waits, the first time, and returns the fetched (k, v).
 PendingFetch = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -71,56 +71,45 @@ class ContextShard:
         return packing
 
     @cached_property
-    def chunks(self) -> list[tuple[int, int]]:
-        """Token ranges of this rank's chunks."""
-        return [self.layout.tokens(c) for c in self.layout.owned[self.rank]]
+    def chunks(self) -> list[Chunk]:
+        chunks = []
+        for index, (first, end) in enumerate(map(self.layout.tokens, self.layout.owned[self.rank])):
+            ranges = {name: next(r for r in own if r.first <= first < r.end) for name, own in self.ranges.items()}
+            row = index * self.layout.chunk
+            chunks.append(Chunk(first, end, slice(row, row + self.layout.chunk), ranges))
+        return chunks
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of a whole sequence [1, T, ...]."""
-        return torch.cat([x[:, a:b] for a, b in self.chunks], dim=1)
+        return torch.cat([x[:, chunk.first : chunk.end] for chunk in self.chunks], dim=1)
 
     @cached_property
     def position(self) -> Tensor:
         """[own tokens]: positions within documents."""
         return self.own_tokens(self.packing.position[None])[0]
 
-    def chunk_rows(self, index: int) -> slice:
-        """Rows of the index-th chunk among this rank's tokens."""
-        return slice(index * self.layout.chunk, (index + 1) * self.layout.chunk)
-
     @cached_property
     def moves(self) -> dict[str, RowMoves]:
         """What is fetched, by purpose; computed once and used by every layer."""
-        config, layout = self.layout.config, self.layout
-        plans = {
-            "raw": layout.lookback_plan(config.compress_block - 1),
-            "compressed": layout.compressed_plan(),
-            "window": layout.lookback_plan(config.window - 1),
-            "selected": layout.lookback_plan(None),
-            "before": layout.previous_token_plan(),
-        }
+        layout = self.layout
+        plans = {name: layout.lookback_plan(tokens) for name, tokens in layout.lookback.items()}
+        plans |= {"compressed": layout.compressed_plan(), "before": layout.previous_token_plan()}
         return {name: RowMoves.of_plan(plan, self.rank, self.device) for name, plan in plans.items()}
 
     @cached_property
     def ranges(self) -> dict[str, list[TokenRange]]:
         """Token ranges in this rank's fetched buffers, by purpose."""
-        config, layout = self.layout.config, self.layout
-        lookback = {"raw": config.compress_block - 1, "window": config.window - 1, "selected": None}
-        return {name: layout.lookback_ranges(self.rank, tokens) for name, tokens in lookback.items()}
-
-    def range_of(self, name: str, index: int) -> TokenRange:
-        """The fetched token range that contains the index-th chunk."""
-        first, _ = self.chunks[index]
-        return next(r for r in self.ranges[name] if r.first <= first < r.end)
+        layout = self.layout
+        return {name: layout.lookback_ranges(self.rank, tokens) for name, tokens in layout.lookback.items()}
 
     @cached_property
     def compressed_tokens(self) -> tuple[Tensor, Tensor]:
         """For this rank's compressed tokens: rows of the raw buffer [count, l], and positions [count]."""
         l, d = self.layout.config.compress_block, self.layout.config.compress_stride
         rows, positions = [], []
-        for index, chunk in enumerate(self.layout.owned[self.rank]):
-            raw = self.range_of("raw", index)
-            for first, count in self.layout.first_tokens(chunk):
+        for number, chunk in zip(self.layout.owned[self.rank], self.chunks, strict=True):
+            raw = chunk.ranges["raw"]
+            for first, count in self.layout.first_tokens(number):
                 start = self.layout.document_start(first)
                 stride = torch.arange(0, count * d, d, device=self.device)
                 rows.append(first - raw.first + raw.at + stride)
@@ -188,112 +177,131 @@ def _forward(
 
 
 def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
-    q, raw, keys, values = layer.project(x, shard.position)
+    """Selected keys are most of what is fetched: the branches that do not read them run while they are in flight."""
+    q, raw_k, keys, values = layer.project(x, shard.position)
     pending: dict[str, PendingFetch] = {}
     for branch in ("selected", "window"):
         if branch in layer.branches and not (branch == "selected" and shard.by_blocks):
             pending[branch] = _start_fetch(shard.fetch(branch), keys[branch], values[branch])
-    pending_raw = _start_fetch(shard.fetch("raw"), raw, values["compressed"])
-
-    index, position = shard.compressed_tokens
-    raw_k, raw_v = pending_raw()
-    k_blocks, v_blocks = raw_k[:, index], raw_v[:, index]
-    k_own = rotate(layer.compress_k.phi(k_blocks), layer.rotary.cos_sin(position))
-    v_own = layer.compress_v.phi(v_blocks)
-    compressed = _start_fetch(shard.fetch("compressed"), k_own, v_own)()
-    gates = layer.gate(x)
-
-    def run_branches(
-        branches: tuple[str, ...], fetched: dict[str, tuple[Tensor, Tensor]], block_indices: list[Any]
-    ) -> list[Any]:
-        """Per chunk: (out, block_indices, route) of these branches over the fetched keys and values."""
-        results = []
-        for i, (first, _) in enumerate(shard.chunks):
-            rows, kv, key_offset = shard.chunk_rows(i), {}, {"selected": 0, "window": 0}
-            for branch, (k, v) in fetched.items():
-                part, key_offset[branch] = _buffer_rows(shard, branch, i)
-                kv[branch] = (k[:, part], v[:, part])
-            selected, window = kv.get("selected", compressed), kv.get("window", compressed)
-            result = run_nsa(
-                NSAInputs(q[:, rows], *compressed, *selected, *window, gates[:, rows]),
-                config=layer.config, packing=shard.packing, backend=layer.backend, branches=branches,
-                block_indices=block_indices[i] if block_indices else None, select="selected" in layer.branches,
-                span=Span(first, key_offset["selected"], key_offset["window"]),
-            )  # fmt: skip
-            results.append(result)
-        return results
-
-    # Branches that need no selected keys run first, while those keys are in flight. By blocks, the fetch can only
-    # start once blocks are selected.
-    early = tuple(b for b in layer.branches if b != "selected")
-    stages = [("compressed",), ("window",), ("selected",)] if shard.by_blocks else [early, ("selected",)]
-    indices: list[Any] = []
-    selector_k: Tensor | None = None
+    compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard)
+    nsa = _ShardedNSA(layer, shard, q, layer.gate(x), compressed, pending)
+    selector_k = None
     if layer.selector is not None:
-        indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
-    outs: list[Tensor] = []
-    routes: dict[str, Route] = {}
-    loss: Tensor | None = None
-    for stage in stages:
-        branches = tuple(b for b in stage if b in layer.branches)
-        if not branches and indices:
-            continue
-        fetched = {branch: pending[branch]() for branch in branches if branch in pending}
-        # the compressed branch selects the blocks, even in a layer that does not use its output
-        results = run_branches(branches or ("compressed",), fetched, indices)
-        if not indices:
-            indices = [selected for _, selected, _ in results]
-            if shard.by_blocks and "selected" in layer.branches:
-                exchange = shard.fetch_blocks(torch.cat(indices, dim=1))
-                pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
-        if selector_k is not None and taught is not None and "selected" in fetched:
-            loss = _teach(layer, x, selector_k, q, fetched["selected"][0], indices, taught, shard)
-        if branches:
-            found = [out for out, _, _ in results]
-            outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
-            routes |= dict.fromkeys(branches, Route(*results[0][2]))
-    layer.routes = {branch: routes[branch] for branch in layer.branches}
-    _update_stats(layer, gates, indices, shard)
-    out = torch.cat(outs, dim=1)
-    if loss is not None and layer.selector is not None:
-        out = attach_loss(out, loss * layer.selector.weight)
+        nsa.indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
+
+    if not shard.by_blocks:
+        nsa.run("compressed", "window")
+    else:
+        nsa.run("compressed")  # alone: it selects the blocks to fetch
+        if "selected" in layer.branches:
+            exchange = shard.fetch_blocks(torch.cat(nsa.indices, dim=1))
+            pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
+        nsa.run("window")
+    nsa.run("selected")
+
+    layer.routes = {branch: nsa.routes[branch] for branch in layer.branches}
+    _update_stats(layer, nsa.gates, nsa.indices, shard)
+    out = torch.cat(nsa.outs, dim=1)
+    if selector_k is not None and taught is not None and "selected" in layer.branches:
+        selected_k, _ = pending["selected"]()
+        out = _teach(layer, out, x, selector_k, q, selected_k, nsa.indices, taught, shard)
     return layer.o_proj(out.flatten(2))
+
+
+def _fetch_compressed(
+    layer: NativeSparseAttention, raw_k: Tensor, raw_v: Tensor, shard: ContextShard
+) -> tuple[Tensor, Tensor]:
+    """Compress what ends in this rank's chunks, and fetch all compressed keys and values that its queries can see."""
+    rows, position = shard.compressed_tokens
+    k, v = _start_fetch(shard.fetch("raw"), raw_k, raw_v)()
+    own_k = rotate(layer.compress_k.phi(k[:, rows]), layer.rotary.cos_sin(position))
+    own_v = layer.compress_v.phi(v[:, rows])
+    return _start_fetch(shard.fetch("compressed"), own_k, own_v)()
+
+
+@dataclass
+class _ShardedNSA:
+    """The operator on this rank's chunks, a few branches at a time. Lists have one entry per chunk."""
+
+    layer: NativeSparseAttention
+    shard: ContextShard
+    q: Tensor
+    gates: Tensor
+    compressed: tuple[Tensor, Tensor]
+    pending: dict[str, PendingFetch]  # keys and values of the other branches
+    indices: list[Any] = field(default_factory=list)  # selected blocks; empty until known
+    outs: list[Tensor] = field(default_factory=list)  # sum of the branches that have run
+    routes: dict[str, Route] = field(default_factory=dict)
+
+    def run(self, *branches: str) -> None:
+        """Run those of these branches that the layer has. The first call also selects blocks if none are given: by the
+        compressed branch, even in a layer that does not use its output."""
+        wanted = tuple(b for b in self.layer.branches if b in branches)
+        if not wanted and self.indices:
+            return
+        results = [self._run_chunk(i, wanted or ("compressed",)) for i in range(len(self.shard.chunks))]
+        self.indices = self.indices or [block_indices for _, block_indices, _ in results]
+        if wanted:
+            outs = [out for out, _, _ in results]
+            self.outs = [a + b for a, b in zip(self.outs, outs, strict=True)] if self.outs else outs
+            self.routes |= dict.fromkeys(wanted, Route(*results[0][2]))
+
+    def _run_chunk(self, index: int, branches: tuple[str, ...]) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
+        chunk = self.shard.chunks[index]
+        kv = {"selected": self.compressed, "window": self.compressed}  # any tensors for a branch that does not run
+        first_key = {"selected": 0, "window": 0}
+        for branch in branches:
+            if branch != "compressed":
+                (k, v), tokens = self.pending[branch](), chunk.ranges[branch]
+                kv[branch], first_key[branch] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
+        q, gates = self.q[:, chunk.rows], self.gates[:, chunk.rows]
+        return run_nsa(
+            NSAInputs(q, *self.compressed, *kv["selected"], *kv["window"], gates),
+            config=self.layer.config, packing=self.shard.packing, backend=self.layer.backend, branches=branches,
+            block_indices=self.indices[index] if self.indices else None, select="selected" in self.layer.branches,
+            span=Span(chunk.first, first_key["selected"], first_key["window"]),
+        )  # fmt: skip
 
 
 def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     pending = None if shard.by_blocks else _start_fetch(shard.fetch("selected"), k, v)
-    options: dict[str, Any] = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
-    indices: list[Any] = []
-    selector_k: Tensor | None = None
+    selector_k = None
     if layer.selector is not None:
         indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
     else:
-        with torch.no_grad():
-            raw, _ = _start_fetch(shard.fetch("raw"), k, k[..., :0])()
-            own = mean_keys(raw[:, shard.compressed_tokens[0]])
-            block_keys, _ = _start_fetch(shard.fetch("compressed"), own, own[..., :0])()
-        for i, (first, _) in enumerate(shard.chunks):
-            rows = shard.chunk_rows(i)
-            indices.append(select_by_keys(q[:, rows], block_keys, **options, span=Span(first)))
+        indices = _choose_by_mean_keys(layer, q, k, shard)
     if pending is None:
         pending = _start_fetch(shard.fetch_blocks(torch.cat(indices, dim=1)), k, v, row_per_head=True)
     keys, values = pending()
     results = []
-    for i, (first, _) in enumerate(shard.chunks):
-        part, key_offset = _buffer_rows(shard, "selected", i)
+    for chunk, block_indices in zip(shard.chunks, indices, strict=True):
+        tokens = chunk.ranges["selected"]
         result = run_block_sparse(
-            q[:, shard.chunk_rows(i)], keys[:, part], values[:, part], **options, dense_below=layer.dense_below,
-            block_indices=indices[i], span=Span(first, key_offset),
+            q[:, chunk.rows], keys[:, tokens.rows], values[:, tokens.rows], **_options(layer, shard),
+            dense_below=layer.dense_below, block_indices=block_indices, span=Span(chunk.first, tokens.first),
         )  # fmt: skip
         results.append(result)
     layer.routes = {"selected": Route(*results[0].route)}
     _update_stats(layer, None, indices, shard)
     out = torch.cat([result.out for result in results], dim=1)
-    if layer.selector is not None and selector_k is not None and taught is not None:
-        loss = _teach(layer, x, selector_k, q, keys, indices, taught, shard)
-        out = attach_loss(out, loss * layer.selector.weight)
+    if selector_k is not None and taught is not None:
+        out = _teach(layer, out, x, selector_k, q, keys, indices, taught, shard)
     return layer.o_proj(out.flatten(2))
+
+
+def _options(layer: SelectingLayer, shard: ContextShard) -> dict[str, Any]:
+    return {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
+
+
+def _choose_by_mean_keys(layer: BlockSparseAttention, q: Tensor, k: Tensor, shard: ContextShard) -> list[Tensor]:
+    """block_indices of each chunk by the means of blocks of keys."""
+    with torch.no_grad():
+        raw = shard.fetch("raw")(k[0])[None]
+        means = mean_keys(raw[:, shard.compressed_tokens[0]])
+        keys = shard.fetch("compressed")(means[0])[None]
+    options = _options(layer, shard)
+    return [select_by_keys(q[:, c.rows], keys, span=Span(c.first), **options) for c in shard.chunks]
 
 
 def _choose_blocks(
@@ -301,47 +309,47 @@ def _choose_blocks(
 ) -> tuple[list[Tensor], Tensor]:
     """block_indices of each chunk by a learned selector, and its fetched keys, in the rows of the selected keys."""
     queries, own = selector(x, shard.position)
-    keys, _ = _start_fetch(shard.fetch("selected"), own, own[..., :0])()
-    options: dict[str, Any] = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
+    keys = shard.fetch("selected")(own[0])[None]
     found = []
-    for i, (first, _) in enumerate(shard.chunks):
-        part, first_key = _buffer_rows(shard, "selected", i)
-        found.append(
-            choose_blocks(queries[:, shard.chunk_rows(i)], keys[:, part], span=Span(first, first_key), **options)
-        )
+    for chunk in shard.chunks:
+        tokens = chunk.ranges["selected"]
+        span = Span(chunk.first, tokens.first)
+        found.append(choose_blocks(queries[:, chunk.rows], keys[:, tokens.rows], span=span, **_options(layer, shard)))
     return found, keys
 
 
 def _teach(
-    layer: SelectingLayer, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
-    indices: list[Any], taught: Tensor, shard: ContextShard,
+    layer: SelectingLayer, out: Tensor, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
+    indices: list[Tensor], taught: Tensor, shard: ContextShard,
 ) -> Tensor:  # fmt: skip
-    """The loss of a learned selector, chunk by chunk: each has its own range of the fetched keys."""
+    """`out`, whose backward pass now also teaches the learned selector, as `SelectingLayer.teach` does: chunk by chunk,
+    since each has its own range of the fetched keys."""
     assert layer.selector is not None
     packing, losses = shard.packing, []
     # the configuration ensures that all chunks have equally many of the sampled queries
-    for i, own in enumerate(taught.chunk(len(shard.chunks))):
-        first, part, start = shard.chunks[i][0], *_buffer_rows(shard, "selected", i)
-        row = own - shard.chunk_rows(i).start
-        token = first + row
-        queries = TaughtQueries(packing.position[token], token - start, packing.max_seqlen)
+    sampled = taught.chunk(len(shard.chunks))
+    for chunk, own, block_indices in zip(shard.chunks, sampled, indices, strict=True):
+        tokens = chunk.ranges["selected"]
+        row = own - chunk.rows.start
+        token = chunk.first + row
+        queries = TaughtQueries(packing.position[token], token - tokens.first, packing.max_seqlen)
         loss, captured = layer.selector.loss(
-            x[0, own], q[0, own], indices[i][0, row], selector_k[0, part], keys[0, part], queries,
+            x[0, own], q[0, own], block_indices[0, row], selector_k[0, tokens.rows], keys[0, tokens.rows], queries,
             measure=layer.stats.enabled, backend=layer.backend,
         )  # fmt: skip
         layer.stats.update_selector(captured)
         losses.append(loss)
-    return torch.stack(losses).mean()
+    return attach_loss(out, torch.stack(losses).mean() * layer.selector.weight)
 
 
 def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     k, v = _start_fetch(shard.fetch("selected"), k, v)()
     outs = []
-    for i, (first, _) in enumerate(shard.chunks):
-        part, key_offset = _buffer_rows(shard, "selected", i)
-        query_range = Span(first, key_offset)
-        outs.append(dense_attention(q[:, shard.chunk_rows(i)], k[:, part], v[:, part], shard.packing, query_range))
+    for chunk in shard.chunks:
+        tokens = chunk.ranges["selected"]
+        span = Span(chunk.first, tokens.first)
+        outs.append(dense_attention(q[:, chunk.rows], k[:, tokens.rows], v[:, tokens.rows], shard.packing, span))
     layer.routes = {"dense": Route("reference", DENSE_REASON)}
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
 
@@ -350,11 +358,11 @@ def _window_forward(layer: WindowAttention, x: Tensor, shard: ContextShard, taug
     q, k, v = layer.project(x, shard.position)
     k, v = _start_fetch(shard.fetch("window"), k, v)()
     results = []
-    for i, (first, _) in enumerate(shard.chunks):
-        part, key_offset = _buffer_rows(shard, "window", i)
+    for chunk in shard.chunks:
+        tokens = chunk.ranges["window"]
         result = run_window(
-            q[:, shard.chunk_rows(i)], k[:, part], v[:, part], config=layer.config, packing=shard.packing,
-            backend=layer.backend, span=Span(first, key_offset),
+            q[:, chunk.rows], k[:, tokens.rows], v[:, tokens.rows], config=layer.config, packing=shard.packing,
+            backend=layer.backend, span=Span(chunk.first, tokens.first),
         )  # fmt: skip
         results.append(result)
     layer.routes = {"window": Route(*results[0][1])}
@@ -367,18 +375,13 @@ def _start_fetch(exchange: Exchange, k: Tensor, v: Tensor, *, row_per_head: bool
     rows = kv.flatten(0, 1) if row_per_head else kv
     incoming = exchange.begin(rows)
 
+    @cache
     def wait() -> tuple[Tensor, Tensor]:
         fetched = exchange.end(rows, incoming).view(1, -1, *kv.shape[1:])
         fetched_k, fetched_v = fetched.split((k.shape[-1], v.shape[-1]), dim=-1)
         return fetched_k, fetched_v
 
     return wait
-
-
-def _buffer_rows(shard: ContextShard, name: str, index: int) -> tuple[slice, int]:
-    """Rows of the fetched buffer with the index-th chunk and the keys before it, and the token of the first row."""
-    tokens = shard.range_of(name, index)
-    return slice(tokens.at, tokens.at + tokens.end - tokens.first), tokens.first
 
 
 def _update_stats(layer: SelectingLayer, gates: Tensor | None, indices: list[Any], shard: ContextShard) -> None:
@@ -389,11 +392,10 @@ def _update_stats(layer: SelectingLayer, gates: Tensor | None, indices: list[Any
         before = None
         if indices[0] is not None:
             before = shard.fetch("before")(torch.cat(indices, dim=1)[0])
-        for i, part in enumerate(indices):
-            rows = shard.chunk_rows(i)
+        for i, (chunk, block_indices) in enumerate(zip(shard.chunks, indices, strict=True)):
             layer.stats.update(
-                None if gates is None else gates[:, rows],
-                part,
-                positions=shard.position[rows],
+                None if gates is None else gates[:, chunk.rows],
+                block_indices,
+                positions=shard.position[chunk.rows],
                 before=None if before is None else before[None, i : i + 1],
             )

@@ -51,6 +51,21 @@ class TokenRange:
     end: int
     at: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.at, self.at + self.end - self.first)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [first, end) of the sequence, which one rank owns."""
+
+    first: int
+    end: int
+    rows: slice  # among that rank's tokens
+    ranges: dict[str, TokenRange]
+    """By purpose: the part of a fetched buffer that holds the chunk and the tokens before it."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -164,11 +179,16 @@ class Layout:
 
     # Fetch plans
 
+    @property
+    def lookback(self) -> dict[str, int | None]:
+        """How many tokens before each chunk are fetched, by purpose; None: all of its document."""
+        return {"raw": self.config.compress_block - 1, "window": self.config.window - 1, "selected": None}
+
     def lookback_plan(self, tokens: int | None) -> FetchPlan:
         """Each rank's chunks and up to `tokens` tokens before them (None: all) within their first document."""
         ranges = [self.lookback_ranges(rank, tokens) for rank in range(self.ranks)]
         wanted = [[(r.first, r.end, r.at) for r in own] for own in ranges]
-        rows = [own[-1].at + own[-1].end - own[-1].first for own in ranges]
+        rows = [own[-1].rows.stop for own in ranges]
         return self._plan(self.token_rows(), wanted, rows)
 
     def lookback_ranges(self, rank: int, tokens: int | None) -> list[TokenRange]:
