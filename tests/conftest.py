@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -13,6 +15,9 @@ from fork_server import ForkServer
 
 # Processes that tests start use one thread too: the pytest workers already fill the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# torch logs two lines for every tensor of a checkpoint, which pytest would format and keep.
+logging.disable(logging.DEBUG)
 
 settings.register_profile(
     "tercet", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
@@ -30,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules stay until the end. Exclude them from garbage collections, which would walk all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 COUNTS = pytest.StashKey[list[str]]()
