@@ -22,7 +22,7 @@ from tercet.train.manifest import complete_checkpoints, verify
 
 def config_of(folder: Path, **changes: object) -> RunConfig:
     """Saves every step and accumulates, so that kills hit saves and fall between micro-batches."""
-    changes = {"train__steps": 14, "train__tokens_per_step": 256, "checkpoint__every": 1} | changes
+    changes = {"train__steps": 7, "train__tokens_per_step": 256, "checkpoint__every": 1} | changes
     return small(run__dir=str(folder), **changes)
 
 
@@ -32,7 +32,7 @@ def straight(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("straight") / "run"
     child = fork_server.run(config_of(folder))
     assert child.code == 0, child.output
-    assert len(losses(folder)) == 14
+    assert len(losses(folder)) == 7
     return folder
 
 
@@ -56,7 +56,8 @@ def kill_until_done(fork_server: ForkServer, config: RunConfig, delays: list[flo
     return child
 
 
-# What the kill matrix runs. Saves every step, so that kills hit saves; the others differ in data, saving and logging.
+# What the kill matrix runs, 14 steps each. The first saves every step, so that kills hit saves; the others differ in
+# data, saving and logging.
 KILLED = {
     "saves every step": {},
     "synchronous saves, shuffled sequences, validation": {
@@ -84,14 +85,14 @@ def test_kills_at_random_times_lose_nothing(fork_server: ForkServer, tmp_path: P
     references: dict[str, float] = {}  # seconds of the uninterrupted run
     for name, changes in KILLED.items():
         begun = time.perf_counter()
-        assert fork_server.run(config_of(tmp_path / name, **changes)).code == 0
+        assert fork_server.run(config_of(tmp_path / name, train__steps=14, **changes)).code == 0
         references[name] = time.perf_counter() - begun
     runs, counts = 0, Counter[str]()
     while counts["kills"] < wanted:
         name = list(KILLED)[runs % len(KILLED)]
         folder = tmp_path / "killed"
         delays = [draw.uniform(0, references[name]) for _ in range(10)]
-        kill_until_done(fork_server, config_of(folder, **KILLED[name]), delays, counts)
+        kill_until_done(fork_server, config_of(folder, train__steps=14, **KILLED[name]), delays, counts)
         assert_same_run(tmp_path / name, folder)
         shutil.rmtree(folder)
         runs += 1

@@ -101,11 +101,14 @@ def test_the_schedule_does_not_depend_on_accumulation(tmp_path: Path) -> None:
     told = {}
     for micro_batch in (8, 2):
         folder = tmp_path / str(micro_batch)
-        config = small(run__dir=str(folder), train__micro_batch=micro_batch, train__tokens_per_step=512)
+        config = small(
+            run__dir=str(folder), train__micro_batch=micro_batch, train__tokens_per_step=512, train__steps=4,
+            model__layers=1, checkpoint__every=0,
+        )  # fmt: skip
         assert config.accumulation == 8 // micro_batch
         assert train(config) == 0
         told[micro_batch] = rows(folder / "training.csv")
-    assert [r["step"] for r in told[8]] == [r["step"] for r in told[2]] == ["1", "2", "3", "4", "5", "6"]
+    assert [r["step"] for r in told[8]] == [r["step"] for r in told[2]] == ["1", "2", "3", "4"]
     assert [r["lr"] for r in told[8]] == [r["lr"] for r in told[2]]
     assert [r["tokens"] for r in told[8]] == [r["tokens"] for r in told[2]]
     for column in ("loss", "grad_norm"):
@@ -226,11 +229,11 @@ def test_deterministic_mode_trains_to_the_same_numbers(done: Path, tmp_path: Pat
 def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    for i in range(8):
+    for i in range(4):
         (texts / f"{i}.txt").write_text(f"document {i} " * 20)
     assert train_small(
         tmp_path / "run", data__source="text", data__path=(str(texts),), data__exhaustion="stop",
-        data__validation_fraction=0.0, train__steps=1000, log__every=7,
+        data__validation_fraction=0.0, train__steps=1000, log__every=4, checkpoint__every=1000,
     ) == 0  # fmt: skip
     told = list(read_events(events_file(tmp_path / "run")))[-1]
     assert isinstance(told, RunEnded)
@@ -292,7 +295,7 @@ def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
     (tmp_path / "texts.jsonl").write_text("\n".join([lines[0], "{rubbish", *lines[1:]]) + "\n")
     assert train_small(
         tmp_path / "run", data__source="jsonl", data__path=(str(tmp_path / "texts.jsonl"),),
-        data__bad_records="skip", data__validation_fraction=0.0, train__steps=20,
+        data__bad_records="skip", data__validation_fraction=0.0, train__steps=3,
     ) == 0  # fmt: skip
     assert int(rows(tmp_path / "run" / "training.csv")[-1]["bad_records"]) >= 1
     out = capsys.readouterr().out
@@ -302,13 +305,13 @@ def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
 
 def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tmp_path: Path) -> None:
     learned = {"model__selector": "learned", "model__selector_dim": 8, "train__selector__every": 8}
-    changes = {**learned, "train__selector__teacher": "selected", "train__selector__all_until": 4}
+    changes = {**learned, "train__selector__teacher": "selected", "train__selector__all_until": 3, "train__steps": 4}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train_small(whole, **changes)
     train_small(resumed, **changes, resume=str(whole / "checkpoints" / "step-00000002"))
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
     observed = events_of(whole, SelectorsObserved)
-    assert [e.layer for e in observed] == [[0, 1]] * 6
+    assert [e.layer for e in observed] == [[0, 1]] * 4
     assert all(0 <= mass <= best <= 1 for e in observed for mass, best in zip(e.mass, e.best, strict=True))
     assert all(kl is not None for e in observed for kl in e.kl)
 
@@ -358,15 +361,16 @@ def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
     tmp_path: Path, mode: str, gate: str
 ) -> None:
     changes = {"model__layers": 3, "model__attention": "window,nsa,dense", "train__activation_checkpointing": mode}
+    changes |= {"train__steps": 3, "checkpoint__every": 0}
     if gate == "none":  # block-sparse
         changes |= {"model__gate": "none", "model__branches": ("selected",)}
         changes |= {"model__shared_kv": True, "model__compression": "mean"}
     often, never = tmp_path / "often", tmp_path / "never"
     train_small(often, log__every=1, **changes)
-    train_small(never, log__every=6, **changes)
-    assert losses(often)[6] == losses(never)[6]
+    train_small(never, log__every=3, **changes)
+    assert losses(often)[3] == losses(never)[3]
     observed = events_of(often, SelectorsObserved)
-    assert len(observed) == 6
+    assert len(observed) == 3
     for e in observed:
         assert (e.layer, e.kl) == ([1], [None])
         assert 0 < e.random[0] < e.best[0] <= 1
@@ -374,7 +378,7 @@ def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
 
 
 def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
-    muon = {"train__optimizer": "muon", "train__muon__lr": 1e-3}
+    muon = {"train__optimizer": "muon", "train__muon__lr": 1e-3, "train__steps": 4}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train_small(whole, **muon)
     middle = str(whole / "checkpoints" / "step-00000002")
