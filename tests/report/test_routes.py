@@ -15,7 +15,7 @@ from tercet.telemetry.progress import Screen
 from watched import copy, each, gate, run, verdict
 
 # Log lines, saves and stops fall on different steps; two passes per step.
-APART = {"train__steps": 24, "log__every": 10, "checkpoint__every": 0, "train__tokens_per_step": 256}
+APART = {"train__steps": 12, "log__every": 5, "checkpoint__every": 0, "train__tokens_per_step": 256}
 APART |= {"train__val_tokens": 0}
 BRANCHES = 2 * 3  # layers × branches
 
@@ -35,17 +35,17 @@ def counted(folder: Path) -> list[str]:
 
 def test_passes_between_the_last_log_line_and_a_stop_are_counted(tmp_path, data, monkeypatch):
     with monkeypatch.context() as patch:
-        signalled_after(13, patch)
+        signalled_after(7, patch)
         found, code = run(tmp_path / "run", data, **APART)
     assert code == 128 + signal.SIGTERM
-    assert list(found.route_counts.values()) == [26] * BRANCHES
+    assert list(found.route_counts.values()) == [14] * BRANCHES
     assert unlogged_passes(found) == ""
 
     found, code = run(tmp_path / "run", data, resume="auto", **APART)
     assert code == 0
-    assert list(found.route_counts.values()) == [48] * BRANCHES
-    assert (expected_passes(found), unlogged_passes(found)) == (48 * BRANCHES, "")
-    assert counted(tmp_path / "run") == ["48"] * BRANCHES  # of both processes
+    assert list(found.route_counts.values()) == [24] * BRANCHES
+    assert (expected_passes(found), unlogged_passes(found)) == (24 * BRANCHES, "")
+    assert counted(tmp_path / "run") == ["24"] * BRANCHES  # of both processes
 
 
 def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data, monkeypatch):
@@ -54,23 +54,23 @@ def test_a_step_that_fails_is_not_counted_and_those_before_it_are(tmp_path, data
     def failing(model, batch):
         nonlocal passes
         passes += 1
-        if passes == 36:  # the second of step 18
+        if passes == 18:  # the second of step 9
             raise RuntimeError("a cable was pulled")
         return true(model, batch)
 
-    config = APART | {"checkpoint__every": 15}
+    config = APART | {"checkpoint__every": 7}
     monkeypatch.setattr(step_module, "loss_sum", failing)
     with pytest.raises(RuntimeError, match="a cable was pulled"):
         run(tmp_path / "run", data, **config)
     failed = read_run(tmp_path / "run")
-    assert list(failed.route_counts.values()) == [34] * BRANCHES
+    assert list(failed.route_counts.values()) == [16] * BRANCHES
     assert unlogged_passes(failed) == ""
-    # Resumes from step 15, so steps 16 and 17 are redone.
+    # Resumes from step 7, so step 8 is redone.
     found, code = run(tmp_path / "run", data, resume="auto", **config)
     assert code == 0
-    assert [e.calls[0] for e in found.of(RoutesCounted)] == [20, 30, 10, 18]
-    assert list(found.route_counts.values()) == [48] * BRANCHES
-    assert counted(tmp_path / "run") == ["48"] * BRANCHES
+    assert [e.calls[0] for e in found.of(RoutesCounted)] == [10, 14, 6, 10]
+    assert list(found.route_counts.values()) == [24] * BRANCHES
+    assert counted(tmp_path / "run") == ["24"] * BRANCHES
 
 
 ON_A_KERNEL = (each("run_started", device="NVIDIA H200"), each("routes", route=lambda old: ["triton"] * len(old)))
