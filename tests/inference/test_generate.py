@@ -46,7 +46,7 @@ def expected(model):
 
 
 def greedy(model, prompts, **options):
-    options = {"max_new_tokens": 16, "temperature": 0, "eos_id": -1, **options}
+    options = {"max_new_tokens": 10, "temperature": 0, "eos_id": -1, **options}
     made = tercet.generate(model, prompts, **options)
     return [g.tokens for g in made] if isinstance(made, list) else made.tokens
 
@@ -259,7 +259,7 @@ def test_the_command_checks_its_options_before_printing_the_prompt(folder, capsy
 
 
 def test_the_context_can_be_extended():
-    assert len(greedy(language_model(), [1] * 120, context=144)) == 16
+    assert len(greedy(language_model(), [1] * 120, context=144, max_new_tokens=16)) == 16
 
 
 def test_text_without_a_tokenizer_is_refused():

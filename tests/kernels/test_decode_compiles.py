@@ -32,7 +32,10 @@ TABLE = 32
 SELECTORS = {"learned": (32, 16), "learned, 256 channels": (256, 128), "learned, unrotated": (64, 0)}
 
 
-def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compressed") -> None:
+def steps(
+    shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compressed", other_layers: bool = True
+) -> None:
+    """`other_layers`: a step of a dense and of a window layer too."""
     batch, room, heads, groups, dk, dv, *block = SHAPES[shape]
     config = tercet.NSAConfig(select_block=block[0] if block else 64)
     size, rotary = SELECTORS.get(selector, (0, 0))
@@ -72,6 +75,8 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compr
         )  # fmt: skip
         return
     decode.nsa_step(q, kv.repeat(1, 1, 3), gates, held, counts, config, sizes, **options)
+    if not other_layers:
+        return
     dense = decode.Held(lengths, turns, room, selected=held.selected)
     one_norm = None if plain else decode.Norms(norm, (norm,), 1e-6)
     decode.dense_step(q, kv, dense, counts, sizes, norms=one_norm)
@@ -82,18 +87,25 @@ def steps(shape: str, dtype: torch.dtype, *, plain: bool, selector: str = "compr
     )  # fmt: skip
 
 
+NSA_STEP = [
+    "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
+    "decode_merge_kernel",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "overlap", [pytest.param(False, id="one by one", marks=pytest.mark.slow), pytest.param(True, id="overlapping")]
+    ("overlap", "other_layers"),
+    [(True, False), *(pytest.param(overlap, True, marks=pytest.mark.slow) for overlap in (True, False))],
 )
-def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
+def test_hopper_keeps_all_values_in_registers(overlap: bool, other_layers: bool, monkeypatch) -> None:
     monkeypatch.setattr(table, "PDL_ENABLED", overlap)
     with compiling(90) as found:
-        steps("C", torch.bfloat16, plain=True)
-    assert [c.name for c in found] == [
-        "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
-        "decode_merge_kernel", "decode_append_kernel", "decode_prefix_kernel", "decode_merge_kernel",
+        steps("C", torch.bfloat16, plain=True, other_layers=other_layers)
+    others = [
+        "decode_append_kernel", "decode_prefix_kernel", "decode_merge_kernel",
         "decode_append_kernel", "decode_selected_window_kernel",  # a window layer; its merge is the dense one
     ]  # fmt: skip
+    assert [c.name for c in found] == NSA_STEP + (others if other_layers else [])
     assert [c for c in found if c.stack > TABLE] == []
 
 
@@ -102,10 +114,7 @@ def test_hopper_keeps_all_values_in_registers(overlap, monkeypatch) -> None:
 def test_a_learned_selector_adds_no_launch_and_spills_nothing(selector: str) -> None:
     with compiling(90) as found:
         steps("C", torch.bfloat16, plain=True, selector=selector)
-    assert [c.name for c in found] == [
-        "decode_append_kernel", "decode_prefix_kernel", "decode_scores_kernel", "decode_selected_window_kernel",
-        "decode_merge_kernel",
-    ]  # fmt: skip
+    assert [c.name for c in found] == NSA_STEP
     assert [c for c in found if c.stack > TABLE] == []
 
 
