@@ -43,7 +43,7 @@ from tercet.telemetry.units import duration, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
-from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
+from tercet.train.state import TrainState, cuda_graph_problem, uses_compile, uses_cuda_graph
 
 METRICS = "metrics.json"
 ANNOUNCED_STEP = 60  # seconds: a note announces a first step that takes longer
@@ -137,6 +137,13 @@ def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) ->
         *(f"  {line}" for line in changed),
         f"watch from another terminal: {hints.watch(folder)}",
     ]
+
+
+def eager_lines(config: RunConfig, origins: Mapping[str, str], device: torch.device) -> list[str]:
+    """A message if a flag asks for train.cuda_graph=auto in a run that cannot have graphs."""
+    asked = origins.get("train.cuda_graph") == "flag" and config.train.cuda_graph == "auto"
+    problem = cuda_graph_problem(config, device) if asked else None
+    return [f"train.cuda_graph=auto {problem}; steps run eagerly"] if problem else []
 
 
 def _speed(config: RunConfig, device: torch.device, strategy: Strategy) -> float | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
+
 from tercet import hints
 from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
@@ -32,6 +34,7 @@ from tercet.train.console import (
     check_memory,
     config_lines,
     disk_error,
+    eager_lines,
     header_lines,
     log_end,
     memory_errors,
@@ -48,13 +51,14 @@ from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder
 from tercet.train.stages import Stages, check_stage_data
-from tercet.train.state import TrainState, build_state, cuda_graph_problem, set_teacher
+from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
 
 
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
     """Train until the last step, a signal, or the end of the data. Returns the exit code of the process."""
+    origins = origins or {}
     set_arithmetic(deterministic=config.run.deterministic, threads=config.run.threads)
     launch = Launch.from_environment()
     device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
@@ -64,12 +68,11 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     with rank_context(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals(watch_parent=launch.by_torchrun))
         folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
+
+        # Check everything, build the model, and open the data.
         start, messages = strategy.on_rank_0(lambda: find_start(config, resume, folder))
         tokenizer = load_run_tokenizer(config, start)
-        strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
-        strategy.on_rank_0(lambda: check_stage_data(config, tokenizer))
-        doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
-        strategy.on_rank_0(lambda: check_memory(config, device))
+        doctor_report = strategy.on_rank_0(lambda: _check_before_building(config, tokenizer, folder, device))
         with memory_errors(config, device):
             state = build_state(config, device, strategy, start)
 
@@ -94,23 +97,23 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         stages = Stages(config, state, open_loader)
         loader = stages.loader
         strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
+
         # All checks have passed: from here on the run folder may change.
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
         messages += [f"the data changed since the checkpoint: {change}" for change in loader.changes]
         if strategy.rank == 0:
-            folder.describe(config, origins or {}, environment(device, device_name(device)), tokenizer)
+            folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
             save_file_lists(folder.path / FILE_LISTS, loader.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
-        for line in config_lines(config, origins or {}, folder.path):
+        for line in config_lines(config, origins, folder.path):
             screen.say(line, "dim")
-        asked = (origins or {}).get("train.cuda_graph") == "flag"
-        if asked and config.train.cuda_graph == "auto" and (problem := cuda_graph_problem(config, device)):
-            messages.append(f"train.cuda_graph=auto {problem}; steps run eagerly")
-        for message in messages:
+        for message in (*messages, *eager_lines(config, origins, device)):
             screen.say(message)
+
+        # Attach readers to the log, and log the start.
         strategy.publish_status(lambda: (beat.step, beat.doing))
         past = strategy.on_rank_0(lambda: list(read_events(log.path)))
         observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
@@ -120,12 +123,22 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
         emptied = strategy.rank == 0 and start is not None and not forked and not past
-        notes = [*_lost_events(log, damaged, emptied, state.step), *(loader.held_out if start is None else ())]
-        for text in notes:
+        for text in (*_lost_events(log, damaged, emptied, state.step), *(loader.held_out if start is None else ())):
             log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
         return trainer.run()
+
+
+def _check_before_building(
+    config: RunConfig, tokenizer: Tokenizer, folder: RunFolder, device: torch.device
+) -> events.DoctorReported | None:
+    """Raise for what would fail later, before memory is allocated for it. Returns the doctor's report."""
+    check_requirements(config, tokenizer, folder)
+    check_stage_data(config, tokenizer)
+    report = examine_before_training(config, folder.path)
+    check_memory(config, device)
+    return report
 
 
 def _lost_events(log: EventLog, damaged: list[int], emptied: bool, step: int) -> Iterator[str]:
@@ -350,8 +363,6 @@ class Trainer:
         self.screen.warming_up = state.interval.is_warm_up
         data_seconds = self.loader.wait_seconds
         speed = self.stage.train.tokens_per_step / seconds
-        stage = self.stage
-        flops = flops_per_token(stage.model, stage.data.seq_len, selectors_only=stage.train.selector.only)
         state.interval.clear()  # the time that logging takes belongs to the next interval
         skipped = [m.step for m in measured if m.nonfinite]
         halting = []
@@ -370,7 +381,7 @@ class Trainer:
             tokens_per_s=speed,
             step_seconds=seconds,
             data_seconds=(data_seconds - self._data_seconds) / timed,
-            mfu=flops * speed / (self._peak * self.strategy.world_size) if self._peak else None,
+            mfu=self._mfu(speed),
             memory_gib=peak_memory_gib(state.device, state.held_bytes),
             skipped=state.guard.total(),
             epoch=self.batches.epoch,
@@ -387,6 +398,14 @@ class Trainer:
             finding = halting[0].sentence if halting else "see the other ranks' events"
             rule = f"health.{halting[0].rule}=halt" if halting else "a health rule on another rank"
             raise Halted(f"stopped by {rule} after step {state.step}: {finding}")
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        """None if the device's peak is unknown."""
+        if not self._peak:
+            return None
+        stage = self.stage
+        flops = flops_per_token(stage.model, stage.data.seq_len, selectors_only=stage.train.selector.only)
+        return flops * tokens_per_s / (self._peak * self.strategy.world_size)
 
     def _halt(self, step: int, skipped: int) -> None:
         """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
