@@ -43,6 +43,19 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     gate.add_evidence("steps", f"{run.step:,} of {planned:,}")
     outcomes = _process_outcomes(run)
     gate.add_evidence("processes", ", ".join(outcomes) or "none")
+    last = outcomes[-1] if outcomes else ""
+    _check_earlier_processes(run, outcomes, gate)
+    _check_last_process(run, last, gate)
+    _check_stalls(run, gate)
+    _check_loss(run, findings, limits, gate)
+    gate.require_steps(run, limits)
+    first, final = first_loss(run), last_loss(run)
+    fell = f"the training loss fell from {first.value:.3f} ({first.of}) to {final.value:.3f} ({final.of})"
+    return gate.build(f"{run.step:,} steps, {last}; {fell}")
+
+
+def _check_earlier_processes(run: Run, outcomes: list[str], gate: GateBuilder) -> None:
+    """A process may have died if the next one trained on from a verified checkpoint. Any other bad end fails."""
     verified = run.config.get("checkpoint.verify") is not False
     recovered = 0  # processes that died, after which the run was resumed
     for outcome, following in zip(outcomes, run.started[1:], strict=False):
@@ -56,10 +69,12 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
             f"the process died {times(recovered)} without an end event, and the run was resumed",
             "look for the cause in the system log: killed, out of memory or a machine failure",
         )
-    last = outcomes[-1] if outcomes else ""
-    if last in ("failed", "halted"):
+
+
+def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
+    if outcome in ("failed", "halted"):
         assert run.ended is not None
-        gate.fail(f"the run {last} after step {run.ended.step}: {run.ended.reason}", "fix it, then --resume auto")
+        gate.fail(f"the run {outcome} after step {run.ended.step}: {run.ended.reason}", "fix it, then --resume auto")
     elif run.state == "gone":
         gate.fail(
             f"the process died after step {run.step} without an end event: killed, out of memory or a machine failure",
@@ -72,6 +87,9 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         )
     elif run.state == "running":
         gate.not_tested(f"still running, at step {run.step}", "report again when the run has ended")
+
+
+def _check_stalls(run: Run, gate: GateBuilder) -> None:
     stalls = [s for r in run.events for s in run.of(Stalled, r) if not s.over]
     gate.add_evidence("stalls", len(stalls))
     if stalls:
@@ -80,11 +98,6 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
             f"stalled {plural(len(stalls), 'time')} (rank {worst.rank}, step {worst.step + 1}, while {worst.doing})",
             f"read {worst.dump} in the run folder",
         )
-    _check_loss(run, findings, limits, gate)
-    gate.require_steps(run, limits)
-    first, final = first_loss(run), last_loss(run)
-    fell = f"the training loss fell from {first.value:.3f} ({first.of}) to {final.value:.3f} ({final.of})"
-    return gate.build(f"{run.step:,} steps, {last}; {fell}")
 
 
 def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate: GateBuilder) -> None:
@@ -221,23 +234,29 @@ def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired],
     elif baseline.tokens_per_s is None:
         gate.not_tested("the dense baseline has too few log intervals", "train the baseline longer")
     else:
-        dense = baseline.tokens_per_s
-        ratio = speed / dense
-        gate.add_evidence("dense twin", f"{dense:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})")
-        if slow := slow_routes(baseline):
-            gate.not_tested(
-                f"the dense baseline ran on {slow}, so the comparison is not fair", "fix that and train it again"
-            )
-        compared = f", {ratio:.2f}× dense"
-        if speed < limits.dense_ratio * dense and exempt:
-            gate.not_applicable(f"{ratio:.2f}× dense, but {exempt}")
-        elif speed < limits.dense_ratio * dense:
-            gate.fail(
-                f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",
-                "dense may be the better choice at this sequence length (see tercet plan); otherwise profile it",
-            )
+        compared = _compare_speeds(speed, baseline.tokens_per_s, baseline, exempt, limits, gate)
     gate.require_steps(run, limits)
     return gate.build(f"{speed:,.0f} tokens/s{compared}")
+
+
+def _compare_speeds(
+    speed: float, dense: float, baseline: Run, exempt: str, limits: Thresholds, gate: GateBuilder
+) -> str:
+    """Judge tokens/s against the dense baseline's. exempt: why they may be fewer. Returns the ratio, for the gate."""
+    ratio = speed / dense
+    gate.add_evidence("dense twin", f"{dense:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})")
+    if slow := slow_routes(baseline):
+        gate.not_tested(
+            f"the dense baseline ran on {slow}, so the comparison is not fair", "fix that and train it again"
+        )
+    if speed < limits.dense_ratio * dense and exempt:
+        gate.not_applicable(f"{ratio:.2f}× dense, but {exempt}")
+    elif speed < limits.dense_ratio * dense:
+        gate.fail(
+            f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",
+            "dense may be the better choice at this sequence length (see tercet plan); otherwise profile it",
+        )
+    return f", {ratio:.2f}× dense"
 
 
 def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:

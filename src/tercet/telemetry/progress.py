@@ -155,18 +155,11 @@ class Screen:
             self._display = None
 
     def __call__(self, event: Event) -> None:
-        steps = self._line.steps
+        """Print what the event reports; events of other kinds are not shown."""
         if isinstance(event, Validated | Sampled):
             self._line.doing = ""
         if isinstance(event, StepLogged):
-            left = None if self.warming_up else steps_left(steps, event.step, self._stage) * event.step_seconds
-            self._line.fields = step_fields(event, left)
-            if self._display is None or event.step - self._last_line >= steps // HISTORY_LINES:
-                self._last_line = event.step
-                count = f"step {event.step:>{len(str(steps))}}/{steps}  "
-                room = self._console.width - len(count) if self._console.is_terminal else sys.maxsize
-                self.say(count + fit(self._line.fields, room))
-            self._estimate(event, left)
+            self._show_step(event)
         elif isinstance(event, StageStarted):
             self.say(stage_line(event, self._stage), wrap=True)
             self._stage, self._estimated = event, False
@@ -194,11 +187,10 @@ class Screen:
                 f"skipped the update ({event.total} so far)",
                 "bold yellow",
             )
-        elif isinstance(event, HealthFired) and (event.rule, event.action) == ("nonfinite", "warn"):
-            pass  # StepsSkipped has said it
         elif isinstance(event, HealthFired):
-            word = "halting" if event.action == "halt" else "warning"
-            self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
+            if (event.rule, event.action) != ("nonfinite", "warn"):  # StepsSkipped reports that
+                word = "halting" if event.action == "halt" else "warning"
+                self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
         elif isinstance(event, DoctorReported):
             for check, verdict, finding, fix in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
                 if verdict == "warning":
@@ -207,6 +199,18 @@ class Screen:
             self.say(event.sentence, wrap=True)
         elif isinstance(event, Noted):
             self.say(event.text)
+
+    def _show_step(self, event: StepLogged) -> None:
+        """In the live line. Print it too if that is a while ago, or always without a live line."""
+        steps = self._line.steps
+        left = None if self.warming_up else steps_left(steps, event.step, self._stage) * event.step_seconds
+        self._line.fields = step_fields(event, left)
+        if self._display is None or event.step - self._last_line >= steps // HISTORY_LINES:
+            self._last_line = event.step
+            count = f"step {event.step:>{len(str(steps))}}/{steps}  "
+            room = self._console.width - len(count) if self._console.is_terminal else sys.maxsize
+            self.say(count + fit(self._line.fields, room))
+        self._estimate(event, left)
 
     def _estimate(self, event: StepLogged, left: float | None) -> None:
         if self._estimated or left is None or len(event.losses) < 2 or left < 30:
