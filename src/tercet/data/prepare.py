@@ -80,31 +80,17 @@ def prepare(
     workers: tokenizing processes; 0: one per core. Documents of both splits are written, in the order of the sorted
     files; split and shuffling are applied when the shards are read.
     """
-    if data.source not in PREPARABLE:
-        raise DataUsageError(f"source={data.source} cannot be prepared: use one of {', '.join(PREPARABLE)}")
-    if data.retrieval:
-        raise DataUsageError(
-            f"retrieval={data.retrieval:g} is not used here: shards keep the plain text; set it when training on them"
-        )
-    if shard_tokens < 1:
-        raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: use a positive number, such as 67108864")
-    if workers < 0:
-        raise DataUsageError(f"workers={workers} is below 0: use a positive number, or 0 for one per core")
+    _check_arguments(data, workers, shard_tokens)
     workers = workers or os.cpu_count() or 1
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     records = record_source(data, seed=0, shuffle=False)
     _make_folder(out)
     with _lock(out):
+        fields = {"text_field": data.text_field, "prompt_field": data.prompt_field, "separator": data.separator}
         plan = {
             "format": FORMAT,
             "tokenizer": _describe(tokenizer),
-            "source": {
-                "source": data.source,
-                **records.identity(),
-                "text_field": data.text_field,
-                "prompt_field": data.prompt_field,
-                "separator": data.separator,
-            },
+            "source": {"source": data.source, **records.identity(), **fields},
             "bad_records": data.bad_records,
             "shard_tokens": shard_tokens,
         }
@@ -141,6 +127,19 @@ def prepare(
         if report:
             report(counts)
     return manifest
+
+
+def _check_arguments(data: DataConfig, workers: int, shard_tokens: int) -> None:
+    if data.source not in PREPARABLE:
+        raise DataUsageError(f"source={data.source} cannot be prepared: use one of {', '.join(PREPARABLE)}")
+    if data.retrieval:
+        raise DataUsageError(
+            f"retrieval={data.retrieval:g} is not used here: shards keep the plain text; set it when training on them"
+        )
+    if shard_tokens < 1:
+        raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: use a positive number, such as 67108864")
+    if workers < 0:
+        raise DataUsageError(f"workers={workers} is below 0: use a positive number, or 0 for one per core")
 
 
 class _ShardWriter:

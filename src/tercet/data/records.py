@@ -149,14 +149,9 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
             yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({_first_line(error)})")
             return
         with file:
-            names = file.schema_arrow.names
-            for column in columns:
-                if column not in names:
-                    types = (f for f in file.schema_arrow if f.name != prompt_field and "string" in str(f.type))
-                    fix = _read_field(column == text_field, next((f.name for f in types), None))
-                    reason = f"has no column {column!r} (it has {', '.join(names)})"
-                    yield 1, BadRecordError(str(path), "", reason, fix)
-                    return
+            if missing := [column for column in columns if column not in file.schema_arrow.names]:
+                yield 1, _missing_column(missing[0], file.schema_arrow, text_field, prompt_field, path)
+                return
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if index + rows <= start:
@@ -165,12 +160,10 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                 try:
                     for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=columns):
                         values = _to_pydict(batch)
-                        for row in range(batch.num_rows):
+                        prompts = values[prompt_field] if prompt_field else [None] * batch.num_rows
+                        for text, prompt in zip(values[text_field], prompts, strict=True):
                             index += 1
                             if index > start:
-                                text, prompt = values[text_field][row], None
-                                if prompt_field:
-                                    prompt = values[prompt_field][row]
                                 yield index, make_record(text, prompt, prompt_field, str(path), index)
                 except (OSError, arrow.ArrowException) as error:
                     _raise_io_error(error)
@@ -178,6 +171,12 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                     return
 
     return read
+
+
+def _missing_column(column: str, schema: Any, text_field: str, prompt_field: str, path: Path) -> BadRecordError:
+    texts = (field.name for field in schema if field.name != prompt_field and "string" in str(field.type))
+    fix = _read_field(column == text_field, next(texts, None))
+    return BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
 
 
 def _to_pydict(batch: Any) -> dict[str, list[Any]]:

@@ -81,13 +81,7 @@ class ShardStream:
         self.io_retries: list[str] = []
         self._options, self._name = options, name
         manifest = read_manifest(folder)
-        used = manifest["tokenizer"]
-        if used["fingerprint"] != tokenizer.fingerprint:
-            fix = "byte" if used["name"] == "byte" else str(folder / "tokenizer.json")
-            raise DataUsageError(
-                f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}: "
-                f"use --data.tokenizer {fix}, or prepare the shards again"
-            )
+        _check_tokenizer(folder, manifest["tokenizer"], tokenizer)
         self._vocab_size = tokenizer.vocab_size
         entries = manifest["shards"]
         self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
@@ -96,23 +90,19 @@ class ShardStream:
         self._tokens = [_open(folder, entry, "tokens") for entry in entries]
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         shard, starts, ends, hashes = _documents(folder, entries)
-        in_split = np.ones(len(hashes), dtype=bool)
         validation = in_validation(hashes, options.validation_fraction)
         total = int((ends - starts).sum())
         held_out = int(options.validation_fraction * total)
         if hold_out_end is None:
             hold_out_end = len(hashes) > 0 and validation.all() == validation.any()
         if hold_out_end and held_out >= SHORTEST_HELD_OUT:
-            # How much of each document is before the end of the text that is held out.
-            kept = np.clip(total - held_out - (np.cumsum(ends - starts) - (ends - starts)), 0, ends - starts)
-            if options.split == "train":
-                ends = starts + kept
-            elif options.split == "validation":
-                starts = starts + kept
+            starts, ends = _split_tokens(starts, ends, total - held_out, options.split)
             in_split = ends > starts
             words = describe_held_out(len(hashes), options.validation_fraction, held_out, f"{total:,} tokens")
             self.held_out = [f"{name}: {words}"]
-        elif options.split != "all":
+        elif options.split == "all":
+            in_split = np.ones(len(hashes), dtype=bool)
+        else:
             in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
         if not in_split.any():
@@ -254,6 +244,24 @@ def _documents(folder: Path, entries: list[dict[str, Any]]) -> tuple[np.ndarray,
     ends = documents["end"].astype(np.int64)
     starts = np.where(np.diff(number, prepend=-1) > 0, 0, np.roll(ends, 1))
     return number, starts, ends, documents["hash"]
+
+
+def _check_tokenizer(folder: Path, used: dict[str, Any], tokenizer: Tokenizer) -> None:
+    if used["fingerprint"] != tokenizer.fingerprint:
+        fix = "byte" if used["name"] == "byte" else str(folder / "tokenizer.json")
+        raise DataUsageError(
+            f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}: "
+            f"use --data.tokenizer {fix}, or prepare the shards again"
+        )
+
+
+def _split_tokens(starts: np.ndarray, ends: np.ndarray, first: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a split has of each document if the first `first` tokens of all documents together are for training."""
+    sizes = ends - starts
+    train = np.clip(first - (np.cumsum(sizes) - sizes), 0, sizes)
+    if split == "train":
+        return starts, starts + train
+    return (starts + train, ends) if split == "validation" else (starts, ends)
 
 
 def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
