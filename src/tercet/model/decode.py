@@ -205,7 +205,8 @@ def cached_nsa_attention(
     q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
     selector: tuple[Tensor, Tensor] | None = None, given: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """given: block_indices [B, C, G, n] to read instead of selecting."""
+    """Attention of the new tokens' queries to a cache. Blocks are those given, block_indices [B, C, G, n]; else chosen
+    by the selector, a pair of queries and keys; else by the compressed branch."""
     batch, width, heads, size = q.shape
     groups = cache.key["kv_heads"]
     per_query = max(
@@ -213,6 +214,7 @@ def cached_nsa_attention(
         heads * (config.num_compressed(new.longest) + config.window),
         0 if selector is None else groups * new.longest,
     )
+    select_by_compressed = "selected" in branches and selector is None and given is None
     outs, reads = [], []
     # as in the whole-sequence operator, scores and selection must not be computed in half precision
     with torch.autocast(q.device.type, enabled=False):
@@ -221,18 +223,18 @@ def cached_nsa_attention(
             t = new.positions[:, part]
             results: dict[str, tuple[Tensor, Tensor]] = {}
             counts: list[Tensor] = []
-            if "compressed" in branches or "selected" in branches:
+            if "compressed" in branches or select_by_compressed:
                 compressed, read, block_indices = _compressed(rows, t, cache, new, config)
                 if "compressed" in branches:
                     results["compressed"] = compressed, read
-                elif selector is None and given is None:
+                else:
                     counts.append(read)  # read only to select blocks
+            if "selected" in branches:
                 if given is not None:
                     block_indices = given[:, part]
                 elif selector is not None:
                     block_indices = select_at(selector[0][:, part], selector[1], t, config)
-                if "selected" in branches:
-                    results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
+                results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
             if "window" in branches:
                 results["window"] = _window(rows, t, part, new, config)
             outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
