@@ -112,6 +112,14 @@ def ask(
                 yield f"{task} does not fit in {length:,} tokens: give longer --lengths"
 
 
+class _Scored(NamedTuple):
+    """One question."""
+
+    depth: float | None
+    share: float  # of its answers that are right
+    nats: float  # per token of its answers
+
+
 def _measure(
     model: LanguageModel,
     writer: QuestionWriter,
@@ -123,30 +131,30 @@ def _measure(
 ) -> list[RulerResult]:
     per_pass = max(1, TOKENS_PER_PASS // length)
     grid = [i / (depths - 1) if depths > 1 else 0.5 for i in range(depths)] if task in SINGLE else [None]
-    places: list[float | None] = []
-    shares: list[float] = []
-    nats: list[float] = []
+    scored: list[_Scored] = []
     for first in range(0, questions, per_pass):
         numbers = range(first, min(first + per_pass, questions))
-        places += [grid[number % len(grid)] for number in numbers]
-        asked = [writer.question(task, length, number, places[number]) for number in numbers]
+        places = [grid[number % len(grid)] for number in numbers]
+        asked = [writer.question(task, length, n, place) for n, place in zip(numbers, places, strict=True)]
         tokens = torch.full((len(asked), length), model.tokenizer.eos_id)  # padding after the answers changes nothing
         for row, question in enumerate(asked):
             tokens[row, : len(question.tokens)] = torch.from_numpy(question.tokens.astype(np.int64))
         spans = [(row, a, b) for row, question in enumerate(asked) for a, b in question.answers]
         found = iter(score_answers(model, tokens, spans))
-        for question in asked:
+        for place, question in zip(places, asked, strict=True):
             answers = [next(found) for _ in question.answers]
             sizes = [b - a for a, b in question.answers]
-            shares.append(sum(answer.right for answer in answers) / len(answers))
-            nats.append(sum(a.nats * n for a, n in zip(answers, sizes, strict=True)) / sum(sizes))
+            share = sum(answer.right for answer in answers) / len(answers)
+            nats = sum(a.nats * n for a, n in zip(answers, sizes, strict=True)) / sum(sizes)
+            scored.append(_Scored(place, share, nats))
         progress(tokens.numel())
     results = []
     for depth in [None, *(grid if grid[0] is not None else [])]:
-        chosen = [i for i, place in enumerate(places) if depth is None or place == depth]
+        chosen = [s for s in scored if depth is None or s.depth == depth]
         if chosen:
-            right = sum(shares[i] == 1 for i in chosen)
-            score, loss = (sum(values[i] for i in chosen) / len(chosen) for values in (shares, nats))
+            right = sum(s.share == 1 for s in chosen)
+            score = sum(s.share for s in chosen) / len(chosen)
+            loss = sum(s.nats for s in chosen) / len(chosen)
             results.append(RulerResult(length, task, depth, len(chosen), right, score, loss))
     return results
 

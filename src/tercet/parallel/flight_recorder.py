@@ -156,16 +156,13 @@ def summarize(records: Mapping[int, Mapping[str, Any]], damaged: Mapping[int, st
 
 
 def _summarize_group(by_rank: Mapping[int, list[dict[str, Any]]], incomplete: bool) -> list[str]:
-    """`incomplete`: the records of some ranks are missing."""
+    """Where the ranks of a group diverged or, if they did not, which of them wait for which others.
+
+    incomplete: the records of some ranks are missing.
+    """
+    if divergence := _divergence(by_rank):
+        return [divergence]
     last = {rank: max(entries, key=_number) for rank, entries in by_rank.items()}
-    by_number = {rank: {_number(e): e for e in entries} for rank, entries in by_rank.items()}
-    shared = sorted(set.intersection(*(set(entries) for entries in by_number.values())))
-    for number in shared:
-        operations = {rank: _operation(entries[number]) for rank, entries in by_number.items()}
-        # sizes must agree in an all_reduce; in other collectives they may differ by rank
-        if len({op if op.startswith("all_reduce") else op.split(" of ")[0] for op in operations.values()}) > 1:
-            differ = ", ".join(f"rank {rank} {op}" for rank, op in sorted(operations.items()))
-            return [f"ranks diverged at collective {number}: {differ}"]
     furthest = max(_number(entry) for entry in last.values())
     behind = [rank for rank, entry in last.items() if _number(entry) < furthest]
     lines = []
@@ -182,6 +179,18 @@ def _summarize_group(by_rank: Mapping[int, list[dict[str, Any]]], incomplete: bo
         elif incomplete:  # a failed collective counts as completed
             lines.append(f"rank {rank} got as far as collective {furthest} ({operation})")
     return lines
+
+
+def _divergence(by_rank: Mapping[int, list[dict[str, Any]]]) -> str | None:
+    by_number = {rank: {_number(e): e for e in entries} for rank, entries in by_rank.items()}
+    shared = sorted(set.intersection(*(set(entries) for entries in by_number.values())))
+    for number in shared:
+        operations = {rank: _operation(entries[number]) for rank, entries in by_number.items()}
+        # sizes must agree in an all_reduce; in other collectives they may differ by rank
+        if len({op if op.startswith("all_reduce") else op.split(" of ")[0] for op in operations.values()}) > 1:
+            differ = ", ".join(f"rank {rank} {op}" for rank, op in sorted(operations.items()))
+            return f"ranks diverged at collective {number}: {differ}"
+    return None
 
 
 def _number(entry: Mapping[str, Any]) -> int:

@@ -94,13 +94,8 @@ def import_model(
     ours = hf_config.get("model_type") == "tercet"
     restored = ours or (bool(hf_config.get("tercet")) and attention is None)
     if restored:
-        given = {**options, "cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
-        unused = [name for name, value in given.items() if value != DEFAULT_OPTIONS[name]]
-        if unused:
-            fix = "" if ours else ", or pass --attention to convert its dense weights again"
-            raise UsageError(
-                f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}"
-            )
+        start = {"cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
+        _check_no_options(source, options | start, ours)
     if ours:
         model = _load_export(source, hf_config)
         config, weights = model.config, iter(model.state_dict().items())
@@ -118,6 +113,13 @@ def import_model(
         exact_length = dense_weights.exact_length(config, hf_config, cover)
     run = _write(source, out, config, weights, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
     return Imported(out, run, exact_length, restored)
+
+
+def _check_no_options(source: Path, options: Mapping[str, Any], ours: bool) -> None:
+    """Refuse options for an export, which has its own. ours: its weights are not those of a dense model."""
+    if unused := [name for name, value in options.items() if value != DEFAULT_OPTIONS[name]]:
+        fix = "" if ours else ", or pass --attention to convert its dense weights again"
+        raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}")
 
 
 def _saved_selectors(source: Path, config: ModelConfig) -> Mapping[str, Tensor]:

@@ -47,24 +47,29 @@ def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "longrope":
         return settings | _longrope_settings(hf_config, rope, settings["rope_theta"])
 
-    longest = hf_config.get("max_position_embeddings")
     original = float(_original_length(hf_config, rope))
     if kind == "llama3":
         factor = float(_need(rope, "factor"))
         options = {"slow": float(_need(rope, "low_freq_factor")), "fast": float(_need(rope, "high_freq_factor"))}
     else:
-        if not rope.get("truncate", True):
-            raise ForeignModelError(
-                "truncate=False of rope_type='yarn' cannot be imported: Tercet rounds its range; pick another model"
-            )
-        factor = float(rope.get("factor") or (longest and longest / original) or _need(rope, "factor"))
-        options = {"slow": float(rope.get("beta_slow") or 1), "fast": float(rope.get("beta_fast") or 32)}
-        if rope.get("attention_factor") is not None:
-            options["attention_factor"] = float(rope["attention_factor"])
-        elif rope.get("mscale") and rope.get("mscale_all_dim"):
-            by, of = (0.1 * float(rope[name]) * math.log(max(factor, 1)) + 1 for name in ("mscale", "mscale_all_dim"))
-            options["attention_factor"] = by / of
+        factor, options = _yarn_settings(rope, original, hf_config.get("max_position_embeddings"))
     return {**settings, "rope_scaling": factor, "rope": {"type": kind, "original_length": int(original), **options}}
+
+
+def _yarn_settings(rope: Mapping[str, Any], original: float, longest: int | None) -> tuple[float, dict[str, float]]:
+    """The scaling factor, and the options of `model.rope`."""
+    if not rope.get("truncate", True):
+        raise ForeignModelError(
+            "truncate=False of rope_type='yarn' cannot be imported: Tercet rounds its range; pick another model"
+        )
+    factor = float(rope.get("factor") or (longest and longest / original) or _need(rope, "factor"))
+    options = {"slow": float(rope.get("beta_slow") or 1), "fast": float(rope.get("beta_fast") or 32)}
+    if rope.get("attention_factor") is not None:
+        options["attention_factor"] = float(rope["attention_factor"])
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        by, of = (0.1 * float(rope[name]) * math.log(max(factor, 1)) + 1 for name in ("mscale", "mscale_all_dim"))
+        options["attention_factor"] = by / of
+    return factor, options
 
 
 def _original_length(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
