@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -270,7 +271,11 @@ def _build_table(name: str, table: Any, default: Any, given: Mapping[str, Any]) 
 
 
 def read_arguments(arguments: Sequence[str], options: Mapping[str, Option], *, prog: str) -> dict[str, Any]:
-    """The values given on the command line, by option name."""
+    """The values given on the command line, by option name.
+
+    A flag takes `=value`, or words up to the next flag: `_count` says how many. A switch takes a word only in commands
+    without positional arguments; otherwise the word is one of those.
+    """
     positional = [option for option in options.values() if option.positional]
     needed = sum(option.type.count == 1 for option in positional)
     given: dict[str, Any] = {}
@@ -287,14 +292,13 @@ def read_arguments(arguments: Sequence[str], options: Mapping[str, Option], *, p
             free.append(arguments[i - 1])
             continue
         option, negated = _find(flag, options)
-        end = next((k for k in range(i, len(arguments)) if re.match(r"--([A-Za-z]|$)", arguments[k])), len(arguments))
         words = [value] if equals else []
-        follow = arguments[i:end]
+        follow = list(takewhile(lambda word: not re.match(r"--([A-Za-z]|$)", word), arguments[i:]))
         if option.type.is_switch:
             if positional and not equals and follow:
                 switch_before[len(free)] = flag, negated
             elif not equals:
-                words = list(follow[:1])
+                words = follow[:1]
                 i += len(words)
             given[option.name] = _read_switch(flag, words, option, negated)
             continue
