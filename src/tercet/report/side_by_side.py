@@ -151,6 +151,8 @@ def _gate_rows(runs: list[Column]) -> list[dict[str, Any]]:
 
 
 def _plots(runs: list[Column]) -> list[Plot]:
+    """One line per run in each plot."""
+
     def overlay(
         anchor: str, title: str, ylabel: str, paint_run: Any, caption: str = "", set_limits: Any = None
     ) -> Plot:
@@ -165,29 +167,6 @@ def _plots(runs: list[Column]) -> list[Plot]:
 
         return Plot(anchor, title, caption, draw(paint))
 
-    def paint_loss(axes: Any, column: Column, colour: str) -> None:
-        if step_series(column.run, "losses"):
-            paint_losses(axes, column.run, colour, column.label)
-        points = validation_points(column.run)
-        if points:
-            axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
-
-    def paint_grad_norms(axes: Any, column: Column, colour: str) -> None:
-        rows = step_series(column.run, "grad_norms")
-        axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
-
-    def paint_logged(name: str) -> Any:
-        def paint_run(axes: Any, column: Column, colour: str) -> None:
-            steps = column.run.steps
-            rows = downsample([getattr(e, name) for e in steps])
-            axes.plot([steps[i].step for i, *_ in rows], [m for _, m, *_ in rows], color=colour, label=column.label)
-
-        return paint_run
-
-    def from_zero(axes: Any) -> None:
-        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-        abbreviate_y_ticks(axes)
-
     def cut_initial_descent(axes: Any) -> None:
         rows = [r for c in runs if (r := step_series(c.run, "losses"))]
         limits = loss_axis_limits(rows, [validation_points(c.run) for c in runs])
@@ -196,8 +175,35 @@ def _plots(runs: list[Column]) -> list[Plot]:
 
     caption = "Lines: training, smoothed, with every step behind. Points: validation."
     return [
-        overlay("loss", "Loss", "nats per token", paint_loss, caption, cut_initial_descent),
-        overlay("throughput", "Throughput", "tokens per second", paint_logged("tokens_per_s"), set_limits=from_zero),
-        overlay("grad_norm", "Gradient norm", "global 2-norm", paint_grad_norms),
-        overlay("memory", "Peak memory", "GiB", paint_logged("memory_gib"), set_limits=from_zero),
+        overlay("loss", "Loss", "nats per token", _paint_loss, caption, cut_initial_descent),
+        overlay("throughput", "Throughput", "tokens per second", _paint_logged("tokens_per_s"), set_limits=_from_zero),
+        overlay("grad_norm", "Gradient norm", "global 2-norm", _paint_grad_norms),
+        overlay("memory", "Peak memory", "GiB", _paint_logged("memory_gib"), set_limits=_from_zero),
     ]
+
+
+def _paint_loss(axes: Any, column: Column, colour: str) -> None:
+    if step_series(column.run, "losses"):
+        paint_losses(axes, column.run, colour, column.label)
+    points = validation_points(column.run)
+    if points:
+        axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
+
+
+def _paint_grad_norms(axes: Any, column: Column, colour: str) -> None:
+    rows = step_series(column.run, "grad_norms")
+    axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
+
+
+def _paint_logged(name: str) -> Any:
+    def paint_run(axes: Any, column: Column, colour: str) -> None:
+        steps = column.run.steps
+        rows = downsample([getattr(e, name) for e in steps])
+        axes.plot([steps[i].step for i, *_ in rows], [m for _, m, *_ in rows], color=colour, label=column.label)
+
+    return paint_run
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    abbreviate_y_ticks(axes)
