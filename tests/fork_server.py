@@ -178,6 +178,8 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def _serve() -> None:
+    import torch._dynamo  # noqa: F401  # which every optimizer imports
+
     import tercet.cli
     import tercet.train.trainer  # noqa: F401
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import REQUESTED, cannot_run
@@ -334,6 +333,9 @@ def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tens
     if cached_dense_route(q, cache, new)[0] == "sdpa":
         # the kernel does not count: every key up to the query
         cache.reads = (new.positions + 1)[..., None].expand(-1, -1, groups)
+        # here, since it imports torch._dynamo, a second at every start
+        from torch.nn.attention.bias import causal_lower_right
+
         # aligned to the lower right: the last query sees every key
         bias = causal_lower_right(width, k.shape[1])
         with torch.autocast(q.device.type, enabled=False):
