@@ -9,9 +9,9 @@
 #     bash scripts/evidence.sh production CORPUS RUNS [flags]           # SIGTERM at 30%, kill -9 at 65%, dense, report
 #     bash scripts/evidence.sh parameters                               # of every kind
 #
-# KIND: nsa (m7c), learned (with a learned selector), two-branch (learned, without the compressed branch), block-sparse
-# (one branch, no gates, a learned selector), all-blocks (NSA that reads every block), random-blocks, dense, or
-# dense-matched (a wider FFN: as many parameters as nsa; MATCHED=2224 for learned).
+# KIND: nsa (m7c), learned (with a learned selector), two-branch (learned, without the compressed branch), one-branch
+# (block-sparse with gates), block-sparse (one branch, no gates, a learned selector), all-blocks (NSA that reads every
+# block), random-blocks, dense, or dense-matched (a wider FFN: as many parameters as nsa; MATCHED=2224 for learned).
 # CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate (1e-3). STEPS: instead of
 # 200M tokens. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
 # On an H200 a step of nsa takes 0.14 s at 8,192 tokens. scripts/evidence_tables.py collects the results.
@@ -33,6 +33,7 @@ flags_of() { # kind, length -> preset and flags
     nsa) echo m7c ;;
     learned) echo m7c --model.selector learned ;;
     two-branch) echo m7c --model.selector learned --model.branches selected,window ;;
+    one-branch) echo m7c --model.selector learned --model.branches selected --model.shared_kv true --model.compress_selected_keys false ;;
     block-sparse) echo m7c-block-sparse ;;
     all-blocks)
         [ "$2" -le 16384 ] || { echo "evidence: all-blocks at length $2: the kernels read at most 256 blocks, 16384 tokens" >&2; return 2; }
@@ -168,7 +169,7 @@ production)
     "$python" -m tercet report "$runs/production" --baseline "$runs/production-dense"
     ;;
 parameters)
-    for kind in nsa learned two-branch block-sparse all-blocks random-blocks dense dense-matched; do
+    for kind in nsa learned two-branch one-branch block-sparse all-blocks random-blocks dense dense-matched; do
         # shellcheck disable=SC2046
         echo "$kind: $("$python" -m tercet plan --gpu H200 --preset $(flags_of "$kind" 8192) | grep ^parameters)"
     done

@@ -5,9 +5,9 @@
 #     bash scripts/retrieval.sh evals KIND RUNS
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
-# KIND: learned, two-branch (learned without the compressed branch), compressed (the paper's choice of blocks),
-# block-sparse (one branch without gates, learned selectors) or dense; small also takes the controls random and all
-# (blocks). A suffix -plain leaves the exercises out.
+# KIND: learned; two-branch (learned without the compressed branch); one-branch (block-sparse with gates); block-sparse
+# (one branch without gates, learned selectors); compressed (the paper's choice of blocks); or dense. small also takes
+# the controls random and all (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh.
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
@@ -21,6 +21,7 @@ flags_of() { # kind -> preset and flags
     learned) echo m7c --model.selector learned ;;
     two-branch) echo m7c --model.selector learned --model.branches selected,window ;;
     compressed) echo m7c ;;
+    one-branch) echo m7c --model.selector learned --model.branches selected --model.shared_kv true --model.compress_selected_keys false ;;
     block-sparse) echo m7c-block-sparse ;;
     random) echo m7c --model.selector random ;;
     all) echo m7c --model.nsa.select_count 128 ;;
