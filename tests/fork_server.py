@@ -149,6 +149,7 @@ def _main_on_terminal() -> int:
 
 
 def _run_child(order: dict[str, Any]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if the tests run under nohup
     handle = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
