@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
+from tercet.config.load import ConfigError, load
 from tercet.data.exercises import ExerciseWriter, write_lines
 from tercet.data.inspect import describe
 from tercet.data.retrieval import HELD_OUT_WORDS, MODULUS, REMAINDER, TRAINING_WORDS, Draws
@@ -204,6 +205,24 @@ def test_the_share_of_the_text_is_as_asked(lessons):
         assert abs(counts["joined"] / counts["read"] - share) < 0.05
 
 
+def test_the_share_holds_within_a_long_document(tmp_path, monkeypatch, read, assert_resumes):
+    """All of it, or nothing, would be exercises for as long as it lasts."""
+    monkeypatch.setattr("tercet.data.exercises.LONG_DOCUMENT", 20_000)
+    for name, size in (("a", 50_000), ("b", 3_000), ("c", 60_000), ("d", 2_000)):
+        (tmp_path / f"{name}.txt").write_text(f"line of {name}\n" * (size // 10))
+    data = DataConfig(
+        source="text", path=(str(tmp_path),), tokenizer="byte", seq_len=512, retrieval=0.5, validation_fraction=0.0,
+        prefetch=0, exhaustion="stop",
+    )  # fmt: skip
+    counts = [batch.stats.exercises for batch in read(data, 200, sequences=1)]
+    assert 15 < counts[49] < 35
+    assert 70 < counts[-1] < 130
+    plain = np.concatenate([b.tokens.flatten() for b in read(data.model_copy(update={"retrieval": 0.0}))])
+    written = np.concatenate([b.tokens.flatten() for b in read(data)])
+    assert is_inside([t for t in plain.tolist() if t], written.tolist())
+    assert_resumes(data, 60, sequences=3)
+
+
 @pytest.mark.usefixtures("one_wording")
 def test_exercises_in_other_tokens_decode_to_whole_lines(lessons, small_bpe, read):
     data = lessons["text"].model_copy(update={"tokenizer": str(small_bpe)})
@@ -240,6 +259,14 @@ def test_another_share_is_not_resumed(lessons, read):
 def test_sources_without_text_of_their_own_refuse_exercises(source):
     with pytest.raises(ValueError, match=f"retrieval=0.5 is not used by source={source}"):
         DataConfig(source=source, retrieval=0.5)
+
+
+def test_sequences_too_short_for_an_exercise_are_refused():
+    flags = {"data.retrieval": 0.3, "train.tokens_per_step": 800, "train.micro_batch": 4}
+    with pytest.raises(ConfigError, match=r"data.retrieval=0.3 with data.seq_len=200: .* at least 256 tokens; raise"):
+        load("tiny", flags=flags | {"data.seq_len": 200})
+    longer = {"train.stages": ["200:5", "512:5"], "train.tokens_per_step": 25600, "train.micro_batch": 1}
+    assert load("tiny", flags={"data.retrieval": 0.3} | longer).config.data.retrieval == 0.3
 
 
 def test_inspect_counts_exercises(lessons):

@@ -12,6 +12,7 @@ from tercet.config.sections import Section
 
 SourceName = Literal["python-source", "synthetic", "text", "jsonl", "parquet", "shards", "fineweb-edu", "mixture"]
 FILE_SOURCES = ("text", "jsonl", "parquet", "shards")
+SHORTEST_EXERCISE = 256  # tokens; shorter pieces of text get no retrieval exercise
 SHUFFLE_WARNING_BYTES = 4 << 30  # warn when a shuffle_sequences block needs more
 BYTE_VOCAB = 256
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tercet.config.data import DataConfig, absolute
+from tercet.config.data import SHORTEST_EXERCISE, DataConfig, absolute
 from tercet.config.sections import (
     CheckpointConfig,
     HealthConfig,
@@ -77,6 +77,17 @@ class RunConfig(Section):
             elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError(f"{key}={value!a} is not Unicode text: write it in UTF-8")
         return values
+
+    @model_validator(mode="after")
+    def _exercises_fit(self) -> Self:
+        share = max([self.data.retrieval, *(part.retrieval for part in self.data.mixture)])
+        longest = max(stage.data.seq_len for stage in self.stages)
+        if share and longest < SHORTEST_EXERCISE:
+            raise ValueError(
+                f"data.retrieval={share:g} with data.seq_len={longest}: an exercise needs sequences of at least "
+                f"{SHORTEST_EXERCISE} tokens; raise data.seq_len, or drop data.retrieval"
+            )
+        return self
 
     @model_validator(mode="after")
     def _stages_are_valid(self) -> Self:

@@ -3,7 +3,8 @@
 Some groups of consecutive documents are joined into one. When such a document is packed, each sequence's share of it
 becomes a separate exercise: lines with facts and questions are inserted between the lines of the text, and every
 question comes after its facts in the same sequence. So no answer is separated from its fact, and distances range from a
-few tokens to the whole sequence. No text is dropped or repeated, and everything counts in the loss.
+few tokens to the whole sequence. No text is dropped or repeated, and everything counts in the loss. Of a very long
+document, some of the sequences become exercises.
 
 What an exercise contains depends on the seed, the number of its group and the position in it only.
 """
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tercet.config.data import SHORTEST_EXERCISE
 from tercet.data.order import key
 from tercet.data.retrieval import TRAINING_WORDS, VERSION, Draws
 from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
@@ -23,7 +25,7 @@ from tercet.data.tokenizers import Tokenizer
 from tercet.data.wordings import TRAINING_WORDINGS, Pair, WordList
 
 SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
-SHORTEST_EXERCISE = 256  # tokens; shorter pieces stay plain text
+LONG_DOCUMENT = 1 << 19  # tokens; a longer one, plain or joined as a whole, would leave the share far off for long
 DENSEST, DENSE = 96, 384  # tokens per line in one half of the exercises; the others have from one line to as many
 LINE_SHARE = 2  # lines take at most one half of an exercise
 LIST_SHARE = 8  # a word list takes at most about this part
@@ -70,14 +72,26 @@ class ExerciseStream:
         counts: dict[str, int] = dict.fromkeys(("read", "joined", "groups", "next"), 0)
         counts |= cursor["retrieval"] if cursor else {}
         source = self._stream.documents(cursor)
+        pending: Document | None = None
         try:
-            for document in source:
-                length, group = len(document.tokens), [document]
+            while (document := pending or next(source, None)) is not None:
+                pending, group, length = None, [document], len(document.tokens)
+                number = counts["groups"]
+                if length > LONG_DOCUMENT:
+                    counts["read"] += length
+                    counts["joined"] += round(self._share * length)
+                    counts["groups"] += 1
+                    stream, after = key(self._seed, number, VERSION), {**document.cursor, "retrieval": dict(counts)}
+                    some = partial(self._writer.some, document.tokens, document.loss, stream, self._share)
+                    yield document._replace(cursor=after, segment=some)
+                    continue
                 while length < counts["next"] and (following := next(source, None)) is not None:
+                    if len(following.tokens) > LONG_DOCUMENT:
+                        pending = following
+                        break
                     group.append(following)
                     length += len(following.tokens)
                 counts["read"] += length
-                number = counts["groups"]
                 if counts["next"]:
                     counts["joined"] += length
                     counts["groups"] += 1
@@ -118,12 +132,20 @@ class ExerciseWriter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._ends_line = tokenizer, ends_line(tokenizer)
 
+    def some(
+        self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, share: float, offset: int, room: int
+    ) -> Segment:
+        """An exercise with probability `share`, else plain text."""
+        if Draws(stream, offset, 0).uniform() < share:
+            return self.segment(tokens, loss, stream, offset, room)
+        return _plain(tokens, loss, offset, room)
+
     def segment(self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, offset: int, room: int) -> Segment:
         """The exercise that starts at `offset` of the document and takes at most `room` tokens."""
         text = tokens[offset : offset + room + 1]  # one more: the last token's target
         size = min(room, len(tokens) - offset)
         if size < SHORTEST_EXERCISE:
-            return Segment(text, None if loss is None else loss[offset : offset + room + 1], size, size)
+            return _plain(tokens, loss, offset, room)
         breaks = np.flatnonzero(self._ends_line[text]) + 1
         lead = "" if len(breaks) * LINE_REACH >= size else "\n"  # for text with few line breaks
         lines = self._encode(write_lines(Draws(stream, offset), size), lead, size // LINE_SHARE)
@@ -153,6 +175,11 @@ class ExerciseWriter:
                 break
             chosen += lines
         return sorted(chosen, key=lambda line: line[0])  # stable: a question stays after its facts
+
+
+def _plain(tokens: np.ndarray, loss: np.ndarray | None, offset: int, room: int) -> Segment:
+    here, size = slice(offset, offset + room + 1), min(room, len(tokens) - offset)
+    return Segment(tokens[here], None if loss is None else loss[here], size, size)
 
 
 def ends_line(tokenizer: Tokenizer) -> np.ndarray:
