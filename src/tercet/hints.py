@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,9 +42,13 @@ def train_config(file: str | Path, flags: Mapping[str, object] | None = None, *,
     return tercet(*words) if ranks is None else torchrun(*words, ranks=ranks)
 
 
-def resume(folder: str | Path) -> str:
+def resume(folder: str | Path, ranks: int = 1) -> str:
     """Resume the run in `folder`; its configuration is read from there."""
-    return tercet("train", "--resume", "auto", "--run.dir", folder)
+    words = ("train", "--resume", "auto", "--run.dir", folder)
+    if ranks == 1:
+        return tercet(*words)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return torchrun(*words, ranks=here, nodes=-(-ranks // here))
 
 
 def report(folder: str | Path, *, baseline: str | Path | None = None) -> str:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runs import small
+from tercet import hints
 from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.config.sections import CheckpointConfig
@@ -378,6 +379,23 @@ def test_a_changed_config_is_reported_or_refused() -> None:
     assert resume.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
     with pytest.raises(CheckpointError, match=r"different model: model\.dim was 8, now 16.* settings in its folder"):
         resume.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
+
+
+@pytest.mark.parametrize(("section", "name"), [("data", "retrieval"), ("run", "seed"), ("data", "mixture")])
+def test_a_setting_that_the_order_of_the_data_depends_on_cannot_change(section: str, name: str) -> None:
+    for allow_change in (False, True):
+        with pytest.raises(CheckpointError, match=rf"{section}\.{name} was 1, now 2: change it back, or .*init_from"):
+            resume.check_config({section: {name: 1}}, {section: {name: 2}}, allow_change=allow_change)
+
+
+def test_a_run_of_several_ranks_is_resumed_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.hints.program", lambda name="tercet": name)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert hints.resume("runs/a") == "tercet train --resume auto --run.dir runs/a"
+    words = "-m tercet train --resume auto --run.dir runs/a"
+    assert hints.resume("runs/a", 4) == f"torchrun --standalone --nproc-per-node=4 {words}"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert hints.resume("runs/a", 4) == f"torchrun --nnodes=2 --nproc-per-node=2 {words}"
 
 
 def test_changed_nsa_settings_are_refused_except_for_dense_models() -> None:

@@ -238,7 +238,7 @@ def print_summary(
     look = [hints.generate(folder.path, config.sample_prompt or "TEXT"), hints.report(folder.path)]
     if not completed:
         screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
-        screen.say(f"resume with: {hints.resume(folder.path)}")
+        screen.say(f"resume with: {hints.resume(folder.path, config.parallel.world_size)}")
         screen.say("\n  ".join(["generate text, check the run:", *look]))
         return
     if state.step == start.step > 0:
@@ -270,7 +270,7 @@ def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
     if config.train.stages and not ended:
         longer = ",".join(map(str, [*config.train.stages, config.train.stages[-1]]))
         more = f"--train.stages {longer} --checkpoint.allow_config_change"
-    return f"{hints.resume(folder.path)} {more}"
+    return f"{hints.resume(folder.path, config.parallel.world_size)} {more}"
 
 
 def check_memory(config: RunConfig, device: torch.device) -> None:
@@ -341,7 +341,7 @@ def _memory_savings(config: RunConfig, device: torch.device, needed: int) -> lis
     return sorted(found[:3], reverse=True)
 
 
-def disk_error(error: OSError, folder: RunFolder) -> str:
+def disk_error(error: OSError, folder: RunFolder, ranks: int) -> str:
     """Error message for a failed write: what failed, what is safe, and how to resume."""
     where, newest = error.filename or folder.path, manifest.describe_newest(folder.checkpoints)
-    return f"{where}: {error.strerror or error}; {newest}: resume with: {hints.resume(folder.path)}"
+    return f"{where}: {error.strerror or error}; {newest}: resume with: {hints.resume(folder.path, ranks)}"

@@ -36,6 +36,10 @@ from tercet.train.manifest import CheckpointError, WrongCheckpoint, run_of
 from tercet.train.run_folder import RunFolder, locate
 
 # Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
+# The order of the data depends on these, and with it a checkpoint's position in it.
+DATA_ORDER = {
+    "run.seed", "data.source", "data.tokenizer", "data.validation_fraction", "data.shuffle", "data.retrieval",
+}  # fmt: skip
 MAY_CHANGE = (
     "run.name", "run.dir", "run.device", "run.threads", "log.", "health.", "profile.", "checkpoint.", "parallel.",
     "data.prefetch", "data.bad_records", "data.accept_changes", "data.max_lost_text", "train.steps",
@@ -100,7 +104,7 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
         if folder.has_run:
             raise UsageError(
                 f"{folder.path} already holds a run: pick another --run.dir, or resume with: "
-                f"{hints.resume(folder.path)}"
+                f"{hints.resume(folder.path, config.parallel.world_size)}"
             )
         return None, []
     manifest.remove_leftovers(folder.checkpoints)
@@ -121,7 +125,7 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     if not start.is_in(folder.checkpoints) and folder.has_run and not _is_same_fork(folder, start):
         raise UsageError(
             f"{folder.path} already holds a run, and --resume {resume} belongs to another one: pick another "
-            f"--run.dir, or resume the run in this folder with: {hints.resume(folder.path)}"
+            f"--run.dir, or resume the run in this folder with: {hints.resume(folder.path, config.parallel.world_size)}"
         )
     if (done := start.run_state["step"]) > config.train.steps:
         raise UsageError(
@@ -288,6 +292,11 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
                 f"{messages[key]}: the checkpoint holds optimizer state of {stored} only; change it back, or start a "
                 "new run from the weights with train.init_from"
             )
+    if data_keys := [k for k in changed if k in DATA_ORDER or k.startswith("data.mixture")]:
+        raise WrongCheckpoint(
+            f"the data changed since the checkpoint: {'; '.join(messages[k] for k in data_keys)}: change it back, or "
+            "start a new run from the weights with train.init_from"
+        )
     restricted = [k for k in changed if not k.startswith(MAY_CHANGE) and k not in unused]
     if restricted and not allow_change:
         raise WrongCheckpoint(

@@ -215,7 +215,7 @@ class Trainer:
             if cause is not error:
                 raise cause from error
             if isinstance(error, OSError):
-                raise TercetError(disk_error(error, self.folder)) from error
+                raise TercetError(disk_error(error, self.folder, self.config.parallel.world_size)) from error
             raise
         return code
 
