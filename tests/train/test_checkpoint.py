@@ -368,6 +368,20 @@ def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) 
         checkpoint.load_tensors(path, *build(width=16))
 
 
+@pytest.mark.parametrize(
+    ("live", "stored", "message"),
+    [
+        ("model.a.selector.q", "", r"it lacks model.a.selector.q: tercet import hf adds them \(--selector learned\)"),
+        ("", "model.a.selector.q", "it has extra model.a.selector.q: set model.selector to learned"),
+        ("optimizer.state.a", "", "it lacks optimizer.state.a: .* other parameters, drop train.init_state"),
+    ],
+)
+def test_weights_that_do_not_fit_name_the_fix(live: str, stored: str, message: str) -> None:
+    shapes = [{name: torch.Size([2]) for name in ("model.b", given) if name} for given in (live, stored)]
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.compare_shapes(Path("old"), *shapes)
+
+
 def test_a_changed_config_is_reported_or_refused() -> None:
     saved = {"model": {"dim": 8}, "train": {"lr": 1.0, "steps": 5}, "log": {"every": 1}}
     assert resume.check_config(saved, saved, allow_change=False) == []

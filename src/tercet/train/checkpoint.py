@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
@@ -120,7 +120,19 @@ def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[s
     ]
     for problem, names in (("lacks", missing), ("has extra", extra), ("differs in shape:", sorted(differ))):
         if names:
-            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {first_few(names)}")
+            raise WrongCheckpoint(
+                f"{path} does not fit the model: it {problem} {first_few(names)}{_fix(problem, names)}"
+            )
+
+
+def _fix(problem: str, names: Sequence[str]) -> str:
+    """What to do about weights that are missing or superfluous, where the names tell."""
+    if all(name.startswith(OPTIMIZER) for name in names):
+        return ": it was saved by a run that trained other parameters, drop train.init_state"
+    if all(".selector." in name for name in names):
+        add = "tercet import hf adds them (--selector learned), or set model.selector to compressed"
+        return f": {add if problem == 'lacks' else 'set model.selector to learned'}"
+    return ""
 
 
 @dataclass(frozen=True)
