@@ -129,9 +129,10 @@ def _fix(problem: str, names: Sequence[str]) -> str:
     """What to do about weights that are missing or superfluous, where the names tell."""
     if all(name.startswith(OPTIMIZER) for name in names):
         return ": it was saved by a run that trained other parameters, drop train.init_state"
-    if all(".selector." in name for name in names):
-        add = "tercet import hf adds them (--selector learned), or set model.selector to compressed"
-        return f": {add if problem == 'lacks' else 'set model.selector to learned'}"
+    if problem == "lacks" and all(".selector." in name for name in names):
+        return ": tercet import hf adds them (--selector learned), or set model.selector to compressed"
+    if problem == "has extra" and all(".selector." in name for name in names):
+        return ": set model.selector to learned"
     return ""
 
 
