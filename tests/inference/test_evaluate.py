@@ -147,6 +147,19 @@ def test_loss_by_position_adds_up_to_the_loss_of_the_batch():
     assert [s.first for s in found] == [0, 1, 2, 4, 8, 16, 32, 64][: len(found)]
 
 
+@pytest.mark.parametrize("cross", [False, True])
+def test_exactly_the_given_number_of_sequences_is_read(cross):
+    model = language_model(data__synthetic__length=50, data__cross_document_attention=cross)
+    one_by_one = list(held_out(model, sequences=5))
+    expected = by_position(model, iter(one_by_one))
+    for batch in (2, 3, 5, 8):
+        batches = list(held_out(model, sequences=5, batch=batch))
+        assert torch.equal(torch.cat([b.tokens for b in batches]), torch.cat([b.tokens for b in one_by_one]))
+        found = by_position(model, iter(batches))
+        assert [(b.first, b.last, b.tokens) for b in found] == [(b.first, b.last, b.tokens) for b in expected]
+        assert [b.nats for b in found] == pytest.approx([b.nats for b in expected], rel=1e-5)
+
+
 def test_positions_are_counted_within_documents():
     model = language_model(data__source="synthetic", data__synthetic__length=16)
     found = by_position(model, held_out(model, sequences=2))
@@ -169,6 +182,32 @@ def test_only_sequences_within_one_document_measure_the_context():
     model = language_model(data__source="synthetic", data__synthetic__length=64)
     assert list(within_documents(model, length=16, sequences=5))[4].cu_seqlens.tolist() == [0, 16]
     assert ContextLoss(8, [1.0, 2.0]).gain(ContextLoss(4, [1.5, 2.1])) == pytest.approx((-0.3, 0.2))
+
+
+def test_sequences_without_a_scored_target_are_skipped(tmp_path, capsys):
+    """EOS, the last of a document's tokens, has no target."""
+    file = tmp_path / "lines.jsonl"
+    data = {"data__source": "jsonl", "data__path": str(file), "data__validation_fraction": 0.5}
+    model = language_model(**data, data__packing="whole")
+    write_config(model.run, {}, tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+    def sequences(sizes, last, length=65):
+        lines = (json.dumps({"text": f"{i:0{size - 1}}"}) for size in sizes for i in range(8))
+        file.write_text("".join(f"{line}\n" for line in lines))
+        command = ["eval", "context", str(tmp_path), "--lengths", str(length), "--last", str(last)]
+        code, (out, err) = main(command), capsys.readouterr()
+        return err if code else json.loads(out.splitlines()[-1])["sequences"]
+
+    both = sequences((65, 100), 2)
+    assert 0 < sequences((65, 100), 1) == both - sequences((65,), 2)
+    assert re.search(r"--last 1 has no target .* \d validation sequences of 65 tokens.*larger", sequences((65,), 1))
+    assert "no validation document has 66 tokens" in sequences((65,), 1, 66)
+
+
+def test_the_search_for_a_scored_target_ends_in_endless_data():
+    with pytest.raises(TercetError, match="--last 1 has no target"):
+        next(within_documents(language_model(), length=16, sequences=1, last=1))
 
 
 def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, capsys):

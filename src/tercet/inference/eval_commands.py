@@ -114,13 +114,11 @@ def context(
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
     losses: list[list[float]] = []
     progress = Progress(sum(sizes) * sequences)
-    for loaded in within_documents(model, length=sizes[-1], sequences=sequences):
+    for loaded in within_documents(model, length=sizes[-1], sequences=sequences, last=scored):
         losses.append([])
         for size in sizes:
             losses[-1] += by_context(model, loaded, [size], scored)
             progress.update(size)
-    if not losses:
-        raise UsageError(f"no validation document has {sizes[-1]:,} tokens: give shorter --lengths")
     found = [ContextLoss(size, [row[i] for row in losses]) for i, size in enumerate(sizes)]
     one = len(losses) == 1  # whose difference has no standard error
     print(

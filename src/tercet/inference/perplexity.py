@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,9 @@ from tercet.inference.arguments import at_least_one
 from tercet.inference.load import LanguageModel
 from tercet.model.cost import chunk_rows
 from tercet.model.loss import IGNORED
+
+# Sequences in a row without a scored target after which `within_documents` gives up: generated data is endless.
+_UNSCORED = 1000
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,30 @@ class ContextLoss:
         return statistics.fmean(differences), error
 
 
-def within_documents(model: LanguageModel, *, length: int, sequences: int) -> Iterator[Batch]:
-    """Validation sequences of `length` tokens, each from one document."""
-    found = 0
+def within_documents(model: LanguageModel, *, length: int, sequences: int, last: int | None = None) -> Iterator[Batch]:
+    """Validation sequences of `length` tokens, each from one document and with a target among its `last` tokens (none:
+    among all). Raises if there is none."""
+    last = length if last is None else last
+    found = unscored = 0
     for batch in held_out(model, sequences=1 << 30, seq_len=length):
         if batch.cu_seqlens is not None and batch.cu_seqlens.tolist() != [0, length]:
             continue
+        if (batch.targets[0, -last:] == IGNORED).all():
+            unscored += 1
+            if unscored == _UNSCORED:
+                break
+            continue
         yield batch
-        found += 1
+        found, unscored = found + 1, 0
         if found == sequences:
             return
+    if not found and unscored:
+        raise UsageError(
+            f"--last {last} has no target to score in {unscored:,} validation sequences of {length:,} tokens (the last "
+            "token of a document has none): give a larger --last or shorter --lengths"
+        )
+    if not found:
+        raise UsageError(f"no validation document has {length:,} tokens: give shorter --lengths")
 
 
 @torch.no_grad()
@@ -135,10 +152,21 @@ def target_bytes(model: LanguageModel, batch: Batch) -> int:
 
 
 def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1) -> Iterator[Batch]:
-    """Batches of the model's validation data, packed as in training."""
+    """Batches of the model's validation data, packed as in training: `sequences` in all, fewer in the last batch if
+    they are not a multiple of `batch`."""
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
     with build_loader(
         data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
     ) as loader:
-        yield from islice(loader, -(-sequences // batch))
+        for number, loaded in enumerate(islice(loader, -(-sequences // batch))):
+            yield _first_sequences(loaded, sequences - number * batch)
+
+
+def _first_sequences(batch: Batch, count: int) -> Batch:
+    if count >= len(batch.tokens):
+        return batch
+    tokens, bounds = batch.tokens[:count], batch.cu_seqlens
+    if bounds is not None:
+        bounds = bounds[bounds <= tokens.numel()]  # documents end with their sequence
+    return replace(batch, tokens=tokens, targets=batch.targets[:count], cu_seqlens=bounds)
