@@ -18,7 +18,7 @@ from tercet.cli import main
 from tercet.config.load import write_config
 from tercet.errors import UsageError
 from tercet.inference.perplexity import held_out
-from tercet.inference.recorded_selections import check_fits, load, make_recording, save
+from tercet.inference.recorded_selections import check_fits, load, make_recording, record, save
 from tercet.inference.selection_map import LayerSelection, record_selections
 
 NSA = tercet.NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=5, window=8)
@@ -62,6 +62,23 @@ def test_fewer_kv_heads_can_be_recorded_but_not_more(run: Path, tmp_path: Path, 
         assert main([*command, flag, "5"]) == 2
         assert f"{flag} 5 is more than the {most}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("packing", "cross"), [("continue", False), ("continue", True), ("whole", False)])
+def test_padding_is_not_recorded_as_text(tmp_path: Path, packing: str, cross: bool) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{i:039}"}) + "\n" for i in range(8)))  # 40 tokens with EOS
+    model = language_model(
+        data__source="jsonl", data__path=str(file), data__validation_fraction=0.5, data__packing=packing,
+        data__cross_document_attention=cross,
+    )  # fmt: skip
+    most = 40 * len(list(held_out(model, sequences=8, seq_len=40)))
+    assert record(model, most).tokens == most > 40
+    with pytest.raises(UsageError, match=f"--length {most + 1} is more than the {most} tokens"):
+        record(model, most + 1)
+    if packing == "whole":  # one document and padding in each sequence
+        with pytest.raises(UsageError, match="--length 60 is more than the 40 tokens"):
+            record(model, 60)
 
 
 def recorded_text(tokens: int, file: Path, layers: int = 1, config: tercet.NSAConfig = NSA) -> None:

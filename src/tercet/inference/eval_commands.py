@@ -434,12 +434,13 @@ def selections(
     model = load_model(run, device=device, dtype=dtype)
     length = length or model.context
     warning = _warn_beyond_training(model, run, "--length", [length])
-    recording = record(model, length, layers, kv_heads)
+    progress = Progress(length * model.config.layers).update
+    recording = record(model, length, layers, kv_heads, progress)
     save(recording, out)
     size = out.stat().st_size
     print(f"{out}: {size:,} bytes; {length:,} tokens, layers {', '.join(map(str, recording.layers))}")
-    print(json.dumps({"eval": "selections", "run": str(run), "step": model.step, "trained_length": model.context,
-                      "warning": warning, "length": length, "layers": recording.layers, "bytes": size}))  # fmt: skip
+    found = {"length": length, "layers": recording.layers, "bytes": size}
+    print(json.dumps({**_record("selections", run, model, warning), **found}))
     return 0
 
 
@@ -460,8 +461,10 @@ def _load(run: Path, device: Device, dtype: Dtype, data_of: Path | None) -> Lang
     return model
 
 
-def _record(name: str, run: Path, model: LanguageModel, warning: str | None, data_of: Path | None) -> dict[str, Any]:
-    """The beginning of the JSON line of an evaluation on validation text."""
+def _record(
+    name: str, run: Path, model: LanguageModel, warning: str | None, data_of: Path | None = None
+) -> dict[str, Any]:
+    """The beginning of the JSON line of an evaluation."""
     return {
         "eval": name, "run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
         "data_of": None if data_of is None else str(data_of),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from lzma import LZMAError
 from pathlib import Path
@@ -52,10 +52,16 @@ class Recording:
         return torch.from_numpy(np.stack(chosen)).unflatten(0, (batch, groups)).transpose(1, 2).contiguous()
 
 
-def record(model: LanguageModel, length: int, layers: int | None = None, kv_heads: int | None = None) -> Recording:
+def record(
+    model: LanguageModel,
+    length: int,
+    layers: int | None = None,
+    kv_heads: int | None = None,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Recording:
     """Read one validation sequence, and keep the selection of this many layers (none: at most 4), evenly spaced;
-    kv_heads: of each."""
-    found = record_selections(model, _sequence(model, length).tokens[0].tolist())
+    kv_heads: of each. progress: called with the tokens of each layer's forward pass."""
+    found = record_selections(model, _sequence(model, length).tokens[0].tolist(), progress)
     layers = layers or min(4, len(found))
     for name, given, most in (("layers", layers, len(found)), ("kv-heads", kv_heads or 1, model.config.kv_heads)):
         if given > most:
@@ -113,15 +119,23 @@ def check_fits(recording: Recording, path: Path, config: NSAConfig, tokens: int,
 
 
 def _sequence(model: LanguageModel, length: int) -> Batch:
-    """A validation sequence within one document, if there is one among the first; else the first one, whose documents
-    the model then reads as one."""
+    """A validation sequence within one document, if there is one among the first; else the first one without padding,
+    whose documents the model then reads as one."""
     first: Batch | None = None
+    most = padding = 0  # most: tokens of the fullest sequence
     for batch in held_out(model, sequences=_SEARCHED, seq_len=length):
+        filled = length - (batch.stats.padding - padding)
+        most, padding = max(most, filled), batch.stats.padding
+        if filled < length:
+            continue
         first = batch if first is None else first
         if batch.cu_seqlens is None or batch.cu_seqlens.tolist() == [0, length]:
             return batch
     if first is None:
-        raise UsageError(f"the validation data has no {length:,} tokens: give a shorter --length")
+        raise UsageError(
+            f"--length {length} is more than the {most} tokens of text that the longest validation sequence has: give "
+            "at most that"
+        )
     return first
 
 
