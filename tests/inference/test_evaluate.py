@@ -291,6 +291,19 @@ def test_the_map_shows_the_blocks_that_the_layers_read():
     assert len(spans) == t // size + 1
 
 
+def test_the_map_of_a_prompt_beyond_training_comes_with_a_warning(stored, tmp_path, capsys):
+    for length in (128, 129):
+        assert main(["eval", "selection-map", str(stored), str(tmp_path / "map.html"), "--prompt", "x" * length]) == 0
+        out, err = capsys.readouterr()
+        record = json.loads(out.splitlines()[-1])
+        assert (record["eval"], record["step"], record["trained_length"]) == ("selection-map", 0, 128)
+        if length == 128:
+            assert (err, record["warning"]) == ("", None)
+        else:
+            assert "prompt length of 129 is beyond the 128 tokens" in err
+            assert err == f"warning: {record['warning']}\n"
+
+
 def test_the_map_fits_any_screen_and_has_a_token_axis():
     model = language_model()
     told = selection_page([65] * 80, model.tokenizer, record_selections(model, [65] * 80))

@@ -101,7 +101,9 @@ def test_the_command_runs_a_task_and_prints_its_results(tmp_path, capsys, model)
     flags = {"--include": tmp_path, "--out": tmp_path / "all.json", "--tasks": "little_text"}
     command = ["eval", "lm-eval", str(tmp_path / "run"), *(str(word) for pair in flags.items() for word in pair)]
     assert main(command) == 0
-    out = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    out = out.splitlines()
+    assert err.startswith("loading lm-eval …\n")  # before seconds of silence
     nats = -sum(sum(log_probabilities(model, [0, *text.encode()])) for text in texts)
     expected = nats / math.log(2) / sum(map(len, texts))
     assert json.loads(out[-1])["results"]["little_text"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-4)

@@ -344,10 +344,12 @@ def lm_eval(
         check_writable("--out", out)
     if importlib.util.find_spec("lm_eval") is None:
         raise TercetError("tercet eval lm-eval needs lm-eval: pip install 'tercet[eval]'")
-    from tercet.inference.harness import evaluate
     from tercet.inference.load import load_model
 
     model = load_model(run, device=device, dtype=dtype)
+    print("loading lm-eval …", file=sys.stderr, flush=True)  # takes most of a minute, with the index of its tasks
+    from tercet.inference.harness import evaluate
+
     found = evaluate(model, tasks, batch=batch, limit=limit, fewshot=fewshot, include=include)
     results = {
         task: {key: value for key, value in scores.items() if isinstance(value, (int, float))}
@@ -395,6 +397,7 @@ def selection_map(
 
     model = load_model(run, device=device, dtype=dtype)
     (tokens,) = tokenize_prompts([text], model.tokenizer, model.config.vocab_size)
+    warning = _warn_beyond_training(model, run, "a prompt length of", [len(tokens)])
     layers = record_selections(model, tokens)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -404,7 +407,7 @@ def selection_map(
     print(f"{out}: {len(tokens)} tokens, {len(layers)} layers")
     t = query if query >= 0 else len(tokens) + query
     blocks = {f"layer_{layer.layer}": sorted(layer.selected_by(t)) for layer in layers}
-    print(json.dumps({"eval": "selection_map", "run": str(run), "query": t, "blocks": blocks}))
+    print(json.dumps({**_record("selection-map", run, model, warning), "query": t, "blocks": blocks}))
     return 0
 
 
