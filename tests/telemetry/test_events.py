@@ -20,7 +20,7 @@ from tercet.telemetry.events import Noted, StepLogged, Validated, decode, encode
 from tercet.telemetry.health import health_findings
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks, summarise
-from tercet.telemetry.units import duration, quantity
+from tercet.telemetry.units import duration, gradient_norm, quantity
 
 
 def logged(step: int, loss: float = 0.1 + 0.2, rank: int = 0) -> StepLogged:
@@ -147,6 +147,15 @@ def test_plain_lines_without_a_terminal() -> None:
         "step  1/10  loss 0.3000  lr 1.00e-03  grad 1.500  1k tok/s  mem 0.50 GiB  eta 1s",
         "validation after step 1: loss 1.2500 over 5 tokens",
     ]
+
+
+def test_small_gradient_norms_are_not_shown_as_zero() -> None:
+    shown = {12.3456: "12.346", 0.5: "0.500", 0.0: "0.000", 0.0123: "0.0123", 3.21e-5: "3.21e-05"}
+    assert {norm: gradient_norm(norm) for norm in shown} == shown
+    assert [gradient_norm(float(norm)) for norm in ("nan", "inf")] == ["nan", "inf"]
+    out = io.StringIO()
+    Screen(stream=out)(step_logged(1, grad_norm=3.21e-5))
+    assert "grad 3.21e-05" in out.getvalue()
 
 
 def test_no_time_left_is_claimed_while_warming_up() -> None:

@@ -21,7 +21,7 @@ from tercet.report.read import last_heartbeat, read_run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
 from tercet.telemetry.progress import steps_left
-from tercet.telemetry.units import duration, quantity
+from tercet.telemetry.units import duration, gradient_norm, quantity
 from tercet.terminal import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -151,7 +151,7 @@ class View:
             grid.add_row("memory", f"{step.memory_gib:.2f} GiB", Text(memory, style="dim"))
         mfu = "" if step.mfu is None else f"  mfu {100 * step.mfu:.1f}%"
         rest = f"lr {step.lr:.2e}{mfu}  tokens {quantity(step.tokens)}  skipped {step.skipped}"
-        grid.add_row("gradient", f"{step.grad_norm:.3f}", Text(rest, style="dim"))
+        grid.add_row("gradient", gradient_norm(step.grad_norm), Text(rest, style="dim"))
         if validation:
             grid.add_row("validation", f"{validation.loss:.4f}", Text(f"after step {validation.step}", style="dim"))
         if saved:

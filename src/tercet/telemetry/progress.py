@@ -29,7 +29,7 @@ from tercet.telemetry.events import (
     StepsSkipped,
     Validated,
 )
-from tercet.telemetry.units import duration, quantity
+from tercet.telemetry.units import duration, gradient_norm, quantity
 from tercet.terminal import printable
 
 HISTORY_LINES = 100  # of a whole run, above the live line
@@ -243,7 +243,7 @@ def step_fields(event: StepLogged, seconds_left: float | None) -> list[tuple[int
     return [
         (0, f"loss {event.loss:.4f}"),
         (3, f"lr {event.lr:.2e}"),
-        (5, f"grad {event.grad_norm:.3f}"),
+        (5, f"grad {gradient_norm(event.grad_norm)}"),
         (2, f"{quantity(event.tokens_per_s)} tok/s"),
         *mfu,
         (6, f"mem {event.memory_gib:.2f} GiB"),

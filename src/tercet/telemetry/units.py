@@ -38,3 +38,8 @@ def size(count: float) -> str:
 def plural(count: int, noun: str) -> str:
     """1 rank, 2 ranks."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def gradient_norm(norm: float) -> str:
+    """0.523; small norms have three significant digits instead of three decimals."""
+    return f"{norm:.3f}" if norm >= 0.1 or norm == 0 else f"{norm:#.3g}"
