@@ -231,6 +231,28 @@ def test_training_selectors_alone_needs_some() -> None:
         load(flags={"train.selector.only": True, "model.selector": "learned", "model.attention": "dense"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.seq_len": 1024}, r"all of its sequence of at most 1024 tokens .*use sequences of more than 1024"),
+        ({"train.stages": "512:2,1024:2"}, "use sequences of more than 1024"),
+        ({"model.gate": "none", "model.dense_below": 4096}, r"more than 4096 .*or lower model\.dense_below"),
+        ({"model.nsa.select_count": 3}, r"select_count=3 blocks .* forced .*raise model\.nsa\.select_count above 3"),
+        ({"train.selector.weight": 0}, r"train\.selector\.weight=0"),
+    ],
+    ids=str,
+)
+def test_training_selectors_alone_needs_blocks_to_choose(changes, words):
+    flags = {
+        "model.selector": "learned", "data.seq_len": 2048, "train.micro_batch": 1, "train.tokens_per_step": 2048,
+    }  # fmt: skip
+    load(flags=flags | {"train.selector.only": True})
+    load(flags=flags | {"train.selector.only": True, "train.stages": "1024:2,2048:2"})
+    load(flags=flags | changes)
+    with pytest.raises(ConfigError, match=rf"train\.selector\.only=true has nothing to train.*{words}"):
+        load(flags=flags | {"train.selector.only": True} | changes)
+
+
 def test_settings_of_muon_need_muon():
     with pytest.raises(ConfigError, match=r"muon.lr=0.02 has no effect with optimizer=adamw"):
         load("tiny", None, {"train.muon.lr": 0.02})

@@ -67,7 +67,7 @@ def test_sparse_attention_without_gates_is_called_block_sparse():
     assert " of block-sparse" in lines(model__gate="none", model__compress_selected_keys=False)["model"]
 
 
-@pytest.mark.parametrize(("count", "noted"), [(7, False), (8, True)])  # of 8 blocks
+@pytest.mark.parametrize(("count", "noted"), [(3, True), (4, False), (7, False), (8, True)])  # 3 forced, of 8 blocks
 def test_a_learned_selector_with_nothing_to_choose_is_noted(count, noted):
     found = lines(model__nsa__select_count=count, model__selector="learned")
     assert ("nothing to choose" in found.get("note", "")) == noted

@@ -7,7 +7,7 @@ window w. Positions t are 0-based.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -98,12 +98,17 @@ class NSAConfig:
                 f"compress_block={l} is larger than select_block={block}: "
                 f"lower compress_block to {block} or raise select_block to {l}"
             )
-        forced = self.select_initial + self.select_local
+        forced = self.forced_blocks
         if self.select_count < forced:
             raise ValueError(
                 f"select_count={self.select_count} is less than select_initial + select_local = {forced}: "
                 f"set select_count to at least {forced}"
             )
+
+    @property
+    def forced_blocks(self) -> int:
+        """Blocks that every query selects, whatever their scores."""
+        return self.select_initial + self.select_local
 
     @property
     def selected_tokens(self) -> int:
@@ -134,6 +139,34 @@ class NSAConfig:
         lengths = cu_seqlens.diff()
         counts = ((lengths - self.compress_block).div(self.compress_stride, rounding_mode="floor") + 1).clamp_(0)
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(cu_seqlens.dtype)
+
+
+class NoChoice(NamedTuple):
+    """Why no query has a choice of blocks, and how to give it one."""
+
+    reason: str
+    fix: str
+    reads_all: bool  # every query reads everything before it; otherwise only forced blocks
+
+
+def nothing_to_choose(nsa: NSAConfig, length: int, dense_below: int) -> NoChoice | None:
+    """Whether no query of a sequence of `length` tokens has a choice of blocks; None if some have."""
+    reach = max(nsa.selected_tokens, dense_below)
+    if length <= reach:
+        lower = "model.dense_below" if dense_below > nsa.selected_tokens else "model.nsa.select_count"
+        return NoChoice(
+            f"every query reads all of its sequence of at most {length} tokens (select_count × select_block and "
+            f"dense_below reach {reach})",
+            f"use sequences of more than {reach} tokens (data.seq_len or train.stages), or lower {lower}",
+            True,
+        )
+    if nsa.select_count == nsa.forced_blocks:
+        return NoChoice(
+            f"all select_count={nsa.select_count} blocks of a query are forced ones (select_initial + select_local)",
+            f"raise model.nsa.select_count above {nsa.select_count}",
+            False,
+        )
+    return None
 
 
 def _some(numbers: list[int]) -> str:

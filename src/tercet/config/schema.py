@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tercet.attention.config import NoChoice, nothing_to_choose
 from tercet.config.data import SHORTEST_EXERCISE, DataConfig, absolute
 from tercet.config.sections import (
     CheckpointConfig,
@@ -101,6 +102,7 @@ class RunConfig(Section):
                     raise
                 rule = re.sub(r"(train|data)[.](?=tokens_per_step|micro_batch|seq_len)", "", str(error))
                 raise ValueError(f"train.stages: stage {number} ({self.train.stages[number - 1]}): {rule}") from None
+        self._check_selector_only()
         return self
 
     def _check_tokens_per_step(self) -> None:
@@ -170,6 +172,27 @@ class RunConfig(Section):
                 f"train.selector.all_until={selector.all_until} needs train.selector.teacher selected, and "
                 "train.cuda_graph off or auto"
             )
+
+    def _check_selector_only(self) -> None:
+        selector = self.train.selector
+        if not selector.only:
+            return
+        if selector.weight == 0:
+            raise ValueError(
+                "train.selector.only=true has nothing to train with train.selector.weight=0, the weight of the only "
+                "loss: use a weight above 0, or drop train.selector.only"
+            )
+        if found := self.nothing_to_choose:
+            raise ValueError(
+                f"train.selector.only=true has nothing to train: {found.reason}: {found.fix}, or drop "
+                "train.selector.only"
+            )
+
+    @property
+    def nothing_to_choose(self) -> NoChoice | None:
+        """Why no query has a choice of blocks, in any stage; None if some have."""
+        longest = max(stage.data.seq_len for stage in self.stages)
+        return nothing_to_choose(self.model.nsa, longest, self.model.dense_below)
 
     def with_absolute_paths(self) -> Self:
         """With data and weights that are found from every folder, so that a run can be resumed from another one."""

@@ -97,15 +97,11 @@ def header_lines(
 
 
 def _nothing_to_select(config: RunConfig) -> str:
-    """A note if a learned selector is never needed, because every query reads all blocks."""
-    model, longest = config.model, max(stage.data.seq_len for stage in config.stages)
-    reach = max(model.nsa.selected_tokens, model.dense_below)
-    if model.selector != "learned" or "nsa" not in model.attention_kinds or longest > reach:
+    """A note if a learned selector is never needed."""
+    model = config.model
+    if model.selector != "learned" or "nsa" not in model.attention_kinds or (found := config.nothing_to_choose) is None:
         return ""
-    return (
-        f"selector=learned has nothing to choose: every query reads all of its sequence (data.seq_len={longest}, "
-        f"select_count × select_block and dense_below reach {reach}): use longer sequences or fewer blocks"
-    )
+    return f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
 
 
 def _lengths(config: RunConfig) -> str:
