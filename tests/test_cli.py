@@ -256,6 +256,9 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         f"import hf nowhere {tmp_path / 'out'}": "nowhere is not a folder",
         f"import hf {bare} {bare}": "exists and is not empty",
         f"import hf {bare} {tmp_path / 'out'} --attention nothing": "'nothing' is unknown",
+        f"import hf {bare} {tmp_path / 'out'} --attention block-sparse --selector learned --nsa.select_count 3": (
+            "nothing to choose"
+        ),
     }
     script = (
         "import sys\nfrom tercet.cli import main\n"

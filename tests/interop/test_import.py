@@ -81,6 +81,7 @@ def losses(theirs, folder, length):
 def test_a_dense_import_is_the_same_model(family, tmp_path):
     theirs, folder = family
     import_model(folder, tmp_path / "out", attention="dense")
+    assert load(file=tmp_path / "out" / "config.toml").config.run.name == "model-dense"
     tokens = torch.randint(1, 99, (2, 100))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -210,6 +211,23 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
         m7c.compress_selected_keys,
     )
     assert recommended.nsa == m7c.nsa
+
+
+@pytest.mark.parametrize(("length", "added"), [(256, set()), (100, {"train.tokens_per_step"}), (128, set())])
+def test_the_suggested_commands_for_learned_selectors_have_blocks_to_choose(tmp_path, capsys, length, added):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    words = ["import", "hf", tmp_path / "dense", tmp_path / "out", "--attention", "block-sparse", "--selector",
+             "learned", "--seq_len", length, "--nsa.select_block", 32, "--nsa.select_count", 4]  # fmt: skip
+    assert cli.main([*map(str, words)]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if " train --config " in line]
+    assert len(commands) == 2
+    for command in commands:
+        given = command[command.index("--config") :]
+        flags = {key.removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)}
+        config = load(file=flags.pop("config"), flags=flags).config
+        assert config.nothing_to_choose is None
+        assert config.data.seq_len == 256
+        assert flags.keys() & {"train.tokens_per_step"} == added  # where 100 tokens do not divide the usual 65,536
 
 
 def test_beyond_the_covering_branch_the_loss_differs(tmp_path):

@@ -54,7 +54,12 @@ def hf(
     check_empty(out)
     if attention is not None:
         attention_options(attention, dense_below, selector)
-    from tercet.interop.huggingface.import_hf import import_model
+    if selector == "learned" and nsa.select_count == nsa.forced_blocks:
+        raise UsageError(
+            f"--nsa.select_count {nsa.select_count} leaves --selector learned nothing to choose: these are the forced "
+            f"blocks (select_initial + select_local); use at least {nsa.select_count + 1}"
+        )
+    from tercet.interop.huggingface.import_hf import batch_settings, import_model
 
     imported = import_model(
         source,
@@ -72,13 +77,13 @@ def hf(
     )
     if imported.restored:
         print("restored the settings that the model was exported with")
-    model = imported.run.model
+    model, two_stages = imported.run.model, imported.run.model.selector == "learned" and not imported.restored
     if imported.exact_length is not None:
         gated = "nsa" in model.attention_kinds and model.gate != "none"
         gates = f"gates start with the {cover} branch open: " if gated else ""
         print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
         length = imported.run.data.seq_len
-        if model.gate == "none" and length <= imported.exact_length:
+        if model.gate == "none" and length <= imported.exact_length and not two_stages:
             print(f"attention is still dense in sequences of {length:,} tokens: to train the choice of blocks, use "
                   f"longer ones with --data.seq_len, or import with --seq_len")  # fmt: skip
         if model.gate == "none" and model.selector == "compressed":
@@ -88,7 +93,14 @@ def hf(
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
     file, flags = out / "config.toml", {"data.source": "text", "data.path": "YOUR-TEXTS"}
-    if model.selector == "learned" and not imported.restored:
+    if two_stages:
+        if imported.run.nothing_to_choose:  # the sequences are too short: selectors were checked above
+            block, reach = model.nsa.select_block, max(model.nsa.selected_tokens, model.dense_below)
+            length, longer = imported.run.data.seq_len, -(-2 * reach // block) * block
+            print(f"attention is still dense in sequences of {length:,} tokens: the commands use {longer:,}, where "
+                  "there are blocks to choose")  # fmt: skip
+            written = batch_settings(length)
+            flags |= {key: str(value) for key, value in batch_settings(longer).items() if value != written[key]}
         alone = flags | {"run.dir": "warmup", "train.selector.only": "true", "train.lr": "1e-3", "train.steps": 500}
         print(f"Wrote {out}. Its selectors start at random. To train them alone, then everything:")
         print(f"  {hints.train_config(file, alone)}")

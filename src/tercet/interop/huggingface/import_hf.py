@@ -115,6 +115,17 @@ def import_model(
     return Imported(out, run, exact_length, restored)
 
 
+def batch_settings(seq_len: int) -> dict[str, int]:
+    """Sequences of this length: about 4,096 tokens in a pass, and 65,536 in a step."""
+    batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
+    tokens = batch * seq_len
+    return {
+        "data.seq_len": seq_len,
+        "train.micro_batch": batch,
+        "train.tokens_per_step": tokens * max(1, 65536 // tokens),
+    }
+
+
 def _check_no_options(source: Path, options: Mapping[str, Any], ours: bool) -> None:
     """Refuse options for an export, which has its own. ours: its weights are not those of a dense model."""
     if unused := [name for name, value in options.items() if value != DEFAULT_OPTIONS[name]]:
@@ -184,14 +195,12 @@ def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
 def _write(
     source: Path, out: Path, config: ModelConfig, weights: Iterator[tuple[str, Tensor]], seq_len: int, seed: int
 ) -> RunConfig:
-    batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
-    kind = BLOCK_SPARSE if config.gate == "none" else "nsa"
+    sparse = [name for name in config.attention_names if name in (BLOCK_SPARSE, "nsa")]
+    kind = sparse[0] if sparse else "-".join(sorted(set(config.attention_names)))
     values: dict[str, Any] = {
         "run.name": f"{source.resolve().name}-{kind}",
         "run.seed": seed,
-        "data.seq_len": seq_len,
-        "train.micro_batch": batch,
-        "train.tokens_per_step": batch * seq_len * max(1, 65536 // (batch * seq_len)),
+        **batch_settings(seq_len),
         "train.init_from": str((out / OUR_WEIGHTS).resolve()),
         "train.init_state": "weights",
     }
