@@ -13,7 +13,7 @@ import tercet.train.step as step_module
 from tercet.report.attention_gates import selection_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
-from tercet.report.training_gates import data_gate
+from tercet.report.training_gates import data_gate, stability_gate
 from tercet.report.verdict import judge
 from tercet.telemetry.events import CheckpointFailed, HealthFired, SelectorsObserved, StepLogged
 from tercet.train import manifest
@@ -89,6 +89,36 @@ def test_a_loss_that_does_not_fall_is_no_go(tmp_path, data, monkeypatch):
     with even_clock():
         found, _ = run(tmp_path / "run", data, **PLAIN, train__steps=24, train__lr=1e-9)
     assert_no_go(found, "stability", "the loss did not fall")
+
+
+def with_losses(healthy, losses, **config):
+    """The run as if its steps had these losses and there were no others."""
+    left = iter(losses)
+    steps = [dataclasses.replace(e, losses=[*itertools.islice(left, len(e.losses))]) for e in healthy.steps]
+    others = [e for e in healthy.events[0] if not isinstance(e, StepLogged)]
+    events = {0: [*others, *(e for e in steps if e.losses)]}
+    return dataclasses.replace(healthy, events=events, config={**healthy.config, **config})
+
+
+def test_the_loss_need_not_fall_where_only_selectors_learn(healthy):
+    rising = [3 + 0.01 * i for i in range(60)]
+    assert stability_gate(with_losses(healthy, rising), [], Thresholds(40)).verdict == "NO-GO"
+    told = stability_gate(with_losses(healthy, rising, **{"train.selector.only": True}), [], Thresholds(40))
+    assert told.verdict == "GO"
+    assert "only the selectors learn" in told.sentence
+    assert "loss fell" not in told.sentence
+    assert "decreasing loss" not in told.threshold
+
+
+def test_losses_are_compared_only_if_they_are_of_different_steps(healthy):
+    def told(*losses):
+        return stability_gate(with_losses(healthy, losses), [], Thresholds(40)).sentence
+
+    assert told(3.0).endswith("; training loss 3.000 (one step)")
+    assert "; training loss 2.500 (mean of the last 4 steps)" in told(4.0, 3.0, 2.0, 1.0)
+    falling = [3 - 0.1 * i for i in range(10)]
+    assert "fell from 2.800 (mean of the first 5 steps) to 2.300 (mean of the last 5 steps)" in told(*falling)
+    assert "went from 2.300" in told(*falling[::-1])  # too few steps for a verdict
 
 
 def on_gpu(healthy, folder: Path, route="triton", reason="", fallback=False):
@@ -269,6 +299,25 @@ def test_selectors_that_choose_at_random_are_no_go(healthy, tmp_path):
     assert not_learned.verdict == "GO"
     assert any("at random 30% to 30%" in value for _, value in not_learned.evidence)
     assert gate_of(0.3, 0.3, best=0.3).verdict == "GO"  # all blocks fit: nothing to choose
+
+
+def test_selection_is_not_applicable_if_every_query_reads_all_blocks(healthy):
+    def told(findings=(), **config):
+        ran = dataclasses.replace(healthy, config={**healthy.config, "model.gate": "none", **config})
+        return selection_gate(ran, list(findings), Thresholds(40))
+
+    assert told().sentence == "all 2 layers choose their blocks"
+    one = {"model.attention": ["nsa", "dense"]}
+    assert told(**one).sentence == "the only sparse layer chooses its blocks"
+    short = {"data.seq_len": 40}  # 5 blocks of 8 tokens
+    stuck = HealthFired(step=9, rule="selection_stuck", action="warn", sentence="", value=1, threshold=1, layer=0)
+    assert told([stuck]).verdict == "NO-GO"
+    for found in (told(**short), told([stuck], **short), told(**{"model.dense_below": 128})):
+        assert found.verdict == "NOT APPLICABLE"
+        assert "nothing to choose: every query reads all" in found.sentence
+    gated = told(**short, **{"model.gate": "sigmoid"})  # its gates are judged
+    assert gated.verdict == "GO"
+    assert gated.sentence.startswith("all 2 layers use all branches; nothing to choose")
 
 
 def test_waiting_for_the_first_batch_is_not_starvation(healthy):

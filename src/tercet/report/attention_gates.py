@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
+from tercet.attention.config import NoChoice, NSAConfig, nothing_to_choose
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.read import Run, is_fastest, last_choices, unlogged_passes
+from tercet.report.read import Run, is_fastest, last_choices, unlogged_passes, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 from tercet.telemetry.units import plural
 
@@ -57,7 +59,7 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     if len(slow) > 3:
         gate.fail(f"and {len(slow) - 3} more", "")
     gate.require_steps(run, limits)
-    return gate.build(f"{len(seen)} layers, all branches on their kernels{unlogged and f'; {unlogged}'}")
+    return gate.build(f"{plural(len(seen), 'layer')}, all branches on their kernels{unlogged and f'; {unlogged}'}")
 
 
 def fallback_gate(run: Run, limits: Thresholds) -> Gate:
@@ -106,8 +108,11 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         gate.not_applicable("no layer selects blocks")
         return gate.build()
     gated = run.config.get("model.gate") != "none"
+    no_choice = _no_choice(run)
+    if no_choice and not gated:
+        gate.not_applicable(f"nothing to choose: {no_choice.reason}")
     samples = [e for e in run.layers if sparse and all(_has_layer(e, i, gated) for i in sparse)]
-    gate.add_evidence("readings", f"{len(samples)} of all {len(sparse)} layers")
+    gate.add_evidence("readings", f"{len(samples)} of all {plural(len(sparse), 'layer')}")
     if samples:
         _add_layer_evidence(samples[-1], sparse, gate, gated)
     affected = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
@@ -117,7 +122,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         fixes["gate_collapse"] = "lower train.lr"
     for rule, fix in fixes.items():
         found = [f for f in findings if f.rule == rule]
-        if not found:
+        if not found or (rule == "selection_stuck" and no_choice and no_choice.reads_all):
             continue
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         sentence = f"{found[0].sentence} from step {found[0].step} on{more}"
@@ -134,8 +139,22 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         gate.not_tested(sampled, "train longer")
     gate.require_steps(run, limits)
     if not gated:
-        return gate.build(f"all {len(sparse)} layers choose their blocks")
-    return gate.build(_healthy_layers(sorted(i for i in affected if i is not None), len(sparse), limits))
+        return gate.build("the only sparse layer chooses its blocks" if len(sparse) == 1 else
+                          f"all {len(sparse)} layers choose their blocks")  # fmt: skip
+    named = sorted(i for i in affected if i is not None)
+    healthy = _healthy_layers(named, len(sparse), no_choice is None, limits)
+    return gate.build(f"{healthy}; nothing to choose: {no_choice.reason}" if no_choice else healthy)
+
+
+def _no_choice(run: Run) -> NoChoice | None:
+    """Why the layers had no choice of blocks; None if they had one."""
+    config = with_defaults(run)
+    try:
+        nsa = NSAConfig(**{f.name: config[f"model.nsa.{f.name}"] for f in dataclasses.fields(NSAConfig)})
+        longest = max((stage.seq_len for stage in run.stages), default=config["data.seq_len"])
+        return nothing_to_choose(nsa, longest, config["model.dense_below"])
+    except (KeyError, TypeError, ValueError):  # config.toml is unreadable, which the record gate reports
+        return None
 
 
 def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
@@ -184,8 +203,10 @@ def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuil
         gate.add_evidence("forced blocks", f"{100 * max(forced):.1f}% of the selected blocks")
 
 
-def _healthy_layers(affected: list[int], layers: int, limits: Thresholds) -> str:
-    healthy = "use all branches and choose their blocks"
+def _healthy_layers(affected: list[int], layers: int, choose: bool, limits: Thresholds) -> str:
+    if not affected and layers == 1:
+        return "the only sparse layer uses all branches" + " and chooses its blocks" * choose
+    healthy = "use all branches" + " and choose their blocks" * choose
     if not affected:
         return f"all {layers} layers {healthy}"
     names = f"layer {affected[0]} does" if len(affected) == 1 else f"layers {', '.join(map(str, affected))} do"

@@ -146,6 +146,11 @@ class Run:
         except (TypeError, ValueError, AttributeError):
             return []
 
+    @property
+    def selectors_only(self) -> bool:
+        """Whether the run trains nothing but learned selectors (train.selector.only)."""
+        return self.config.get("train.selector.only") is True
+
     @cached_property
     def tokens_per_s(self) -> float | None:
         """Median over log intervals, of the last stage that has any. The first interval of each process and stage is

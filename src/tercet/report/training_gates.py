@@ -33,10 +33,11 @@ DIED = "died"  # a process that left no end event
 
 
 def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
-    """The run kept going and the loss decreased."""
+    """The run kept going and the loss decreased, if the weights that produce it were trained."""
+    falls = "" if run.selectors_only else "a decreasing loss, "
     gate = GateBuilder(
         "stability",
-        f"at least {limits.min_steps} steps, a clean exit, no stalls, a decreasing loss, no unrecovered loss spike",
+        f"at least {limits.min_steps} steps, a clean exit, no stalls, {falls}no unrecovered loss spike",
         "loss",
     )
     planned = run.started[-1].steps if run.started else 0
@@ -49,9 +50,20 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     _check_stalls(run, gate)
     _check_loss(run, findings, limits, gate)
     gate.require_steps(run, limits)
-    first, final = first_loss(run), last_loss(run)
-    fell = f"the training loss fell from {first.value:.3f} ({first.of}) to {final.value:.3f} ({final.of})"
-    return gate.build(f"{run.step:,} steps, {last}; {fell}")
+    return gate.build("; ".join(filter(None, (f"{plural(run.step, 'step')}, {last}", _loss_sentence(run)))))
+
+
+def _loss_sentence(run: Run) -> str:
+    """What the losses show; empty if there are none."""
+    if run.selectors_only:
+        return "only the selectors learn, and the selection gate judges what they learned"
+    first, last = first_loss(run), last_loss(run)
+    if not last.steps:
+        return ""
+    if first.steps + last.steps > len(_finite_losses(run)):  # both means would include the same steps
+        return f"training loss {last.value:.3f} ({last.of})"
+    change = "fell" if last.value < first.value else "went"
+    return f"the training loss {change} from {first.value:.3f} ({first.of}) to {last.value:.3f} ({last.of})"
 
 
 def _check_earlier_processes(run: Run, outcomes: list[str], gate: GateBuilder) -> None:
@@ -107,9 +119,12 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
     first, last = first_loss(run), last_loss(run)
-    gate.add_evidence("training loss", f"{first.value:.4f} → {last.value:.4f} ({first.of}, {last.of})")
+    if first.steps + last.steps > len(_finite_losses(run)):
+        gate.add_evidence("training loss", f"{last.value:.4f} ({last.of})")
+    else:
+        gate.add_evidence("training loss", f"{first.value:.4f} → {last.value:.4f} ({first.of}, {last.of})")
     gate.add_evidence("loss spikes", len(spikes))
-    if len(losses) >= 20 and not last.value < first.value:
+    if len(losses) >= 20 and not last.value < first.value and not run.selectors_only:
         gate.fail(
             f"the loss did not fall: {first.value:.4f} ({first.of}), {last.value:.4f} ({last.of})",
             "check learning rate, data and gradients",
@@ -146,17 +161,20 @@ class MeanLoss:
     """A loss averaged over several steps. The page also shows losses of single steps, so `of` says which steps."""
 
     value: float
+    steps: int
     of: str
 
 
 def first_loss(run: Run) -> MeanLoss:
     losses = _finite_losses(run)[:5]
-    return MeanLoss(statistics.fmean(losses) if losses else math.nan, f"mean of the first {len(losses)} steps")
+    value = statistics.fmean(losses) if losses else math.nan
+    return MeanLoss(value, len(losses), f"mean of the first {plural(len(losses), 'step')}")
 
 
 def last_loss(run: Run) -> MeanLoss:
-    loss, steps = mean_of_last([x for e in run.steps for x in e.losses])
-    return MeanLoss(math.nan if loss is None else loss, f"mean of the last {steps} steps")
+    loss, steps = mean_of_last(_finite_losses(run))
+    which = "one step" if steps == 1 else f"mean of the last {plural(steps, 'step')}"
+    return MeanLoss(math.nan if loss is None else loss, steps, which)
 
 
 def _finite_losses(run: Run) -> list[float]:
