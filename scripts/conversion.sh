@@ -24,18 +24,17 @@ tercet() { "$python" -m tercet "$@"; }
 checkpoint() { printf '%s/checkpoints/step-%08d' "$1" "$2"; } # run, step
 
 import_dense() { # kind: RUNS/dense with other attention, in $out/KIND-start
-    local own start=$out/$1-start
+    local own blocks=(--nsa.compress_block 16 --nsa.compress_stride 16) start=$out/$1-start
     case $1 in
-    block-sparse) own=(--attention block-sparse) ;;
-    learned) own=(--attention block-sparse --selector learned) ;;
-    nsa) own=(--attention nsa --compression mean --compress_selected_keys --nsa.window 128) ;;
+    block-sparse) own=(--attention block-sparse "${blocks[@]}") ;;
+    learned) own=(--attention block-sparse --selector learned "${blocks[@]}") ;;
+    nsa) own=(--attention nsa --compression mean --compress_selected_keys --nsa.window 128 "${blocks[@]}") ;;
     continued) own=(--attention dense) ;;
     *) usage ;;
     esac
     mkdir -p "$out"
     [ -d "$out/dense-hf" ] || tercet export hf "$(checkpoint "$runs/dense" "$FROM")" "$out/dense-hf" --format llama
-    [ -d "$start" ] || tercet import hf "$out/dense-hf" "$start" --seq_len "$LENGTH" --nsa.compress_block 16 \
-        --nsa.compress_stride 16 "${own[@]}"
+    [ -d "$start" ] || tercet import hf "$out/dense-hf" "$start" --seq_len "$LENGTH" "${own[@]}"
 }
 
 train() { # kind, folder, flags

@@ -15,6 +15,7 @@ import tercet
 from inference.models import AS_M7C, trained
 from tercet import cli
 from tercet.attention.config import NSAConfig
+from tercet.cli import main
 from tercet.config.load import load
 from tercet.errors import TercetError, UsageError
 from tercet.interop.huggingface.export import export
@@ -129,6 +130,22 @@ def test_a_block_sparse_import_is_the_same_model_below_dense_below_cached_and_no
         torch.testing.assert_close(torch.cat(cached, 1), right, rtol=1e-3, atol=1e-4)
         longer = torch.randint(1, 99, (1, 100))
         assert not torch.allclose(model(longer), theirs(longer).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--attention", "block-sparse", "--gate_logit", "20"], "--gate_logit has no effect with --attention block-"),
+        (
+            ["--attention", "dense", "--nsa.select_count", "7"],
+            "--nsa.select_count has no effect with --attention dense",
+        ),
+        (["--seq_len", "0"], "--seq_len 0 is below 2"),
+    ],
+)
+def test_options_without_effect_are_refused(words, message, tmp_path, capsys):
+    assert main(["import", "hf", str(tmp_path), str(tmp_path / "out"), *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_block_sparse_options_that_contradict_each_other_are_refused(tmp_path):

@@ -10,7 +10,7 @@ from tercet import hints
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
-from tercet.interop.options import attention_options
+from tercet.interop.options import attention_options, check_used
 
 
 def hf(
@@ -54,6 +54,10 @@ def hf(
     check_empty(out)
     if attention is not None:
         attention_options(attention, dense_below, selector)
+        own = {"compression": compression, "compress_selected_keys": compress_selected_keys, "cover": cover}
+        check_used(attention, own | {"gate_logit": gate_logit, "nsa": nsa})
+    if seq_len is not None and seq_len < 2:
+        raise UsageError(f"--seq_len {seq_len} is below 2: give a length to train with, or leave it out")
     if selector == "learned" and nsa.select_count == nsa.forced_blocks:
         raise UsageError(
             f"--nsa.select_count {nsa.select_count} leaves --selector learned nothing to choose: these are the forced "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 from tercet.attention.config import NSAConfig
@@ -48,6 +50,18 @@ def attention_options(attention: str, dense_below: int, selector: str) -> dict[s
         "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "compression": "mean",
         "dense_below": dense_below, "selector": selector,
     }  # fmt: skip
+
+
+def check_used(attention: str, given: Mapping[str, Any]) -> None:
+    """Raise for options that the layers of an `--attention` value do not have."""
+    kinds = {part.partition("*")[0].strip() for part in attention.split(",")}
+    unused = () if "nsa" in kinds else ("compression", "compress_selected_keys", "cover", "gate_logit")
+    names = [f"--{name}" for name in unused if given[name] != DEFAULT_OPTIONS[name]]
+    if kinds == {"dense"}:
+        default, own = asdict(DEFAULT_OPTIONS["nsa"]), asdict(given["nsa"])
+        names += [f"--nsa.{name}" for name in own if own[name] != default[name]]
+    if names:
+        raise UsageError(f"{names[0]} has no effect with --attention {attention}: drop it")
 
 
 def check_family(config: ModelConfig, family: str) -> None:
