@@ -215,8 +215,9 @@ def test_an_import_with_new_selectors_says_how_to_train_them_first(tmp_path, cap
     monkeypatch.chdir(tmp_path)
     dense_model(tmp_path / "dense", LlamaConfig(**{**FAMILIES["llama"].to_dict(), "vocab_size": 256}))
     (tmp_path / "text.txt").write_text("a sentence about blocks. " * 400)
-    words = ["--attention", "block-sparse", "--selector", "learned", "--seq_len", "256", "--nsa.select_count", "3"]
-    assert cli.main(["import", "hf", "dense", "ours", *words]) == 0
+    words = ["--attention", "block-sparse", "--selector", "learned", "--seq_len", "256"]
+    blocks = ["--nsa.select_block", "32", "--nsa.select_count", "4"]
+    assert cli.main(["import", "hf", "dense", "ours", *words, *blocks]) == 0
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert len(commands) == 2
     for command in commands:
