@@ -232,10 +232,13 @@ def test_a_rank_killed_in_a_save_or_in_a_restart_loses_nothing(moment, tmp_path,
         if moment == "save":
             while not list((folder / "checkpoints").glob(".writing-*")):
                 assert run.poll() is None, run.text
+        first = run.pid(0)
         os.kill(run.pid(1), signal.SIGKILL)
         if moment == "restart":
             run.until("restart 1")
-            time.sleep(1)
+            while run.pid(0) == first:
+                assert run.poll() is None, run.text
+                time.sleep(0.005)
             os.kill(run.pid(0), signal.SIGKILL)
         assert run.wait(400) == 0, run.text
     assert_same(folder, alone)
