@@ -82,11 +82,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _exercises_fit(self) -> Self:
         share = max([self.data.retrieval, *(part.retrieval for part in self.data.mixture)])
-        longest = max(stage.data.seq_len for stage in self.stages)
-        if share and longest < SHORTEST_EXERCISE:
+        if share and self.longest_sequence < SHORTEST_EXERCISE:
             raise ValueError(
-                f"data.retrieval={share:g} with data.seq_len={longest}: an exercise needs sequences of at least "
-                f"{SHORTEST_EXERCISE} tokens; raise data.seq_len, or drop data.retrieval"
+                f"data.retrieval={share:g} with data.seq_len={self.longest_sequence}: an exercise needs sequences of "
+                f"at least {SHORTEST_EXERCISE} tokens; raise data.seq_len, or drop data.retrieval"
             )
         return self
 
@@ -191,8 +190,12 @@ class RunConfig(Section):
     @property
     def nothing_to_choose(self) -> NoChoice | None:
         """Why no query has a choice of blocks, in any stage; None if some have."""
-        longest = max(stage.data.seq_len for stage in self.stages)
-        return nothing_to_choose(self.model.nsa, longest, self.model.dense_below)
+        return nothing_to_choose(self.model.nsa, self.longest_sequence, self.model.dense_below)
+
+    @property
+    def longest_sequence(self) -> int:
+        """data.seq_len of the stage with the longest."""
+        return max(stage.data.seq_len for stage in self.stages)
 
     def with_absolute_paths(self) -> Self:
         """With data and weights that are found from every folder, so that a run can be resumed from another one."""

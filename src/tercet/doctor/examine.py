@@ -42,7 +42,7 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
         packed = config is None or not config.data.cross_document_attention
         # Kernels only run on a GPU, so resolve `auto` for one.
         precision = resolved_precision(config.train.precision if config else "auto", "cuda")
-        seq_len = max(stage.data.seq_len for stage in config.stages) if config else None
+        seq_len = config.longest_sequence if config else None
 
         def parity() -> Finding:
             return kernels.parity(model, short=short, packed=packed, precision=precision, seq_len=seq_len)
