@@ -154,8 +154,8 @@ def test_an_adapter_in_the_selector_is_called(reference):
 
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
-def test_a_step_has_four_products_and_copies_no_keys(selector, monkeypatch):
-    """q, kv, gates and output: a learned selector's projections are part of the gates'."""
+def test_a_step_has_two_products_and_copies_no_keys(selector, monkeypatch):
+    """One for queries, keys, values, gates and a learned selector, and one for the output."""
     layer = make(compression="mean", selector=selector, selector_dim=16, selector_rotary=8, compress_selected_keys=True)
     cache, x, called = filled(layer, [60], 70), torch.randn(1, 1, 16), []
     linear, cat = torch.nn.functional.linear, torch.cat
@@ -164,7 +164,7 @@ def test_a_step_has_four_products_and_copies_no_keys(selector, monkeypatch):
         monkeypatch.setattr("torch.nn.functional.linear", lambda *args: called.append("linear") or linear(*args))
         monkeypatch.setattr("torch.cat", lambda *args: called.append("cat") or cat(*args))
         layer(x, cache=cache)
-    assert called == ["linear"] * 4
+    assert called == ["linear"] * 2
 
 
 def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():

@@ -66,11 +66,11 @@ def steps(
         stored = torch.empty((), dtype=dtype).expand(batch, room + 1, groups, size)
         own_turns = torch.empty(rotary // 2, dtype=torch.float64) if rotary else None
         held = replace(held, selector=stored, selector_frequencies=own_turns)
-        # queries, keys and gates as the layer projects them: slices of one row
-        fused = torch.empty(batch, 1, 3 * heads + 2 * groups * size, dtype=dtype)
-        *scored, gates = fused.split([groups * size, groups * size, 3 * heads], -1)
+        # as the layer projects them: slices of one row
+        rows = [heads * dk, groups * (2 * dk + 3 * dv), 3 * heads, groups * size, groups * size]
+        q, kv, gates, *scored = torch.empty(batch, 1, sum(rows), dtype=dtype).split(rows, -1)
         decode.nsa_step(
-            q, kv.repeat(1, 1, 3)[..., groups * dk :], gates, held, counts, config, sizes,
+            q, kv, gates, held, counts, config, sizes,
             **options | {"tied": True, "selector": scored, "phi": (decode.CompressionWeights(),) * 2},
         )  # fmt: skip
         return

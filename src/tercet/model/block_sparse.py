@@ -142,12 +142,13 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
     def decode_token(self, x: Tensor, cache: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        q, kv = self.q_proj(x), self.kv_proj(x)
+        own = () if self.selector is None else (self.selector.q_proj, self.selector.k_proj)
+        q, kv, *scored = decode.project_token(x, cache, self.q_proj, self.kv_proj, *own)
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
-        scored = None if self.selector is None else (self.selector.q_proj(x), self.selector.k_proj(x))
         out, read, cache.block_indices = kernels.nsa_step(
             q, kv, None, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),
-            branches=("selected",), shared=True, softmax_gate=False, norms=norms, phi=None, selector=scored,
+            branches=("selected",), shared=True, softmax_gate=False, norms=norms, phi=None,
+            selector=None if self.selector is None else (scored[0], scored[1]),
             dense_below=self.dense_below if self.dense_below > self.config.selected_tokens else 0,
         )  # fmt: skip
         return out, read

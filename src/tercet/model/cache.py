@@ -83,7 +83,7 @@ class Cache:
         self._rope_frequencies: Tensor | None = None
         self._selector_frequencies: Tensor | None = None
         self._arrival_counters: Tensor | None = None
-        self._fused_weights: tuple[Tensor, ...] = ()
+        self._fused_weights: tuple[Tensor, Tensor | None] | None = None
         if max_len is not None:
             self._reserve(max_len)
 
@@ -126,24 +126,28 @@ class Cache:
             self._arrival_counters = torch.zeros(size, dtype=torch.int32, device=self.device)
         return self._arrival_counters
 
-    def fused_weights(self, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-        """Weight and bias of linear layers that read the same input, as one layer's. Copied at the first step: like the
-        cached tokens, they are those of one set of weights."""
-        if not self._fused_weights:
-            weight = torch.cat([layer.weight for layer in layers])
-            zeros = [weight.new_zeros(layer.out_features) for layer in layers]
-            biases: list[Tensor] = [
-                zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)
-            ]
-            self._fused_weights = weight, torch.cat(biases)
+    def fused_weights(self, layers: tuple[nn.Linear, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of linear layers that read the same input, as one layer's, in whole vectors of 16 rows.
+        Copied at the first step: like the cached tokens, they are those of one set of weights."""
+        if self._fused_weights is None or self._fused_weights[0].dtype != dtype:
+            weights = [layer.weight.to(dtype) for layer in layers]
+            rows = sum(w.shape[0] for w in weights)
+            weights.append(weights[0].new_zeros(-rows % 16, weights[0].shape[1]))
+            bias = None
+            if any(layer.bias is not None for layer in layers):
+                bias = weights[0].new_zeros(rows + weights[-1].shape[0])
+                for part, layer in zip(bias.split([w.shape[0] for w in weights]), layers, strict=False):
+                    if layer.bias is not None:
+                        part.copy_(layer.bias)
+            self._fused_weights = torch.cat(weights), bias
         return self._fused_weights
 
     # ------------------------------------------------------------ rows
 
     def nbytes(self) -> int:
-        """Bytes of everything stored."""
+        """Bytes of everything stored for the tokens: without copies of weights."""
         frequencies = self._rope_frequencies, self._selector_frequencies
-        stored = [*self._stores.values(), *frequencies, self._arrival_counters, *self._fused_weights]
+        stored = [*self._stores.values(), *frequencies, self._arrival_counters]
         return sum(store.numel() * store.element_size() for store in stored if store is not None)
 
     def take_rows(self, rows: Tensor) -> None:

@@ -11,6 +11,7 @@ Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from tercet.attention.reference import block_importance, combine, select, select
 from tercet.attention.tiling import compute_dtype
 from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens
 from tercet.model.compression import Compression
-from tercet.model.layer import AttentionLayer
+from tercet.model.layer import AttentionLayer, are_plain
 from tercet.model.nsa_cache import NSACache
 
 if TYPE_CHECKING:  # needs Triton
@@ -34,6 +35,9 @@ if TYPE_CHECKING:  # needs Triton
 
 # Elements gathered or scored at once: bounds the memory of a long chunk.
 _CHUNK_NUMBERS = 1 << 24
+
+# Copies of a layer's weights that a cache may keep, so that its projections of a token are one product.
+_FUSED_BYTES = 8 << 20
 
 
 # ------------------------------------------------------------ on the kernels
@@ -159,6 +163,19 @@ def run_token(layer: AttentionLayer, x: Tensor, cache: Any, lengths: Tensor | No
         raise
     cache.set_partial_reads(read)
     return layer.o_proj(out)
+
+
+def project_token(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Outputs of linear layers that read the same token. Small ones run as one product: each launch costs a step of a
+    small model more than its work does."""
+    weights = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    if weights > _FUSED_BYTES or not are_plain(*layers):
+        return tuple(layer(x) for layer in layers)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layers[0].weight.dtype
+    y = F.linear(x, *cache.fused_weights(layers, dtype))
+    ends = list(accumulate((layer.out_features for layer in layers), initial=0))
+    return tuple(y[..., first:end] for first, end in pairwise(ends))
 
 
 def kernel_cache(cache: NSACache) -> Held:

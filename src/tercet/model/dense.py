@@ -98,6 +98,6 @@ class DenseAttention(AttentionLayer):
         from tercet.attention.kernels import decode as kernels
 
         held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.stores())
-        q, kv = self.q_proj(x), self.kv_proj(x)
+        q, kv = decode.project_token(x, cache, self.q_proj, self.kv_proj)
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
         return kernels.dense_step(q, kv, held, counts, decode.kernel_heads(self), norms=norms)

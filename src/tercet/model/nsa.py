@@ -368,27 +368,16 @@ class NativeSparseAttention(SelectingLayer):
     def decode_token(self, x: Tensor, cache: NSACache, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        q, kv = self.q_proj(x), self.kv_proj(x)
-        gates, scored = self._decode_gates(x, cache)
+        own: tuple[nn.Linear, ...] = ()
+        if self.selector is not None and cache.keeps_selector:
+            own = self.selector.q_proj, self.selector.k_proj
+        q, kv, gates, *scored = decode.project_token(x, cache, self.q_proj, self.kv_proj, self.gate.proj, *own)
         key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))
         out, read, cache.block_indices = kernels.nsa_step(
             q, kv, gates, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),
             branches=self.branches, shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
             norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
             phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
-            tied=self.compress_selected_keys, selector=scored,
+            tied=self.compress_selected_keys, selector=(scored[0], scored[1]) if own else None,
         )  # fmt: skip
         return out, read
-
-    def _decode_gates(self, x: Tensor, cache: NSACache) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Gate logits, and queries and keys of a learned selector, flat. In one product: each launch costs a step of a
-        small model more than its work does."""
-        if self.selector is None or not cache.keeps_selector:
-            return self.gate.proj(x), None
-        layers = (self.selector.q_proj, self.selector.k_proj, self.gate.proj)
-        if not are_plain(*layers):
-            queries, keys, gates = (layer(x) for layer in layers)
-        else:
-            y = F.linear(x, *cache.fused_weights(layers))
-            queries, keys, gates = y.split([layer.out_features for layer in layers], -1)
-        return gates, (queries, keys)

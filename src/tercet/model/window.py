@@ -90,7 +90,7 @@ class WindowAttention(DenseAttention):
         from tercet.attention.kernels import decode as kernels
 
         held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, window=cache.stores()["window"])
-        q, kv = self.q_proj(x), self.kv_proj(x)
+        q, kv = decode.project_token(x, cache, self.q_proj, self.kv_proj)
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
         out, read, _ = kernels.nsa_step(
             q, kv, None, held, counts, self.config, decode.kernel_heads(self), branches=_BRANCHES, shared=True,

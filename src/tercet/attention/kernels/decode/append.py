@@ -9,7 +9,7 @@ The same program stores a learned selector's key. RoPE may rotate the first chan
 query.
 
 q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; if the selected keys are compressed
-("tied"), without the first set's keys   cache tensors: [B, slots, G, D]
+("tied"), without the first set's keys. Rows of any stride   cache tensors: [B, slots, G, D]
 """
 
 from __future__ import annotations
@@ -127,17 +127,16 @@ def decode_append_kernel(
     QN, KNC, KNS, KNW, KS, VS, KW, VW, KR, VR, KC, VC, SELECTOR_KEYS,
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
     batch, selected_slots, compressed_slots, selector_q_row, selector_k_row, phi,
-    eps, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, SETS: tl.constexpr, TIED: tl.constexpr,
-    G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HALFP: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, ROTATED: tl.constexpr,
-    NORM: tl.constexpr,
+    eps, Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    SETS: tl.constexpr, TIED: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, HALFP: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr,
+    ROTATED: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
     POOL: tl.constexpr, SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_launch(OVERLAP)
     PER_SET: tl.constexpr = G * (DK + DV)
     ABSENT: tl.constexpr = G * DK if TIED else 0  # numbers missing at the beginning of a row of KV
-    KV_ROW: tl.constexpr = SETS * PER_SET - ABSENT
     COMPRESSED_KEYS: tl.constexpr = PER_SET if TIED else 0
     HALF: tl.constexpr = DK // 2
     program = tl.program_id(0)
@@ -163,8 +162,8 @@ def decode_append_kernel(
         if row_is_active(COUNTS, b, MASKED):
             # all loads before any store: with stores in between, each load would wait for the previous one
             r = tl.arange(0, RP)
-            q = (b * (G * HEADS) + g * HEADS + r).to(tl.int64) * DK
-            q1, q2 = _halves(Q + q, QN, r < HEADS, eps, HALF, HALFP, NORM)
+            head = g * HEADS + r
+            q1, q2 = _halves(Q + b.to(tl.int64) * Q_ROW + head * DK, QN, r < HEADS, eps, HALF, HALFP, NORM)
             one = tl.arange(0, 1)
             alone = one == 0
             at = KV + b.to(tl.int64) * KV_ROW - ABSENT
@@ -195,7 +194,7 @@ def decode_append_kernel(
             cos, sin = cos * factor, sin * factor
             if ROTATED > 0:
                 selector_cos, selector_sin = _selector_cos_sin(SELECTOR_FREQS, t, ROTATED, SDP)
-            _store_rotated(QOUT + q, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
+            _store_rotated(QOUT + (b.to(tl.int64) * (G * HEADS) + head) * DK, r < HEADS, q1, q2, cos, sin, HALF, HALFP)
             if COMPRESSED:
                 slot = t % L
                 _store_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, c1, c2, HALF, HALFP)
@@ -257,7 +256,7 @@ def append(
     selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Write the tokens to the cache; returns the rotated queries, and those of the selector. counts: int32 [B], 0 for
-    rows without a new token. selector: queries and keys [B, G·size], rows of any stride."""
+    rows without a new token. selector: queries and keys [B, G·size]."""
     batch, groups, per_group = q.shape[0], heads.groups, heads.heads // heads.groups
     key_size, value_size = heads.key_size, heads.value_size
     selector_size = max(1, heads.selector_size)
@@ -289,11 +288,11 @@ def append(
          None if norms is None else norms.q, *keys, *(x for pair in parts for x in pair), held.selector,
          *weights[0].all(), *weights[1].all(), scratch, held.arrived),
         (batch, slots, compressed_slots, *selector_rows, programs),
-        (0.0 if norms is None else norms.eps, config.compress_block, config.compress_stride, config.window, sets, tied,
-         groups, per_group, power_of_2(per_group), key_size, value_size, power_of_2(key_size // 2),
-         padded(key_size), padded(value_size), selector_size, padded(selector_size), rotated, norms is not None,
-         counts is not None, mlp, held.selected is not None, held.window is not None, held.raw is not None,
-         held.raw is None and held.compressed is not None, selector_k is not None,
+        (0.0 if norms is None else norms.eps, q.stride(0), kv.stride(0), config.compress_block, config.compress_stride,
+         config.window, sets, tied, groups, per_group, power_of_2(per_group), key_size, value_size,
+         power_of_2(key_size // 2), padded(key_size), padded(value_size), selector_size, padded(selector_size), rotated,
+         norms is not None, counts is not None, mlp, held.selected is not None, held.window is not None,
+         held.raw is not None, held.raw is None and held.compressed is not None, selector_k is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
          early),
         num_warps=8 if programs else 4, num_stages=2, launch_pdl=early,

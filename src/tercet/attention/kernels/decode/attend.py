@@ -109,30 +109,32 @@ def _attend_split(
 
 @triton.jit
 def _score_blocks(
-    Q, K, SCORES, b, g, row, first, end, slots, room, scale,
-    BLOCK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, N: tl.constexpr,
+    Q, K, SCORES, b, g0, row, first, end, slots, room, scale,
+    BLOCK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr, RP: tl.constexpr, WP: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the blocks first … end-1, all complete (block_scores.py); N keys and DC channels at a time.
-    row: numbers from one row of Q to the next."""
+    """Scores of the blocks first … end-1, all complete, for the KV heads g0 … g0+AT_ONCE-1 (block_scores.py).
+    row: numbers from one row of Q to the next.
+
+    Keys of these heads are read together, in long contiguous rows. The queries are the rows of a block-diagonal
+    matrix, each in its head's channels, so that one product gives the logits of all heads."""
     i = tl.arange(0, N)
+    r = tl.arange(0, RP)
+    c = tl.arange(0, WP)
     NB: tl.constexpr = N // BLOCK
-    qs = ()
-    for c in tl.static_range(0, DP, DC):
-        d = c + tl.arange(0, DC)
-        q = tl.load(Q + b.to(tl.int64) * row + g * D + d, mask=d < D, other=0.0)
-        qs = qs + (q.to(K.dtype.element_ty).to(tl.float32),)
-    K += ((b.to(tl.int64) * slots + first * BLOCK) * G + g) * D
-    SCORES += (b.to(tl.int64) * G + g) * room
-    for j in tl.range(first, end, NB):
-        inside = i < (end - j) * BLOCK
-        s = tl.zeros([N], tl.float32)
-        for c in tl.static_range(0, DP, DC):
-            d = c + tl.arange(0, DC)
-            k = tl.load(K + i[:, None] * (G * D) + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-            s += tl.sum(k.to(tl.float32) * qs[c // DC][None, :], 1)
-        block = j + tl.arange(0, NB)
-        score = tl.sum(weight(s, scale).reshape(NB, BLOCK), 1)
-        tl.store(SCORES + block, score, mask=block < end)
+    here = (c < AT_ONCE * D) & (g0 * D + c < G * D)
+    q = tl.load(Q + b.to(tl.int64) * row + g0 * D + c[None, :], mask=here[None, :] & (c[None, :] // D == r[:, None]),
+                other=0.0).to(K.dtype.element_ty)  # fmt: skip
+    K += (b.to(tl.int64) * slots + first * BLOCK) * (G * D) + g0 * D
+    SCORES += (b.to(tl.int64) * G + g0 + r[:, None]) * room
+    head = (r < AT_ONCE) & (g0 + r < G)
+    for j in tl.range(first, end, NB, num_stages=STAGES):
+        k = tl.load(K + i[:, None] * (G * D) + c[None, :], mask=(i < (end - j) * BLOCK)[:, None] & here[None, :],
+                    other=0.0)  # fmt: skip
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        score = tl.sum(weight(s, scale).reshape(RP, NB, BLOCK), 2)
+        block = j + tl.arange(0, NB)[None, :]
+        tl.store(SCORES + block, score, mask=head[:, None] & (block < end))
         K += N * G * D
 
 
@@ -142,8 +144,8 @@ def decode_prefix_kernel(
     slots, room, splits, parts, selector_row, selector_slots, scoring, scale, selector_scale,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
-    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr, SDC: tl.constexpr,
-    N: tl.constexpr, SN: tl.constexpr,
+    DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
+    SD: tl.constexpr, SG: tl.constexpr, SRP: tl.constexpr, SWP: tl.constexpr, SN: tl.constexpr, SSTAGES: tl.constexpr,
     MASKED: tl.constexpr, ATTEND: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, SELECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -151,26 +153,28 @@ def decode_prefix_kernel(
     the compressed tokens that it sees. SCORES: they write the scores, for the selection. Without OUT they read no
     values.
 
-    SELECTOR: before them, `scoring` programs write a learned selector's scores of the blocks among which it chooses."""
+    SELECTOR: before them, `scoring` programs for every SG KV heads write a learned selector's scores of the blocks
+    among which it chooses."""
     program = tl.program_id(0)
-    g = tl.program_id(1)
-    b = tl.program_id(2)
+    b = tl.program_id(1)
+    SETS: tl.constexpr = (G + SG - 1) // SG if SELECTOR else 0
     after = (tl.load(LENGTHS + b) + 1).to(tl.int32)
     real = row_is_active(COUNTS, b, MASKED)
     wait_for_previous_launch(OVERLAP)
     if SELECTOR:
         current = (after - 1) // BLOCK
-        if (program < scoring) & real & (current >= COUNT):
+        if (program < scoring * SETS) & real & (current >= COUNT):
             free = current - LOCAL - INITIAL + 1
             NB: tl.constexpr = SN // BLOCK
             span = tl.cdiv(tl.cdiv(free, NB), scoring) * NB
-            start = INITIAL + program * span
+            start = INITIAL + program % scoring * span
             stop = tl.minimum(start + span, INITIAL + free)
-            _score_blocks(SQ, SK, LOGITS, b, g, selector_row, start, stop, selector_slots, room, selector_scale, BLOCK,
-                          G, SD, SDP, SDC, SN)  # fmt: skip
+            _score_blocks(SQ, SK, LOGITS, b, program // scoring * SG, selector_row, start, stop, selector_slots, room,
+                          selector_scale, BLOCK, G, SD, SG, SRP, SWP, SN, SSTAGES)  # fmt: skip
     if ATTEND:
-        if program >= scoring:
-            split = program - scoring
+        if program >= scoring * SETS:
+            g = (program - scoring * SETS) // splits
+            split = (program - scoring * SETS) % splits
             if real:
                 seen = tl.where(after < L, 0, (after - L) // S + 1)
                 share = tl.cdiv(tl.cdiv(seen, N), splits) * N
@@ -260,10 +264,14 @@ def tile_keys(q: Tensor, value_size: int) -> int:
     return 64 if bytes_ <= 256 else 32 if bytes_ <= 512 else 16
 
 
-def selector_tile(size: int, block: int) -> tuple[int, int]:
-    """Keys of a learned selector per tile, whole blocks of them, and channels at a time: 16 KiB in half precision."""
-    channels = min(64, padded(size))
-    return max(block, 8192 // channels), channels
+def selector_heads(groups: int, size: int) -> int:
+    """KV heads whose selector keys a program reads together: up to 256 bytes a token in half precision."""
+    return max(1, min(groups, 128 // size))
+
+
+def selector_tile(groups: int, size: int, block: int) -> int:
+    """Tokens per tile of a learned selector's keys, whole blocks: 16 KiB in half precision."""
+    return max(block, 8192 // padded(selector_heads(groups, size) * size))
 
 
 def attend_prefix(
@@ -274,7 +282,8 @@ def attend_prefix(
     """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts; held: keys and
     values, None to skip them. scores: filled with the scores of these keys or, if there is one, of the selector.
 
-    selector: queries [B, G·size] of the new tokens, and all keys; `scoring` programs per row and KV head read them."""
+    selector: queries [B, G·size] of the new tokens, and all keys; `scoring` programs per row and `selector_heads`
+    read them."""
     batch, heads, size = q.shape
     groups = parts.read.shape[1]
     keys, values = held or (None, None)
@@ -283,22 +292,24 @@ def attend_prefix(
     early = overlap_launches(q, batch * groups)
     logits = None if scores is None else scores.logits
     selector_q, selector_k = selector or (None, None)
-    row = selector_slots = 0
-    choice, own = (0,) * 4, (1,) * 4  # what blocks there are to choose from, and the selector's tile
+    row = selector_slots = programs = 0
+    choice, own = (0,) * 4, (1,) * 6  # what blocks there are to choose from, and the selector's tile
     if config is not None and selector_q is not None and selector_k is not None:
         row, selector_slots, own_size = selector_q.stride(0), selector_k.shape[1], selector_k.shape[3]
         choice = config.select_block, config.select_count, config.select_initial, config.select_local
-        tokens, channels = selector_tile(own_size, config.select_block)
-        own = own_size, padded(own_size), channels, tokens
+        at_once = selector_heads(groups, own_size)
+        tokens, channels = selector_tile(groups, own_size, config.select_block), padded(at_once * own_size)
+        stages = 3 if tokens * channels * selector_k.element_size() <= 32768 else 1
+        own = own_size, at_once, padded(at_once), channels, tokens, stages
+        programs = scoring * -(-groups // at_once)
     call(
-        decode_prefix_kernel, (scoring + (0 if held is None else splits), groups, batch),
+        decode_prefix_kernel, (programs + (0 if held is None else splits * groups), batch),
         (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits),
         (0 if keys is None else keys.shape[1], 0 if logits is None else logits.shape[2], splits, parts.count, row,
          selector_slots, scoring),
         (size**-0.5 * LOG2E, weight_scale(own[0]), l, d, *choice, groups, heads // groups, padded(heads // groups),
-         size, padded(size), value_size, padded(value_size), *own[:3], tile_keys(q, value_size), own[3],
-         counts is not None, held is not None, logits is not None and selector is None, out, selector is not None,
-         early),
+         size, padded(size), value_size, padded(value_size), tile_keys(q, value_size), *own, counts is not None,
+         held is not None, logits is not None and selector is None, out, selector is not None, early),
         num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from tercet.attention.kernels.decode.attend import (
     empty_parts,
     read_bytes,
     read_stages,
+    selector_heads,
     selector_tile,
     tile_keys,
     window_tile,
@@ -107,7 +108,7 @@ def nsa_step(
     if attend or scores is not None:
         own, scoring = None, 0
         if selector_q is not None and held.selector is not None:
-            own, scoring = (selector_q, held.selector), _scoring_programs(device, pairs, held, config)
+            own, scoring = (selector_q, held.selector), _scoring_programs(batch, held, config)
         attend_prefix(
             rotated, held.compressed if attend else None, held.lengths, counts, parts, split, config, scores,
             out="compressed" in branches, selector=own, scoring=scoring,
@@ -154,12 +155,14 @@ def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
     return max(1, min(MOST_SPLITS, -(-keys // tile), 2 * _multiprocessors(device) // pairs))
 
 
-def _scoring_programs(device: torch.device, pairs: int, held: Held, config: NSAConfig) -> int:
-    """Programs per (row, KV head) that read a learned selector's keys: four per multiprocessor, and no more than there
-    are tiles."""
+def _scoring_programs(batch: int, held: Held, config: NSAConfig) -> int:
+    """Programs per row and `selector_heads` that read a learned selector's keys: four per multiprocessor, and no more
+    than there are tiles."""
     assert held.selector is not None
-    tokens, _ = selector_tile(held.selector.shape[3], config.select_block)
-    return max(1, min(-(-held.tokens // tokens), 4 * _multiprocessors(device) // pairs))
+    groups, size = held.selector.shape[2:]
+    sets = batch * -(-groups // selector_heads(groups, size))
+    tiles = -(-held.tokens // selector_tile(groups, size, config.select_block))
+    return max(1, min(tiles, 4 * _multiprocessors(held.selector.device) // sets))
 
 
 def _blocks_per_part(device: torch.device, pairs: int, blocks: int, window_tiles: int) -> int:
